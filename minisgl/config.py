@@ -1,0 +1,330 @@
+"""Every option of the engine, once.
+
+An `EngineConfig` is what the user wrote, checked on construction. `resolve` combines it with the
+facts about the model and the device into a `ResolvedConfig`, in which nothing is automatic any
+more. What is known only after loading the model is the runner's result, a `Capacity`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from minisgl.errors import ConfigError, one_of
+
+ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+# On CPU the KV cache is modest unless --num-pages says otherwise.
+CPU_KV_TOKENS = 65_536
+CPU_KV_BYTES = 2 << 30
+
+
+def option(default: Any, help: str, *, names: tuple[str, ...] = (), group: str = "Engine") -> Any:
+    """A dataclass field that the command line offers as an option.
+
+    The option is spelled after the field (`max_seq_len` → `--max-seq-len`) unless `names` says
+    otherwise; the first name is the one that messages use.
+    """
+    return field(default=default, metadata={"help": help, "names": names, "group": group})
+
+
+def option_names(spec: Field[Any]) -> tuple[str, ...]:
+    return tuple(spec.metadata["names"]) or ("--" + spec.name.replace("_", "-"),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+
+    model: str = option(
+        "",
+        "Local folder or Hugging Face id; the bundled demo model if not given.",
+        names=("--model", "--model-path"),
+        group="Model",
+    )
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32.", group="Model")
+    device: str = option("auto", "auto, cuda or cpu.", group="Model")
+    load_format: str = option(
+        "auto", "auto (safetensors) or dummy (random weights).", group="Model"
+    )
+    max_seq_len: int | None = option(
+        None,
+        "Longest sequence in tokens; the model's own if not given.",
+        names=("--max-seq-len-override",),
+        group="Model",
+    )
+    tp: int = option(
+        1,
+        "Tensor-parallel ranks.",
+        names=("--tp", "--tensor-parallel-size", "--tp-size"),
+        group="Parallelism",
+    )
+    disable_pynccl: bool = option(
+        False, "Use torch.distributed's own collectives for everything.", group="Parallelism"
+    )
+    memory_ratio: float = option(
+        0.9,
+        "Fraction of the GPU memory free at start for weights, activations and KV cache together.",
+        group="Memory",
+    )
+    num_pages: int | None = option(
+        None, "Size of the KV cache in pages; from memory if not given.", group="Memory"
+    )
+    page_size: int | None = option(
+        None, "Tokens per page; chosen by backend if not given.", group="Memory"
+    )
+    cache_type: str = option(
+        "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
+    )
+    max_running_requests: int = option(256, "Running requests at most.", group="Scheduling")
+    max_queued_requests: int = option(
+        2048, "Waiting requests before new ones are refused.", group="Scheduling"
+    )
+    max_prefill_length: int = option(
+        8192,
+        "Prompt tokens in one step; longer prompts are prefilled in chunks.",
+        group="Scheduling",
+    )
+    schedule_policy: str = option(
+        "fcfs", "fcfs (in order) or lpm (longest cached prefix first).", group="Scheduling"
+    )
+    schedule_conservativeness: float = option(
+        1.0,
+        "Scales the reserve for tokens not yet generated; under 1 admits more and may retract.",
+        group="Scheduling",
+    )
+    attn: str = option(
+        "auto",
+        "auto, fa, fi, trtllm, triton, torch, or a pair PREFILL,DECODE.",
+        names=("--attn", "--attention-backend"),
+        group="Kernels",
+    )
+    cuda_graph_max_bs: int | None = option(
+        None, "Largest captured batch; 0 turns CUDA graphs off.", group="Kernels"
+    )
+
+    def __post_init__(self) -> None:
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("device", ("auto", "cuda", "cpu"))
+        self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("cache_type", ("radix", "naive"))
+        self._check_choice("schedule_policy", ("fcfs", "lpm"))
+        self._check_at_least("tp", 1)
+        self._check_at_least("num_pages", 2)
+        self._check_at_least("page_size", 1)
+        self._check_at_least("max_seq_len", 1)
+        self._check_at_least("max_running_requests", 1)
+        self._check_at_least("max_queued_requests", 1)
+        self._check_at_least("max_prefill_length", 1)
+        self._check_at_least("cuda_graph_max_bs", 0)
+        if not 0 < self.memory_ratio <= 1:
+            self._refuse("memory_ratio", "allowed: above 0 and at most 1")
+        if not 0 < self.schedule_conservativeness < math.inf:
+            self._refuse("schedule_conservativeness", "allowed: a number above 0")
+        backends = self.attn.split(",")
+        if self.attn != "auto" and (
+            len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
+        ):
+            choices = one_of(("auto", *ATTENTION_BACKENDS))
+            self._refuse("attn", f"{choices}, or a pair PREFILL,DECODE")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            self._refuse(name, one_of(choices))
+
+    def _check_at_least(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < low:
+            self._refuse(name, f"allowed: {low} or more")
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        raise ConfigError(option_of(type(self), name), getattr(self, name), allowed)
+
+
+def option_of(config: type, name: str) -> str:
+    """How the command line spells field `name` of the dataclass `config`."""
+    return next(option_names(spec)[0] for spec in fields(config) if spec.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What the options depend on, of the model; read from its config.json in row 3."""
+
+    dtype: str  # of the checkpoint: bfloat16, float16 or float32
+    max_seq_len: int
+    max_seq_len_reason: str | None  # why a longer --max-seq-len-override is refused; None: allowed
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What the options depend on, of the machine; gathered in row 4."""
+
+    has_cuda: bool
+    name: str
+    num_gpus: int
+    free_bytes: int  # of the device that `auto` picks
+    attention_backends: tuple[str, ...]  # those that run here, best first
+    missing_backends: dict[str, str]  # why the others do not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """The options with nothing left to choose."""
+
+    model: str
+    device: str
+    dtype: str
+    load_format: str
+    max_seq_len: int  # before the capacity of the KV cache is known
+    tp: int
+    disable_pynccl: bool
+    memory_ratio: float
+    num_pages: int  # 0: as many as memory_ratio leaves room for
+    page_size: int
+    cache_type: str
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_length: int
+    schedule_policy: str
+    schedule_conservativeness: float
+    attn_prefill: str
+    attn_decode: str
+    cuda_graph_max_bs: int
+    overlap: bool
+    notes: tuple[str, ...]  # what was decided and why, for the log
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the runner found room for, once the weights were loaded."""
+
+    num_pages: int  # page 0 is scratch, so one less is usable
+    page_size: int
+    num_slots: int
+    max_seq_len: int
+
+    @staticmethod
+    def of(config: ResolvedConfig, num_pages: int) -> Capacity:
+        return Capacity(
+            num_pages=num_pages,
+            page_size=config.page_size,
+            num_slots=config.max_running_requests,
+            max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
+        )
+
+
+def overlap_enabled() -> bool:
+    return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "") not in ("1", "true")
+
+
+def resolve(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
+) -> ResolvedConfig:
+    """Settle every automatic option. Pure; raises ConfigError where model or device forbid a value."""
+    notes: list[str] = []
+    target = config.device
+    if target == "auto":
+        target = "cuda" if device.has_cuda else "cpu"
+    elif target == "cuda" and not device.has_cuda:
+        raise ConfigError(
+            "--device", "cuda", "PyTorch finds no usable GPU here; allowed: auto or cpu"
+        )
+
+    if config.tp != 1:
+        raise ConfigError("--tp", config.tp, "this version runs one rank; allowed: 1")
+    if config.cuda_graph_max_bs:
+        raise ConfigError(
+            "--cuda-graph-max-bs", config.cuda_graph_max_bs, "this version runs eagerly; allowed: 0"
+        )
+
+    dtype = _resolve_dtype(config, model, target, notes)
+    prefill, decode = _resolve_attention(config, device, notes)
+    page_size = config.page_size or 16
+    return ResolvedConfig(
+        model=config.model,
+        device=target,
+        dtype=dtype,
+        load_format=config.load_format,
+        max_seq_len=_resolve_max_seq_len(config, model),
+        tp=config.tp,
+        disable_pynccl=config.disable_pynccl,
+        memory_ratio=config.memory_ratio,
+        num_pages=_resolve_num_pages(config, model, device, target, dtype, page_size),
+        page_size=page_size,
+        cache_type=config.cache_type,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        max_prefill_length=config.max_prefill_length,
+        schedule_policy=config.schedule_policy,
+        schedule_conservativeness=config.schedule_conservativeness,
+        attn_prefill=prefill,
+        attn_decode=decode,
+        cuda_graph_max_bs=0,
+        overlap=overlap,
+        notes=tuple(notes),
+    )
+
+
+def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if target == "cpu":
+        return "float32"
+    if model.dtype == "float32":
+        notes.append("a float32 checkpoint runs in float16; --dtype bfloat16 has the wider range")
+    return "bfloat16" if model.dtype == "bfloat16" else "float16"
+
+
+def _resolve_attention(
+    config: EngineConfig, device: DeviceFacts, notes: list[str]
+) -> tuple[str, str]:
+    if config.attn == "auto":
+        best = device.attention_backends[0]
+        notes.append(f"attention backend {best}, the best that runs here")
+        return best, best
+    backends = config.attn.split(",")
+    for name in backends:
+        if name not in device.attention_backends:
+            why = device.missing_backends.get(name, "not usable here")
+            raise ConfigError(
+                "--attn", config.attn, f"{why}; {one_of(('auto', *device.attention_backends))}"
+            )
+    return backends[0], backends[-1]
+
+
+def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts) -> int:
+    if config.max_seq_len is None:
+        return model.max_seq_len
+    if config.max_seq_len > model.max_seq_len and model.max_seq_len_reason:
+        raise ConfigError(
+            "--max-seq-len-override",
+            config.max_seq_len,
+            f"{model.max_seq_len_reason}; allowed: at most {model.max_seq_len}",
+        )
+    return config.max_seq_len
+
+
+def _resolve_num_pages(
+    config: EngineConfig,
+    model: ModelFacts,
+    device: DeviceFacts,
+    target: str,
+    dtype: str,
+    page_size: int,
+) -> int:
+    if config.num_pages is not None or target == "cuda":
+        return config.num_pages or 0
+    room = min(CPU_KV_BYTES, device.free_bytes // 4) // model.kv_bytes_per_token(dtype)
+    return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)

@@ -1,0 +1,237 @@
+"""What a caller asks for and what comes back."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from minisgl.errors import InvalidRequestError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+# The widest logit_bias, stop_token_ids and EOS set together that one device row holds.
+MAX_LOGIT_BIAS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Raises InvalidRequestError, naming the field.
+
+    The order of operations on a row of logits: logprobs are read from the raw float32 logits; then
+    logit_bias, repetition, frequency and presence penalty, masking until min_tokens, temperature,
+    min_p, top_k, top_p. A token is the Gumbel-max of what is left, or its argmax at temperature 0.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    max_tokens: int | None = None  # None: the room that the prompt leaves
+    min_tokens: int = 0  # until then EOS and stop_token_ids are masked, stop strings not matched
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # leave the matched stop string in the text
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: one is drawn at submission
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # 0: of the sampled token; n: of the n likeliest as well
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+        self._check_number("temperature", self.temperature, 0, 2)
+        self._check_number("top_p", self.top_p, 0, 1)
+        self._check_number("min_p", self.min_p, 0, 1)
+        self._check_number("presence_penalty", self.presence_penalty, -2, 2)
+        self._check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self._check_number("repetition_penalty", self.repetition_penalty, 0, math.inf)
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InvalidRequestError("repetition_penalty", "must be a finite number above 0.")
+        self._check_integer("top_k", self.top_k, -1, None)
+        self._check_integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            self._check_integer("max_tokens", self.max_tokens, 0, None)
+            if self.max_tokens == 0 and self.prompt_logprobs is None:
+                raise InvalidRequestError(
+                    "max_tokens", "must be at least 1 (0 is only allowed with prompt_logprobs)."
+                )
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequestError(
+                    "min_tokens", f"{self.min_tokens} is more than max_tokens {self.max_tokens}."
+                )
+        if self.seed is not None:
+            self._check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                self._check_integer(name, count, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed.")
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequestError("stop", "must be non-empty strings.")
+        for token_id in self.stop_token_ids:
+            self._check_integer("stop_token_ids", token_id, 0, None)
+        if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                "logit_bias", f"with stop_token_ids at most {MAX_LOGIT_BIAS} entries are allowed."
+            )
+        for token_id, bias in self.logit_bias.items():
+            self._check_integer("logit_bias", token_id, 0, None)
+            self._check_number("logit_bias", bias, -100, 100)
+
+    @staticmethod
+    def _check_number(name: str, value: object, low: float, high: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidRequestError(name, f"must be a number, not {value!r}.")
+        if not low <= value <= high:  # NaN fails too
+            raise InvalidRequestError(name, f"must be from {low:g} to {high:g}, not {value!r}.")
+
+    @staticmethod
+    def _check_integer(name: str, value: object, low: int, high: int | None) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequestError(name, f"must be an integer, not {value!r}.")
+        if value < low or (high is not None and value > high):
+            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise InvalidRequestError(name, f"must be {allowed}, not {value}.")
+
+    @property
+    def greedy(self) -> bool:
+        """Below 1e-5 a division by the temperature would only lose precision."""
+        return self.temperature < 1e-5
+
+
+class RequestStatus(enum.Enum):
+    """The only states of a request. RUNNING goes back to WAITING when it is retracted."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """One sequence, from submission to its end. Created by the caller, changed by the scheduler only.
+
+    Two clocks run: `num_scheduled` tokens have been given to launched steps (their KV is written, or
+    will be before any later step runs), and `token_ids` are known on the host. Between them lie
+    `num_in_flight` tokens that launched steps sample and the host has not seen yet.
+    """
+
+    __slots__ = (
+        "error",
+        "finish_reason",
+        "id",
+        "logprobs",
+        "max_tokens",
+        "min_tokens",
+        "num_cached_tokens",
+        "num_in_flight",
+        "num_prompt_tokens",
+        "num_scheduled",
+        "params",
+        "prompt_logprobs",
+        "seed",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_tokens: int,
+        seed: int,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        """`max_tokens` is what `params` asks for or the room left, never None; `seed` likewise."""
+        self.id = id
+        self.params = params
+        self.max_tokens = max_tokens
+        self.min_tokens = params.min_tokens
+        self.seed = seed
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(
+            () if params.ignore_eos else eos_token_ids
+        )
+        self.token_ids = list(prompt_token_ids)  # prompt and settled output
+        self.num_scheduled = 0
+        self.num_in_flight = 0
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
+        self.status = RequestStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: BaseException | None = None
+        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if asked for
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return f"Request({self.id!r}, {self.status.value}, {len(self.token_ids)} tokens)"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities under the raw logits, of one token and its rivals."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A finished request, as `LLM.generate` returns it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What a running request has produced since its last delta, as `AsyncEngine.generate` yields it.
+
+    `text` lags behind `token_ids` while a character or a possible stop string is incomplete. The
+    last delta, and only it, has a finish_reason.
+    """
+
+    token_ids: list[int]
+    text: str
+    num_output_tokens: int  # in all, this delta included
+    num_cached_tokens: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
