@@ -232,7 +232,7 @@ def overlap_enabled() -> bool:
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
 ) -> ResolvedConfig:
-    """Settle every automatic option. Pure; raises ConfigError where model or device forbid a value."""
+    """Settle every automatic option. Pure; raises ConfigError where model or device object."""
     notes: list[str] = []
     target = config.device
     if target == "auto":

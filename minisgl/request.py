@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minisgl.errors import InvalidRequestError
@@ -30,9 +30,9 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int | None = None  # None: the room that the prompt leaves
     min_tokens: int = 0  # until then EOS and stop_token_ids are masked, stop strings not matched
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     include_stop: bool = False  # leave the matched stop string in the text
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None: one is drawn at submission
     presence_penalty: float = 0.0  # over generated tokens
@@ -125,11 +125,10 @@ class FinishReason(enum.Enum):
 
 
 class Request:
-    """One sequence, from submission to its end. Created by the caller, changed by the scheduler only.
+    """One sequence, from submission to its end. Made by the engine, changed by the scheduler only.
 
-    Two clocks run: `num_scheduled` tokens have been given to launched steps (their KV is written, or
-    will be before any later step runs), and `token_ids` are known on the host. Between them lie
-    `num_in_flight` tokens that launched steps sample and the host has not seen yet.
+    `token_ids` are the tokens known on the host: the prompt and the settled output. What launched
+    steps are still computing is the scheduler's business.
     """
 
     __slots__ = (
@@ -137,12 +136,10 @@ class Request:
         "finish_reason",
         "id",
         "logprobs",
+        "max_len",
         "max_tokens",
-        "min_tokens",
         "num_cached_tokens",
-        "num_in_flight",
         "num_prompt_tokens",
-        "num_scheduled",
         "params",
         "prompt_logprobs",
         "seed",
@@ -159,21 +156,19 @@ class Request:
         *,
         max_tokens: int,
         seed: int,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
         """`max_tokens` is what `params` asks for or the room left, never None; `seed` likewise."""
         self.id = id
         self.params = params
         self.max_tokens = max_tokens
-        self.min_tokens = params.min_tokens
         self.seed = seed
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids).union(
             () if params.ignore_eos else eos_token_ids
         )
-        self.token_ids = list(prompt_token_ids)  # prompt and settled output
-        self.num_scheduled = 0
-        self.num_in_flight = 0
+        self.token_ids = list(prompt_token_ids)
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -188,6 +183,14 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens still have to be scored."""
+        return (
+            self.params.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        )
 
     @property
     def finished(self) -> bool:
@@ -221,7 +224,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What a running request has produced since its last delta, as `AsyncEngine.generate` yields it.
+    """What a running request has produced since its last delta: `AsyncEngine.generate` yields it.
 
     `text` lags behind `token_ids` while a character or a possible stop string is incomplete. The
     last delta, and only it, has a finish_reason.

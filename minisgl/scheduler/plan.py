@@ -41,9 +41,10 @@ class Chunk:
     start: int  # position of the first token; all earlier positions have their KV
     token_ids: Sequence[int]
     samples: bool  # the chunk reaches the end of what is known, so its last row is sampled
-    prompt_logprobs: int | None = None  # how many rivals to report for every prompt row
-    # The prompt token behind the chunk's last one: what its last row is scored against.
-    next_token_id: int | None = None
+    # Prompt tokens that the chunk's first rows are scored against, one a row, and how many of the
+    # likeliest tokens to report beside each.
+    scored_token_ids: Sequence[int] = ()
+    prompt_logprobs: int = 0
 
     @property
     def end(self) -> int:
@@ -85,5 +86,5 @@ class StepResult:
     token_ids: Sequence[int]  # [num_samples]
     # by sampled row, only the rows that asked
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    # by chunk index: scores of the prompt tokens behind the chunk's rows
+    # by chunk index: of its scored_token_ids
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

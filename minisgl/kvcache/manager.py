@@ -1,0 +1,134 @@
+"""The scheduler's face of the KV cache: leases on pages.
+
+A page has exactly one owner: the free list, the prefix cache, or one lease. Fencing is by launch
+order: all steps run on one compute stream, so a page that is given up while steps up to N are
+launched may be written by any later step, and a page may be matched by step N + 1 once its tokens
+are known and launched steps write all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minisgl.kvcache.pages import PageAllocator
+from minisgl.kvcache.prefix import NaiveCache, Node, PrefixCache
+from minisgl.kvcache.radix import RadixCache
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The pages of one running request, in the order of its tokens."""
+
+    pages: list[int]
+    node: Node  # where the committed pages end in the prefix cache
+    num_committed: int  # the first pages, offered to the prefix cache: never written again
+    private: list[int] = field(default_factory=list)  # committed ones that the cache refused
+
+    @property
+    def owned(self) -> list[int]:
+        """Pages that belong to this lease alone."""
+        return self.private + self.pages[self.num_committed :]
+
+
+class KVCacheManager:
+    def __init__(self, *, num_pages: int, page_size: int, cache_type: str) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self._allocator = PageAllocator(num_pages)
+        self._cache: PrefixCache = RadixCache(page_size) if cache_type == "radix" else NaiveCache()
+        self._leases: set[Lease] = set()
+        # [num_pages]: for pages in the prefix cache, the last step that may have written them
+        self._written_by = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self._cache.num_evictable
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `reserve` could hand out now."""
+        return self._allocator.num_free + self._cache.num_evictable
+
+    def match(self, key: bytes, num_tokens: int) -> int:
+        """Tokens of `key` (packed, `num_tokens` of them) that a lease would find in the cache."""
+        return self._cache.match_pages(key, self._max_match(num_tokens)) * self.page_size
+
+    def acquire(self, key: bytes, num_tokens: int, *, reuse: bool = True) -> Lease:
+        """Open a lease on the cached prefix; at least one token is left to compute."""
+        match = self._cache.acquire(key, self._max_match(num_tokens) if reuse else 0)
+        lease = Lease(match.pages, match.node, len(match.pages))
+        self._leases.add(lease)
+        return lease
+
+    def _max_match(self, num_tokens: int) -> int:
+        return (num_tokens - 1) // self.page_size
+
+    def reserve(self, lease: Lease, num_tokens: int) -> Sequence[int] | None:
+        """Grow the lease to hold `num_tokens`; the new pages, or None if there are too few."""
+        count = -(-num_tokens // self.page_size) - len(lease.pages)
+        if count <= 0:
+            return ()
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            if missing > self._cache.num_evictable:
+                return None
+            self._allocator.free(self._cache.evict(missing))
+        pages = self._allocator.allocate(count)
+        lease.pages += pages
+        return pages
+
+    def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
+        """Offer the full pages among the first `num_tokens` tokens of `key` to the prefix cache.
+
+        Steps up to `step`, launched before any step that may match them, write all of them.
+        """
+        num_pages = num_tokens // self.page_size
+        fresh = lease.pages[lease.num_committed : num_pages]
+        if not fresh:
+            return
+        insertion = self._cache.insert(lease.node, key, lease.num_committed, fresh)
+        lease.node, lease.num_committed = insertion.node, num_pages
+        lease.private += insertion.refused
+        for page in fresh:
+            self._written_by[page] = step
+
+    def release(self, lease: Lease) -> None:
+        """Close the lease. Its own pages are free, and may be written by any later step."""
+        self._leases.remove(lease)
+        self._allocator.free(lease.owned)
+        self._cache.release(lease.node)
+
+    def drop_written_since(self, step: int) -> None:
+        """Forget what failed steps wrote. The leases of their requests must be closed already."""
+        self._allocator.free(self._cache.drop_written_since(step, self._written_by))
+
+    def audit(self, launched: int) -> None:
+        """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
+        self._cache.check([lease.node for lease in self._leases])
+        cached = self._cache.pages()
+        owners = [*self._allocator.free_pages, *cached]
+        for lease in self._leases:
+            owners += lease.owned
+            shared = set(lease.pages[: lease.num_committed]) - set(lease.private)
+            assert shared <= set(cached), "a lease shares a page that the cache does not hold"
+            if shared:
+                path = _path_pages(lease.node)
+                assert len(path) == lease.num_committed, "a lease does not end where its node does"
+                assert shared <= set(path), "a lease shares a page that is not in its prefix"
+        assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
+        assert all(self._written_by[page] <= launched for page in cached), "written too early"
+
+
+def _path_pages(node: Node) -> list[int]:
+    runs: list[list[int]] = []
+    at: Node | None = node
+    while at is not None:
+        runs.append(at.pages)
+        at = at.parent
+    return [page for run in reversed(runs) for page in run]

@@ -1,0 +1,125 @@
+"""The face of a prefix cache, and the one that shares nothing."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+TOKEN_BYTES = array("i").itemsize
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as bytes, so that prefixes compare and hash at memory speed."""
+    return array("i", token_ids).tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of pages in the radix tree. The run's tokens follow those of its parents."""
+
+    key: bytes  # packed tokens; only the first len(pages) pages of it count
+    pages: list[int]
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)  # by the packed first page
+    num_users: int = 0  # leases that end here, plus children with users
+    last_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A locked prefix: its pages stay until `release(node)`."""
+
+    node: Node
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """The prefix after an insert, locked at `node`, and the pages that the cache did not take."""
+
+    node: Node
+    refused: list[int]  # the cache holds other pages with the same tokens, or holds none at all
+
+
+class PrefixCache(Protocol):
+    """Pages found again by the tokens that they hold. Keys are packed tokens."""
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `evict` could give back now."""
+        ...
+
+    def match_pages(self, key: bytes, max_pages: int) -> int:
+        """Pages of `key` in the cache, at most `max_pages`. Changes nothing. O(key)."""
+        ...
+
+    def acquire(self, key: bytes, max_pages: int) -> Match:
+        """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key)."""
+        ...
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
+        """Add the pages `start`, `start + 1`, ... of `key` behind the locked `node`.
+
+        `node` must end where `start` begins; its lock moves to the returned node. O(pages).
+        """
+        ...
+
+    def release(self, node: Node) -> None:
+        """Give back one lock."""
+        ...
+
+    def evict(self, num_pages: int) -> list[int]:
+        """Drop at least `num_pages` pages, least recently used first; the caller owns them now.
+
+        The caller has made sure that as many are evictable.
+        """
+        ...
+
+    def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
+        """Drop every page whose entry in `written_by` is at least `step`. None may be locked."""
+        ...
+
+    def pages(self) -> list[int]:
+        """Every page in the cache. O(cache)."""
+        ...
+
+    def check(self, locked: Sequence[Node]) -> None:
+        """Recompute every invariant, given the node of each lock; AssertionError if one fails."""
+        ...
+
+
+class NaiveCache:
+    """No reuse: every request computes all of its prompt."""
+
+    def __init__(self) -> None:
+        self._root = Node(key=b"", pages=[], parent=None)
+
+    @property
+    def num_evictable(self) -> int:
+        return 0
+
+    def match_pages(self, key: bytes, max_pages: int) -> int:
+        return 0
+
+    def acquire(self, key: bytes, max_pages: int) -> Match:
+        return Match(self._root, [])
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
+        return Insertion(node, list(pages))
+
+    def release(self, node: Node) -> None:
+        pass
+
+    def evict(self, num_pages: int) -> list[int]:
+        return []
+
+    def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
+        return []
+
+    def pages(self) -> list[int]:
+        return []
+
+    def check(self, locked: Sequence[Node]) -> None:
+        assert all(node is self._root for node in locked)

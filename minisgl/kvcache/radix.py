@@ -1,0 +1,251 @@
+"""The radix prefix cache: a tree of page runs keyed by their tokens (Zheng et al., SGLang, 2024).
+
+A node is in use while a lease ends at it or at a node below, and only leaves without users are
+evicted, least recently used first. Both counts are kept up to date where they change, so matching
+costs O(prompt) and eviction O(evicted pages · log leaves), whatever the size of the tree.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+
+from minisgl.kvcache.prefix import TOKEN_BYTES, Insertion, Match, Node
+
+# (last_used, order of the offer, leaf). An entry whose leaf changed since is stale and skipped.
+_HeapEntry = tuple[int, int, Node]
+
+
+class RadixCache:
+    def __init__(self, page_size: int) -> None:
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._root = Node(key=b"", pages=[], parent=None)
+        self._num_evictable = 0
+        self._num_nodes = 0
+        self._clock = 0
+        self._leaves: list[_HeapEntry] = []
+        self._num_offers = 0
+
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    def match_pages(self, key: bytes, max_pages: int) -> int:
+        node, found = self._root, 0
+        while found < max_pages:
+            child = self._child(node, key, found)
+            if child is None:
+                break
+            common = self._common_pages(child, key, found, max_pages)
+            found += common
+            if common < len(child.pages):
+                break
+            node = child
+        return found
+
+    def acquire(self, key: bytes, max_pages: int) -> Match:
+        self._clock += 1
+        node, pages = self._root, list[int]()
+        while len(pages) < max_pages:
+            child = self._child(node, key, len(pages))
+            if child is None:
+                break
+            common = self._common_pages(child, key, len(pages), max_pages)
+            node = child if common == len(child.pages) else self._split(child, common)
+            node.last_used = self._clock
+            pages += node.pages
+        self._lock(node)
+        return Match(node, pages)
+
+    def _child(self, node: Node, key: bytes, start: int) -> Node | None:
+        return node.children.get(self._first_page(key, start))
+
+    def _first_page(self, key: bytes, start: int) -> bytes:
+        return key[start * self._page_bytes : (start + 1) * self._page_bytes]
+
+    def _common_pages(self, node: Node, key: bytes, start: int, end: int) -> int:
+        """Pages of `node` that equal the pages `start` .. `end` - 1 of `key`. At least one does."""
+        size = self._page_bytes
+        low, high = 1, min(len(node.pages), end - start)
+        if key.startswith(node.key[: high * size], start * size):
+            return high
+        while high - low > 1:  # pages below low are equal, those below high are not
+            middle = (low + high) // 2
+            if key.startswith(node.key[low * size : middle * size], (start + low) * size):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    # -- adding ------------------------------------------------------------------------------------
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
+        first, refused, end = node, list[int](), start + len(pages)
+        at = start
+        while at < end:
+            child = self._child(node, key, at)
+            if child is None:
+                taken = list(pages[at - start :])
+                run = key[at * self._page_bytes : end * self._page_bytes]
+                node = self._add(node, run, taken)
+                break
+            common = self._common_pages(child, key, at, end)
+            node = child if common == len(child.pages) else self._split(child, common)
+            refused += pages[at - start : at - start + common]
+            at += common
+        if node is not first:
+            self._lock(node)
+            self.release(first)
+        return Insertion(node, refused)
+
+    def _add(self, parent: Node, key: bytes, pages: list[int]) -> Node:
+        node = Node(key=key, pages=pages, parent=parent, last_used=self._clock)
+        parent.children[self._first_page(key, 0)] = node
+        self._num_nodes += 1
+        self._num_evictable += len(pages)  # until it is locked, which the caller does next
+        return node
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Put the first pages of `node` into a new parent and return that.
+
+        `node` keeps the end of its run, so that a lease that ends at `node` still does.
+        """
+        assert node.parent is not None
+        cut = num_pages * self._page_bytes
+        upper = Node(
+            key=node.key[:cut],
+            pages=node.pages[:num_pages],
+            parent=node.parent,
+            num_users=1 if node.num_users else 0,
+            last_used=node.last_used,
+        )
+        node.parent.children[self._first_page(upper.key, 0)] = upper
+        node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
+        upper.children[self._first_page(node.key, 0)] = node
+        self._num_nodes += 1
+        return upper
+
+    # -- locks -------------------------------------------------------------------------------------
+
+    def _lock(self, node: Node) -> None:
+        at: Node | None = node
+        while at is not None:
+            at.num_users += 1
+            if at.num_users > 1:
+                return
+            self._num_evictable -= len(at.pages)
+            at = at.parent
+
+    def release(self, node: Node) -> None:
+        self._clock += 1
+        node.last_used = self._clock
+        at: Node | None = node
+        while at is not None:
+            at.num_users -= 1
+            if at.num_users:
+                return
+            self._num_evictable += len(at.pages)
+            self._offer(at)
+            at = at.parent
+
+    # -- eviction ----------------------------------------------------------------------------------
+
+    def _offer(self, node: Node) -> None:
+        """Put `node` up for eviction if it is a leaf without users."""
+        if node.num_users or node.children or node.parent is None:
+            return
+        self._num_offers += 1
+        heapq.heappush(self._leaves, (node.last_used, self._num_offers, node))
+        if len(self._leaves) > 64 + 2 * self._num_nodes:  # most are stale: paid for by the pushes
+            fresh = {entry[2]: entry for entry in self._leaves if self._is_fresh(entry)}
+            self._leaves = list(fresh.values())
+            heapq.heapify(self._leaves)
+
+    @staticmethod
+    def _is_fresh(entry: _HeapEntry) -> bool:
+        last_used, _, node = entry
+        return not (
+            node.num_users
+            or node.children
+            or node.parent is None  # gone from the tree
+            or node.last_used != last_used
+        )
+
+    def evict(self, num_pages: int) -> list[int]:
+        evicted: list[int] = []
+        while len(evicted) < num_pages:
+            entry = heapq.heappop(self._leaves)
+            if not self._is_fresh(entry):
+                continue
+            node, wanted = entry[2], num_pages - len(evicted)
+            if len(node.pages) > wanted:  # the tail is enough
+                evicted += node.pages[-wanted:]
+                del node.pages[-wanted:]
+                heapq.heappush(self._leaves, entry)
+            else:
+                evicted += node.pages
+                self._remove(node)
+        self._num_evictable -= len(evicted)
+        return evicted
+
+    def _remove(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._first_page(node.key, 0)]
+        node.parent = None
+        self._num_nodes -= 1
+        self._offer(parent)
+
+    def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
+        dropped: list[int] = []
+        for node in reversed(list(self._nodes())):  # children first
+            late = [page for page in node.pages if written_by[page] >= step]
+            if not late:
+                continue
+            assert not node.num_users and not node.children, "a dropped page is still in use"
+            # A page is never written before those in front of it, so the late ones are the tail.
+            del node.pages[len(node.pages) - len(late) :]
+            dropped += late
+            if not node.pages:
+                self._remove(node)
+        self._num_evictable -= len(dropped)
+        return dropped
+
+    # -- looking at it -----------------------------------------------------------------------------
+
+    def _nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        pending = list(self._root.children.values())
+        while pending:
+            node = pending.pop()
+            yield node
+            pending.extend(node.children.values())
+
+    def pages(self) -> list[int]:
+        return [page for node in self._nodes() for page in node.pages]
+
+    def check(self, locked: Sequence[Node]) -> None:
+        users: dict[Node, int] = {}
+        for node in locked:
+            users[node] = users.get(node, 0) + 1
+        nodes = [self._root, *self._nodes()]
+        assert set(users) <= set(nodes), "a lease ends outside the tree"
+        evictable = 0
+        offered = {entry[2] for entry in self._leaves if self._is_fresh(entry)}
+        for node in reversed(nodes):
+            num_users = users.get(node, 0) + sum(
+                1 for child in node.children.values() if child.num_users
+            )
+            assert node.num_users == num_users, "a user count is wrong"
+            for first, child in node.children.items():
+                assert child.parent is node and first == self._first_page(child.key, 0)
+            if node is self._root:
+                continue
+            assert node.pages and len(node.key) >= len(node.pages) * self._page_bytes
+            if not num_users:
+                evictable += len(node.pages)
+                assert node.children or node in offered, "a leaf cannot be evicted"
+        assert evictable == self._num_evictable, "the number of evictable pages is wrong"
+        assert len(nodes) - 1 == self._num_nodes

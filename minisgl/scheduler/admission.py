@@ -1,0 +1,43 @@
+"""How many pages to keep back for tokens that running requests have not generated yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minisgl.request import Request
+
+# Of one request's possible future tokens so many count at most: the default max_tokens is all the
+# room left, and would otherwise reserve the whole cache.
+MAX_FUTURE_TOKENS = 4096
+
+# SGLang's figures: assume that requests use 70 % of their max_tokens; while nothing has to be
+# retracted, sink to 14 % of that over 600 steps.
+INITIAL_RATIO = 0.7
+LOWEST_SHARE = 0.14
+DECAY_STEPS = 600
+
+
+class NewTokenRatio:
+    """The share of their max_tokens that requests are expected to use, learnt from retractions."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(INITIAL_RATIO * conservativeness, 1.0)
+        self._lowest = self._initial * LOWEST_SHARE
+        self._decay = (self._initial - self._lowest) / DECAY_STEPS
+        self.value = self._initial
+
+    def step(self) -> None:
+        self.value = max(self.value - self._decay, self._lowest)
+
+    def retracted(self, requests: Iterable[Request]) -> None:
+        """Pages ran out. From now on expect at least what the running `requests` show."""
+        generated = wanted = 0
+        for request in requests:
+            generated += request.num_output_tokens
+            wanted += min(request.max_tokens, MAX_FUTURE_TOKENS)
+        observed = generated / wanted if wanted else 0.0
+        self.value = min(1.0, max(self._initial, observed))
+
+    def expected(self, request: Request) -> float:
+        """Tokens that `request` is expected to generate from now on."""
+        return self.value * min(request.max_len - len(request.token_ids), MAX_FUTURE_TOKENS)

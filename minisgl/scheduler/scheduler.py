@@ -1,0 +1,501 @@
+"""The scheduler: which tokens of which requests each step computes. Pure Python, no torch.
+
+One rule: a request has tokens known and tokens computed, and a step spends its budget closing the
+gap. A request whose gap is one token that the last step samples is a decode row; any other gap is
+closed by chunks. Prefix hits, chunked prefill and resuming after a retraction need no other branch.
+
+Called from one thread. The caller launches plans in order and settles them in order; any number
+may be in flight.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from minisgl.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    MinisglError,
+    QueueFullError,
+)
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.prefix import pack_tokens
+from minisgl.request import FinishReason, Request, RequestStatus
+from minisgl.scheduler.admission import NewTokenRatio
+from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan, StepResult
+from minisgl.scheduler.state import Launched, Running, Waiting
+
+LPM_WINDOW = 128  # waiting requests that lpm compares
+MAX_PASSED = 32  # after being passed over so often a request goes first
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step changed. A finished request is also in `progressed` if it got a token."""
+
+    progressed: list[Request]  # got one token each
+    finished: list[Request]
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # of admitted requests
+    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_retractions: int = 0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making."""
+
+    step: int
+    budget: int
+    joins: list[SlotJoin] = field(default_factory=list)
+    grants: list[PageGrant] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    chunk_owners: list[Running] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        kv: KVCacheManager,
+        num_slots: int,
+        max_seq_len: int,
+        max_prefill_length: int,
+        max_queued_requests: int,
+        policy: str = "fcfs",
+        conservativeness: float = 1.0,
+    ) -> None:
+        self.kv = kv
+        self.counters = SchedulerCounters()
+        self._max_seq_len = max_seq_len
+        self._max_prefill_length = max_prefill_length
+        self._max_queued = max_queued_requests
+        self._longest_prefix_first = policy == "lpm"
+        self._ratio = NewTokenRatio(conservativeness)
+
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._waiting: list[Waiting] = []  # by arrival
+        self._running: dict[str, Running] = {}  # by request id, in order of admission
+        self._prefilling: list[Running] = []  # in order of admission
+        # The decode rows. The list is replaced, never changed: launched plans refer to it.
+        self._decoding: list[Running] = []
+        self._decode_slots: tuple[int, ...] = ()
+        self._decode_changed = False
+        self._joining_decode: list[Running] = []
+        self._wants_page: list[Running] = []
+        self._launched: deque[Launched] = deque()
+        self._arrivals = 0
+        self._step = 0
+
+    # -- requests come and go ----------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans launched and not settled."""
+        return len(self._launched)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError, ContextLengthError or QueueFullError."""
+        if not request.num_prompt_tokens:
+            raise InvalidRequestError("prompt", "must have at least one token.")
+        if request.max_len > self._max_seq_len:
+            raise ContextLengthError(
+                request.num_prompt_tokens, request.max_tokens, self._max_seq_len
+            )
+        if len(self._waiting) >= self._max_queued:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests are waiting already; try again later."
+            )
+        self._arrivals += 1
+        self._waiting.append(Waiting(request, self._arrivals, len(request.token_ids)))
+
+    def cancel(self, request: Request) -> bool:
+        """End a request at once: it is in no later plan. False if it had ended already."""
+        if request.finished:
+            return False
+        self._end(request, FinishReason.ABORT)
+        return True
+
+    def finish(self, request: Request, num_output_tokens: int) -> None:
+        """End a request at the token that completed a stop string; later tokens are dropped.
+
+        Also called for a request that this very token has ended for another reason.
+        """
+        del request.token_ids[request.num_prompt_tokens + num_output_tokens :]
+        del request.logprobs[num_output_tokens:]
+        if request.finished:
+            request.finish_reason = FinishReason.STOP
+        else:
+            self._end(request, FinishReason.STOP)
+
+    def _end(
+        self, request: Request, reason: FinishReason, error: BaseException | None = None
+    ) -> None:
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.error = error
+        running = self._running.get(request.id)
+        if running is not None:
+            self._leave(running, keep=error is None)
+        else:
+            self._waiting = [waiting for waiting in self._waiting if waiting.request is not request]
+
+    def _leave(self, running: Running, *, keep: bool) -> None:
+        """Give up slot and pages; `keep` what is computed in the prefix cache."""
+        if keep:
+            # Not the last known token, even where a launched step computes it: whether one does
+            # depends on look-ahead, which must not show in later prefix hits.
+            request = running.request
+            num_tokens = min(running.num_scheduled, len(request.token_ids) - 1)
+            if num_tokens // self.kv.page_size > running.lease.num_committed:
+                key = pack_tokens(request.token_ids[:num_tokens])
+                self.kv.commit(running.lease, key, num_tokens, self._step)
+        self.kv.release(running.lease)
+        self._free_slots.append(running.slot)
+        del self._running[running.request.id]
+        running.active = False
+        if running.decoding:
+            running.decoding = False
+            self._decode_changed = True
+        elif running.num_scheduled < running.num_known:
+            self._prefilling.remove(running)
+
+    # -- planning ----------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute. The caller must launch it."""
+        draft = _Draft(self._step + 1, budget=self._max_prefill_length)
+        retractions = self.counters.num_retractions
+        if self._wants_page:
+            self._grant_pages(draft)
+        for running in self._prefilling:
+            self._add_chunk(running, draft)
+        # What was retracted just now must not come back at once and push out another.
+        if self._waiting and retractions == self.counters.num_retractions:
+            self._admit(draft)
+        if self._decode_changed or self._joining_decode:
+            self._rebuild_decode_rows()
+        if not self._decoding and not draft.chunks:
+            return None
+
+        self._step = draft.step
+        self.counters.num_steps += 1
+        self._ratio.step()
+        decoding = self._decoding
+        plan = StepPlan(
+            step=draft.step,
+            decode_slots=self._decode_slots,
+            longest_decode=self._advance(decoding),
+            chunks=tuple(draft.chunks),
+            joins=tuple(draft.joins),
+            grants=tuple(draft.grants),
+        )
+        self._launched.append(self._launch_chunks(draft, decoding))
+        return plan
+
+    def _advance(self, decoding: list[Running]) -> int:
+        """Count one more scheduled token for each decode row; returns the longest context."""
+        longest = 0
+        reached: list[Running] = []
+        for running in decoding:
+            running.num_scheduled = scheduled = running.num_scheduled + 1
+            if scheduled >= running.milestone:
+                reached.append(running)
+            if scheduled > longest:
+                longest = scheduled
+        for running in reached:
+            self._next_decode(running)
+        return longest
+
+    def _next_decode(self, running: Running) -> None:
+        """After a row was sampled: does the next plan decode, and does it need a page for that?"""
+        if running.num_scheduled >= running.last_scheduled:
+            if running.decoding:
+                running.decoding = False
+                self._decode_changed = True
+        else:
+            if running.num_scheduled >= running.num_room:
+                self._wants_page.append(running)
+            if not running.decoding:
+                running.decoding = True
+                self._joining_decode.append(running)
+
+    def _rebuild_decode_rows(self) -> None:
+        rows = [*self._decoding, *self._joining_decode]
+        self._decoding = [running for running in rows if running.decoding]
+        self._decode_slots = tuple([running.slot for running in self._decoding])
+        self._decode_changed = False
+        self._joining_decode = []
+
+    def _launch_chunks(self, draft: _Draft, decoding: list[Running]) -> Launched:
+        sampling: list[Running] = []
+        completed: list[Running] = []
+        for chunk, running in zip(draft.chunks, draft.chunk_owners, strict=True):
+            running.num_scheduled = chunk.end
+            # Whole pages of the prompt may be matched from the next step on.
+            self.kv.commit(running.lease, running.key, chunk.end, draft.step)
+            if chunk.samples:
+                sampling.append(running)
+                running.set_milestone()
+                self._next_decode(running)
+            elif chunk.end == running.num_known:
+                completed.append(running)
+        if draft.chunks:
+            self._prefilling = [
+                running for running in self._prefilling if running.num_scheduled < running.num_known
+            ]
+        return Launched(draft.step, decoding, draft.chunk_owners, sampling, completed)
+
+    def _add_chunk(self, running: Running, draft: _Draft) -> None:
+        start = running.num_scheduled
+        end = min(start + draft.budget, running.num_known)
+        if start == end:
+            return
+        draft.budget -= end - start
+        request = running.request
+        scored: list[int] = []
+        if request.wants_prompt_logprobs:
+            scored = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
+        draft.chunks.append(
+            Chunk(
+                slot=running.slot,
+                start=start,
+                token_ids=request.token_ids[start:end],
+                samples=end == running.num_known and request.max_tokens > 0,
+                scored_token_ids=scored,
+                prompt_logprobs=request.params.prompt_logprobs or 0,
+            )
+        )
+        draft.chunk_owners.append(running)
+
+    # -- pages for decode rows ---------------------------------------------------------------------
+
+    def _grant_pages(self, draft: _Draft) -> None:
+        """One more page for each decode row that filled its last one; retract if there are none."""
+        for running in sorted(self._wants_page, key=_arrival):
+            while running.active:
+                index = len(running.lease.pages)
+                pages = self.kv.reserve(running.lease, running.num_scheduled + 1)
+                if pages is not None:
+                    draft.grants.append(PageGrant(running.slot, index, pages))
+                    running.num_room = len(running.lease.pages) * self.kv.page_size
+                    running.set_milestone()
+                    break
+                self._retract(self._victim())
+        self._wants_page = []
+
+    def _victim(self) -> Running:
+        """The newest request, but not the oldest, which must get on, and rather none that has just
+        resumed: one of those is spared until it has made a page of progress."""
+        newest = sorted(self._running.values(), key=_arrival, reverse=True)[:-1]
+        return next((running for running in newest if self._has_progressed(running)), newest[0])
+
+    def _has_progressed(self, running: Running) -> bool:
+        done = running.num_scheduled - running.num_at_admission
+        return not running.resumed or done >= self.kv.page_size
+
+    def _retract(self, running: Running) -> None:
+        """Back to the queue. Its output goes on later as if nothing had happened."""
+        self.counters.num_retractions += 1
+        self._ratio.retracted(other.request for other in self._running.values())
+        request = running.request
+        self._leave(running, keep=True)
+        request.status = RequestStatus.WAITING
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()  # scored anew, from the start
+        sampled = running.num_scheduled + 1 if running.num_scheduled >= running.num_known else 0
+        waiting = Waiting(
+            request,
+            running.arrival,
+            num_expected=max(len(request.token_ids), min(sampled, request.max_len)),
+            retracted=True,
+        )
+        insort(self._waiting, waiting, key=_arrival)
+
+    # -- admission ---------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft) -> None:
+        if not draft.budget or not self._free_slots:
+            return
+        admitted: list[Waiting] = []
+        reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
+        for waiting in self._admission_order():
+            if not draft.budget or not self._free_slots:
+                break
+            running = self._start(waiting, reserved, draft)
+            if running is None:
+                break
+            admitted.append(waiting)
+            reserved += self._ratio.expected(waiting.request)
+            self._add_chunk(running, draft)
+            self._prefilling.append(running)
+        if admitted:
+            gone = set(admitted)
+            last = max(waiting.arrival for waiting in admitted)
+            self._waiting = [waiting for waiting in self._waiting if waiting not in gone]
+            if self._longest_prefix_first:
+                for waiting in self._waiting:
+                    waiting.num_passed += waiting.arrival < last
+
+    def _admission_order(self) -> Iterable[Waiting]:
+        if not self._longest_prefix_first:
+            return takewhile(_ready, self._waiting)
+
+        def rank(waiting: Waiting) -> tuple[bool, int]:
+            matched = self.kv.match(waiting.pack(), len(waiting.request.token_ids))
+            return waiting.num_passed < MAX_PASSED, -matched
+
+        # Sorting is stable: by arrival where the rank is equal.
+        return sorted(filter(_ready, self._waiting[:LPM_WINDOW]), key=rank)
+
+    def _start(self, waiting: Waiting, reserved: float, draft: _Draft) -> Running | None:
+        """Give a request slot and pages for all it knows; None if pages are short."""
+        request = waiting.request
+        key = waiting.pack()
+        num_known = len(request.token_ids)
+        lease = self.kv.acquire(key, num_known, reuse=not request.wants_prompt_logprobs)
+        num_cached = len(lease.pages) * self.kv.page_size
+        if self._running:  # alone it always fits: submit has seen to that
+            wanted = num_known - num_cached + reserved + self._ratio.expected(request)
+            if wanted > self.kv.num_available * self.kv.page_size:
+                self.kv.release(lease)
+                return None
+        if self.kv.reserve(lease, num_known) is None:
+            self.kv.release(lease)
+            return None
+
+        if not waiting.retracted:
+            request.num_cached_tokens = num_cached
+            self.counters.num_prompt_tokens += num_known
+            self.counters.num_cached_tokens += num_cached
+        request.status = RequestStatus.RUNNING
+        running = Running(
+            request=request,
+            arrival=waiting.arrival,
+            slot=self._free_slots.pop(),
+            lease=lease,
+            key=key,
+            num_known=num_known,
+            num_scheduled=num_cached,
+            num_room=len(lease.pages) * self.kv.page_size,
+            num_at_admission=num_cached,
+            resumed=waiting.retracted,
+        )
+        self._running[request.id] = running
+        draft.joins.append(
+            SlotJoin(
+                slot=running.slot,
+                params=request.params,
+                seed=request.seed,
+                stop_token_ids=request.stop_token_ids,
+                prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+                output_token_ids=request.output_token_ids,
+            )
+        )
+        draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
+        return running
+
+    # -- settling ----------------------------------------------------------------------------------
+
+    def settle(self, result: StepResult) -> Settled:
+        """Take over the oldest launched step's tokens and end the requests that they complete."""
+        launched = self._launched.popleft()
+        assert launched.step == result.step, "steps are settled in the order of their launch"
+        rows = launched.decoding
+        if launched.sampling_chunks:
+            rows = rows + launched.sampling_chunks
+        progressed: list[Request] = []
+        finished: list[Request] = []
+        finished_status = RequestStatus.FINISHED
+        for running, token_id in zip(rows, result.token_ids, strict=True):
+            request = running.request
+            if request.status is finished_status:
+                continue  # look-ahead went too far
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            progressed.append(request)
+            if token_id in request.stop_token_ids:
+                finished.append(request)
+                self._end(request, FinishReason.STOP)
+            elif len(token_ids) >= request.max_len:
+                finished.append(request)
+                self._end(request, FinishReason.LENGTH)
+        if result.logprobs:
+            for row, logprobs in result.logprobs.items():
+                request = rows[row].request
+                if len(request.logprobs) < request.num_output_tokens:
+                    request.logprobs.append(logprobs)
+        for index, scores in result.prompt_logprobs.items():
+            if launched.chunks[index].active:
+                launched.chunks[index].request.prompt_logprobs += scores
+        for running in launched.completed_prompts:
+            if running.active:
+                finished.append(running.request)
+                self._end(running.request, FinishReason.LENGTH)
+        return Settled(progressed, finished)
+
+    def fail(self, step: int, error: MinisglError) -> list[Request]:
+        """Step `step` failed: it and every later launched step is lost, with all their requests.
+
+        Later steps may have matched the pages of this one. Returns the requests ended by it.
+        """
+        lost = [launched for launched in self._launched if launched.step >= step]
+        self._launched = deque(launched for launched in self._launched if launched.step < step)
+        failed: list[Request] = []
+        for launched in lost:
+            for running in (*launched.decoding, *launched.chunks):
+                if not running.request.finished:
+                    self._end(running.request, FinishReason.ERROR, error)
+                    failed.append(running.request)
+        self.kv.drop_written_since(step)
+        return failed
+
+    def requests(self) -> list[Request]:
+        """Every request that has not ended, in order of arrival."""
+        entries: list[Waiting | Running] = [*self._waiting, *self._running.values()]
+        return [entry.request for entry in sorted(entries, key=_arrival)]
+
+    def audit(self) -> None:
+        """Recompute every invariant from scratch; AssertionError if one fails."""
+        self.kv.audit(self._step)
+        slots = [running.slot for running in self._running.values()]
+        assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots)
+        rows = [row for row in (*self._decoding, *self._joining_decode) if row.decoding]
+        for running in self._running.values():
+            request = running.request
+            assert running.active and request.status is RequestStatus.RUNNING
+            assert running.num_room == len(running.lease.pages) * self.kv.page_size
+            assert running.num_scheduled <= max(running.num_room, running.num_known)
+            assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
+            assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
+            prefilling = running.num_scheduled < running.num_known
+            assert self._prefilling.count(running) == int(prefilling)
+        assert all(w.request.status is RequestStatus.WAITING for w in self._waiting)
+        arrivals: Sequence[int] = [waiting.arrival for waiting in self._waiting]
+        assert list(arrivals) == sorted(arrivals)
+
+
+def _arrival(entry: Waiting | Running) -> int:
+    return entry.arrival
+
+
+def _ready(waiting: Waiting) -> bool:
+    return waiting.ready

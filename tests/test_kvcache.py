@@ -1,0 +1,221 @@
+"""The KV cache against a model that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.kvcache.manager import KVCacheManager, Lease
+from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.radix import RadixCache
+
+
+def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> KVCacheManager:
+    return KVCacheManager(num_pages=num_pages, page_size=page_size, cache_type=cache_type)
+
+
+def run_once(kv: KVCacheManager, tokens: list[int], step: int = 1) -> Lease:
+    """What a request does: lease, reserve, compute, commit. The caller releases."""
+    key = pack_tokens(tokens)
+    lease = kv.acquire(key, len(tokens))
+    assert kv.reserve(lease, len(tokens)) is not None
+    kv.commit(lease, key, len(tokens), step)
+    return lease
+
+
+def cached_tokens(kv: KVCacheManager, tokens: list[int]) -> int:
+    return kv.match(pack_tokens(tokens), len(tokens))
+
+
+def test_a_second_request_finds_the_first_ones_pages() -> None:
+    kv = make(page_size=4)
+    first = run_once(kv, list(range(10)))
+    second = kv.acquire(pack_tokens(list(range(10))), 10)
+    assert second.pages == first.pages[:2]
+    kv.audit(1)
+    kv.release(first)
+    kv.release(second)
+    kv.audit(1)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+def test_a_match_leaves_one_token_to_compute(page_size: int, extra: int) -> None:
+    kv = make(page_size=page_size)
+    tokens = list(range(3 * page_size + 1))
+    kv.release(run_once(kv, tokens))
+    prompt = [*range(2 * page_size + extra)]
+    assert cached_tokens(kv, prompt) == (len(prompt) - 1) // page_size * page_size
+
+
+def test_pages_of_equal_prompts_in_flight_together_are_kept_apart_and_freed_once() -> None:
+    kv = make(num_pages=16, page_size=2)
+    key = pack_tokens([1, 2, 3, 4, 5])
+    leases = [kv.acquire(key, 5) for _ in range(3)]
+    for lease in leases:
+        assert not lease.pages
+        kv.reserve(lease, 5)
+    for lease in leases:
+        kv.commit(lease, key, 5, 1)
+        kv.audit(1)
+    assert [len(lease.owned) for lease in leases] == [1, 3, 3]
+    for lease in leases:
+        kv.release(lease)
+        kv.audit(1)
+    assert (kv.num_free, kv.num_cached) == (13, 2)
+
+
+def test_the_least_recently_used_leaf_goes_first() -> None:
+    kv = make(num_pages=9, page_size=1)
+    old, new = [1, 2, 3], [1, 2, 4]
+    kv.release(run_once(kv, [*old, 0]))
+    kv.release(run_once(kv, [*new, 0]))
+    kv.release(kv.acquire(pack_tokens([*old, 0, 0]), 5))  # used again
+    lease = kv.acquire(b"", 1)
+    kv.reserve(lease, kv.num_free + 1)
+    assert cached_tokens(kv, [*new, 0, 0]) == 3  # lost its tail only
+    kv.reserve(lease, len(lease.pages) + 1)
+    assert cached_tokens(kv, [*new, 0, 0]) == 2
+    assert cached_tokens(kv, [*old, 0, 0]) == 4
+    kv.audit(1)
+
+
+def test_locked_pages_are_never_evicted() -> None:
+    kv = make(num_pages=9, page_size=1)
+    locked = run_once(kv, [1, 2, 3, 4])
+    other = kv.acquire(b"", 1)
+    assert kv.num_available == 4
+    assert kv.reserve(other, 5) is None
+    assert kv.reserve(other, 4) is not None
+    kv.audit(1)
+    kv.release(locked)
+    assert kv.reserve(other, 5) is not None
+    kv.audit(1)
+
+
+def test_the_naive_cache_shares_nothing() -> None:
+    kv = make(cache_type="naive")
+    lease = run_once(kv, list(range(20)))
+    assert cached_tokens(kv, list(range(20))) == 0
+    kv.audit(1)
+    kv.release(lease)
+    assert kv.num_free == 63
+    kv.audit(1)
+
+
+def test_what_a_failed_step_wrote_is_forgotten() -> None:
+    kv = make(page_size=2)
+    good = run_once(kv, [1, 2, 3, 4], step=1)
+    bad = run_once(kv, [1, 2, 3, 4, 5, 6, 7, 8], step=2)
+    kv.release(bad)
+    kv.drop_written_since(2)
+    assert cached_tokens(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    kv.release(good)
+    kv.audit(2)
+
+
+def test_reuse_can_be_refused() -> None:
+    kv = make(page_size=2)
+    kv.release(run_once(kv, [1, 2, 3, 4]))
+    lease = kv.acquire(pack_tokens([1, 2, 3, 4]), 4, reuse=False)
+    assert not lease.pages
+    kv.release(lease)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kv, lease: kv._allocator._free.append(lease.pages[0]),
+        lambda kv, lease: kv._allocator._free.pop(),
+        lambda kv, lease: lease.pages.append(lease.pages[-1]),
+        lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
+        lambda kv, lease: kv._written_by.__setitem__(lease.pages[0], 99),
+        lambda kv, lease: setattr(kv._cache, "_num_evictable", 3),
+    ],
+)
+def test_the_audit_finds_damage(damage: object) -> None:
+    kv = make(page_size=2)
+    lease = run_once(kv, [1, 2, 3, 4, 5])
+    kv.audit(1)
+    damage(kv, lease)  # type: ignore[operator]
+    with pytest.raises(AssertionError):
+        kv.audit(1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(4, 40))
+def test_any_sequence_of_leases_keeps_every_page_accounted_for(
+    data: st.DataObject, page_size: int, num_pages: int
+) -> None:
+    kv = make(num_pages, page_size)
+    prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6 * page_size)
+    seen: set[tuple[int, ...]] = set()  # page-aligned prefixes ever committed
+    leases: list[tuple[Lease, list[int]]] = []
+    for step in range(1, data.draw(st.integers(1, 25)) + 1):
+        if leases and data.draw(st.booleans()):
+            lease, tokens = leases.pop(data.draw(st.integers(0, len(leases) - 1)))
+            if data.draw(st.booleans()):
+                kv.commit(lease, pack_tokens(tokens), len(tokens), step)
+                seen |= {
+                    tuple(tokens[:end]) for end in range(page_size, len(tokens) + 1, page_size)
+                }
+            kv.release(lease)
+        else:
+            tokens = data.draw(prompts)
+            key = pack_tokens(tokens)
+            expected = kv.match(key, len(tokens))
+            lease = kv.acquire(key, len(tokens))
+            assert len(lease.pages) * page_size == expected < len(tokens)
+            assert not expected or tuple(tokens[:expected]) in seen
+            kv.audit(step)
+            if kv.reserve(lease, len(tokens)) is None:
+                kv.release(lease)
+            else:
+                leases.append((lease, tokens))
+                half = len(tokens) // 2
+                kv.commit(lease, key, half, step)
+                seen |= {tuple(tokens[:end]) for end in range(page_size, half + 1, page_size)}
+        kv.audit(step)
+    for lease, _ in leases:
+        kv.release(lease)
+    kv.audit(1 << 30)
+    assert kv.num_available == num_pages - 1
+    everything = kv.acquire(b"", 1)
+    assert kv.reserve(everything, (num_pages - 1) * page_size) is not None
+    kv.audit(1 << 30)
+
+
+def test_matching_and_eviction_touch_nothing_but_their_own_path() -> None:
+    """The cost of a step must not grow with the cache: count the nodes that are looked at."""
+    page_size, rng = 4, random.Random(0)
+
+    def visits(num_prompts: int) -> tuple[int, int]:
+        cache = RadixCache(page_size)
+        for index in range(num_prompts):
+            tokens = [index, *(rng.randrange(9) for _ in range(39))]
+            match = cache.acquire(pack_tokens(tokens), 10)
+            pages = range(index * 10, index * 10 + 10)
+            cache.release(cache.insert(match.node, pack_tokens(tokens), 0, pages).node)
+        lookups = _count_calls(cache, "_child", lambda: cache.match_pages(pack_tokens(tokens), 10))
+        removals = _count_calls(cache, "_is_fresh", lambda: cache.evict(20))
+        return lookups, removals
+
+    assert visits(10) == visits(1000)
+
+
+def _count_calls(owner: RadixCache, name: str, action: object) -> int:
+    calls = 0
+    original = getattr(owner, name)
+
+    def counting(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        return original(*args)
+
+    setattr(owner, name, counting)
+    action()  # type: ignore[operator]
+    delattr(owner, name)
+    return calls

@@ -1,0 +1,426 @@
+"""The scheduler with a runner that has no model but notices every wrong page."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fake_runner import FakeRunner, expected_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import FinishReason, Request, SamplingParams
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.scheduler import Scheduler, Settled
+
+EOS = 7
+
+
+def make_request(
+    id: str, prompt: list[int], max_tokens: int = 8, *, seed: int = 0, **params: object
+) -> Request:
+    return Request(
+        id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        seed=seed,
+        eos_token_ids=(EOS,),
+    )
+
+
+@dataclass
+class Harness:
+    """Launches and settles as the engine does, and audits after each move."""
+
+    page_size: int = 4
+    num_pages: int = 64
+    num_slots: int = 8
+    max_prefill_length: int = 16
+    max_queued_requests: int = 100
+    cache_type: str = "radix"
+    policy: str = "fcfs"
+    conservativeness: float = 1.0
+    endings: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kv = KVCacheManager(
+            num_pages=self.num_pages, page_size=self.page_size, cache_type=self.cache_type
+        )
+        self.scheduler = Scheduler(
+            kv=kv,
+            num_slots=self.num_slots,
+            max_seq_len=(self.num_pages - 1) * self.page_size,
+            max_prefill_length=self.max_prefill_length,
+            max_queued_requests=self.max_queued_requests,
+            policy=self.policy,
+            conservativeness=self.conservativeness,
+        )
+        self.runner = FakeRunner(page_size=self.page_size)
+        self.in_flight: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+
+    def launch(self) -> StepPlan | None:
+        retractions = self.scheduler.counters.num_retractions
+        plan = self.scheduler.plan()
+        if self.scheduler.counters.num_retractions > retractions:
+            assert plan is not None and not plan.joins  # or the retracted pushes out another
+        if plan is not None:
+            self.in_flight.append(self.runner.launch(plan))
+            self.plans.append(plan)
+        self.scheduler.audit()
+        return plan
+
+    def settle(self) -> Settled:
+        settled = self.scheduler.settle(self.in_flight.popleft())
+        self.ended(settled.finished)
+        self.scheduler.audit()
+        return settled
+
+    def ended(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.endings[request.id] = self.endings.get(request.id, 0) + 1
+
+    def run(self, *requests: Request, depth: int = 2) -> None:
+        for request in requests:
+            self.scheduler.submit(request)
+        while True:
+            while len(self.in_flight) < depth and self.launch() is not None:
+                pass
+            if not self.in_flight:
+                assert not self.scheduler.num_waiting and not self.scheduler.num_running
+                return
+            self.settle()
+
+
+def check_output(request: Request) -> None:
+    assert request.output_token_ids == expected_output(
+        request.token_ids[: request.num_prompt_tokens],
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop=request.stop_token_ids,
+        vocab_size=50,
+    )
+    if request.params.logprobs is not None:
+        assert [entry.token_id for entry in request.logprobs] == request.output_token_ids
+
+
+def random_requests(rng: random.Random, count: int, longest: int = 40) -> list[Request]:
+    prefix = [rng.randrange(50) for _ in range(20)]
+    return [
+        make_request(
+            str(index),
+            prefix[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
+            rng.randint(1, longest),
+            seed=rng.randrange(2),
+            logprobs=rng.choice([None, 0]),
+            ignore_eos=rng.random() < 0.7,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+def test_every_request_gets_its_own_output(depth: int, page_size: int, cache_type: str) -> None:
+    harness = Harness(page_size=page_size, num_pages=1024 // page_size, cache_type=cache_type)
+    requests = random_requests(random.Random(1), 30)
+    harness.run(*requests, depth=depth)
+    for request in requests:
+        check_output(request)
+    assert harness.endings == {request.id: 1 for request in requests}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_retraction_cannot_be_seen_in_the_output(depth: int) -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05)
+    requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
+    harness.run(*requests, depth=depth)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decode_rows() -> None:
+    harness = Harness(max_prefill_length=5)
+    short, long = make_request("s", [1, 2], 30, ignore_eos=True), make_request("l", list(range(23)))
+    harness.scheduler.submit(short)
+    harness.launch()
+    harness.launch()
+    harness.scheduler.submit(long)
+    sizes = []
+    while not sizes or sum(sizes) < 23:
+        plan = harness.launch()
+        assert plan is not None and len(plan.decode_slots) == 1
+        sizes += [len(chunk.token_ids) for chunk in plan.chunks]
+        harness.settle()
+    assert sizes == [5, 5, 5, 5, 3]
+    harness.run()
+    check_output(short)
+    check_output(long)
+
+
+def test_prompt_pages_are_shared_from_the_next_step_on_not_within_one() -> None:
+    harness = Harness(max_prefill_length=64)
+    requests = [make_request(str(i), [*range(20), 30 + i], 4) for i in range(6)]
+    harness.run(*requests)
+    first, second = harness.plans[0], harness.plans[1]
+    assert [chunk.start for chunk in first.chunks] == [0, 0, 0, 0]
+    assert [chunk.start for chunk in second.chunks] == [19, 20, 20][: len(second.chunks)] or all(
+        chunk.start > 0 for chunk in second.chunks
+    )
+    for request in requests:
+        check_output(request)
+
+
+def test_max_tokens_zero_scores_the_prompt_and_ends() -> None:
+    harness = Harness(max_prefill_length=5)
+    warm = make_request("warm", list(range(13)), 1)
+    harness.run(warm)
+    request = make_request("score", list(range(13)), 0, prompt_logprobs=0)
+    harness.run(request)
+    assert request.finish_reason is FinishReason.LENGTH and request.num_output_tokens == 0
+    assert request.num_cached_tokens == 0  # a hit would leave tokens without a score
+    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+    assert harness.endings["score"] == 1
+
+
+def test_prompt_scores_survive_retraction() -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_prefill_length=4)
+    requests = [
+        make_request(str(i), [i, i + 1, *range(9)], 30, prompt_logprobs=0, ignore_eos=True)
+        for i in range(8)
+    ]
+    harness.run(*requests)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+        scored = [score.token_id for score in request.prompt_logprobs]
+        assert scored == request.token_ids[1 : request.num_prompt_tokens]
+
+
+def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> None:
+    def hits(depth: int) -> list[int]:
+        harness = Harness(page_size=1)
+        first = make_request("a", [1, 2, 3], 40)
+        harness.run(first, depth=depth)
+        second = make_request("b", [*first.token_ids, 9, 9], 2)
+        harness.run(second, depth=depth)
+        return [second.num_cached_tokens, len(first.token_ids) - 1]
+
+    for depth in (1, 2, 3):
+        cached, known = hits(depth)
+        assert cached == known
+
+
+def test_a_stop_string_drops_later_tokens() -> None:
+    harness = Harness(page_size=1)
+    request = make_request("a", [1, 2, 3], 40, ignore_eos=True)
+    harness.scheduler.submit(request)
+    harness.launch()
+    harness.launch()
+    harness.settle()
+    harness.launch()
+    harness.settle()
+    full = list(request.token_ids)
+    harness.scheduler.finish(request, 1)
+    harness.scheduler.audit()
+    assert request.token_ids == full[:4] and request.finish_reason is FinishReason.STOP
+    while harness.in_flight:
+        assert not harness.settle().progressed
+    assert harness.scheduler.num_running == 0
+    assert request.token_ids == full[:4]
+
+
+def test_an_aborted_request_is_in_no_later_plan_and_its_pages_are_free() -> None:
+    harness = Harness(cache_type="naive")
+    requests = [make_request(str(i), [i] * 9, 30, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    harness.launch()
+    harness.launch()
+    slot = harness.plans[0].joins[0].slot
+    assert harness.scheduler.cancel(requests[0])
+    assert not harness.scheduler.cancel(requests[0])
+    while harness.in_flight:
+        harness.settle()
+    plan = harness.launch()
+    assert plan is not None and slot not in plan.decode_slots
+    assert harness.scheduler.kv.num_free == 63 - 9  # three requests of 9 prompt tokens, 3 pages
+    harness.run()
+    for request in requests[1:]:
+        check_output(request)
+
+
+def test_what_cannot_be_served_is_refused_at_submission() -> None:
+    harness = Harness(num_pages=5, page_size=4, max_queued_requests=2)
+    submit = harness.scheduler.submit
+    with pytest.raises(ContextLengthError, match=r"10 tokens and max_tokens is 7.*at most 16"):
+        submit(make_request("a", list(range(10)), 7))
+    with pytest.raises(InvalidRequestError, match="at least one token"):
+        submit(make_request("b", [], 7))
+    submit(make_request("c", list(range(10)), 6))
+    submit(make_request("d", [1]))
+    with pytest.raises(QueueFullError):
+        submit(make_request("e", [1]))
+    harness.run()
+
+
+def test_a_request_as_long_as_the_cache_runs_to_its_end() -> None:
+    harness = Harness(num_pages=5, page_size=4)
+    big = make_request("big", list(range(10)), 6, ignore_eos=True)
+    small = make_request("small", [1], 15, ignore_eos=True)
+    harness.run(big, small)
+    check_output(big)
+    check_output(small)
+
+
+def test_longest_cached_prefix_goes_first_but_nobody_starves() -> None:
+    harness = Harness(policy="lpm", num_slots=1, max_prefill_length=64)
+    harness.run(make_request("warm", list(range(20)), 1))
+    cold = make_request("cold", [40, 41, 42], 1)
+    hot = [make_request(f"hot{i}", [*range(20), 20 + i % 20], 1) for i in range(40)]
+    order: list[str] = []
+    for request in (cold, *hot):
+        harness.scheduler.submit(request)
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        harness.launch()
+        order += [request.id for request in harness.settle().finished]
+    assert order[0] == "hot0"
+    assert order.index("cold") == 32
+
+
+def test_a_failed_step_fails_its_requests_and_those_that_matched_its_pages() -> None:
+    harness = Harness(max_prefill_length=64)
+    first = make_request("first", list(range(12)), 9)
+    second = make_request("second", list(range(12)), 9)
+    harness.scheduler.submit(first)
+    harness.launch()
+    harness.scheduler.submit(second)
+    harness.launch()
+    error = StepError("the device said no")
+    harness.in_flight.clear()
+    assert set(harness.scheduler.fail(1, error)) == {first, second}
+    harness.scheduler.audit()
+    assert first.error is error and second.finish_reason is FinishReason.ERROR
+    assert harness.scheduler.kv.num_cached == 0
+    third = make_request("third", list(range(12)), 9)
+    harness.run(third)
+    assert third.num_cached_tokens == 0
+    check_output(third)
+
+
+def test_steady_decode_repeats_the_same_rows() -> None:
+    harness = Harness(page_size=64, num_pages=64)
+    requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(8)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    rows = harness.plans[-1].decode_slots
+    for _ in range(10):
+        harness.settle()
+        plan = harness.launch()
+        assert plan is not None
+        assert plan.decode_slots is rows
+        assert not (plan.joins or plan.grants or plan.chunks)
+
+
+def test_no_torch_in_scheduler_and_kvcache() -> None:
+    root = Path(__file__).parent.parent / "minisgl"
+    for path in [*(root / "scheduler").glob("*.py"), *(root / "kvcache").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            assert not any(name.split(".")[0] == "torch" for name in names), path
+
+
+def test_the_newest_is_retracted_but_not_one_that_just_resumed() -> None:
+    harness = Harness()
+    requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    running = harness.scheduler._running
+    assert harness.scheduler._victim() is running["3"]
+    running["3"].resumed = True
+    running["3"].num_at_admission = running["3"].num_scheduled - 3
+    assert harness.scheduler._victim() is running["2"]
+    running["3"].num_at_admission -= 1  # a page of 4 is progress enough
+    assert harness.scheduler._victim() is running["3"]
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> None:
+    """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 3, 8])
+    harness = Harness(
+        page_size=page_size,
+        num_pages=rng.randint(2 + 70 // page_size, 2 + 120 // page_size),
+        num_slots=rng.randint(2, 8),
+        max_prefill_length=rng.choice([3, 7, 64]),
+        cache_type=rng.choice(["radix", "radix", "naive"]),
+        policy=rng.choice(["fcfs", "lpm"]),
+        conservativeness=rng.choice([0.01, 0.1, 1.0]),
+    )
+    waiting = random_requests(rng, rng.randint(1, 20))
+    submitted: list[Request] = []
+    disturbed: set[Request] = set()  # ended by us, so their output is cut
+    depth = rng.randint(1, 3)
+    abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
+    while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
+        move = rng.random()
+        live = harness.scheduler.requests()
+        if move < 0.2 and waiting:
+            submitted.append(waiting.pop())
+            harness.scheduler.submit(submitted[-1])
+        elif move < 0.6 and len(harness.in_flight) < depth:
+            harness.launch()
+        elif move < 0.6 + abort_rate and live:
+            request = rng.choice(live)
+            assert harness.scheduler.cancel(request)
+            harness.ended([request])
+            disturbed.add(request)
+        elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:
+            first = rng.choice(list(harness.in_flight)).step
+            failed = harness.scheduler.fail(first, StepError("injected"))
+            harness.in_flight = deque(r for r in harness.in_flight if r.step < first)
+            harness.ended(failed)
+            disturbed |= set(failed)
+        elif harness.in_flight:
+            settled = harness.settle()
+            if settled.progressed and rng.random() < 0.05:
+                request = rng.choice(settled.progressed)
+                if not request.finished:
+                    harness.ended([request])
+                harness.scheduler.finish(request, request.num_output_tokens)
+                disturbed.add(request)
+        harness.scheduler.audit()
+    while harness.in_flight:
+        harness.settle()
+    assert harness.endings == {request.id: 1 for request in submitted}
+    for request in submitted:
+        if request not in disturbed:
+            check_output(request)
+        else:  # cut, but right as far as it goes
+            full = expected_output(
+                request.token_ids[: request.num_prompt_tokens],
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                stop=request.stop_token_ids,
+                vocab_size=50,
+            )
+            assert full[: request.num_output_tokens] == request.output_token_ids
+    kv = harness.scheduler.kv
+    assert kv.num_available == kv.num_pages - 1
