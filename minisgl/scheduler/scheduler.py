@@ -112,6 +112,11 @@ class Scheduler:
         """Plans launched and not settled."""
         return len(self._launched)
 
+    @property
+    def next_to_settle(self) -> int | None:
+        """The step of the oldest plan in flight."""
+        return self._launched[0].step if self._launched else None
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or QueueFullError."""
         if not request.num_prompt_tokens:
@@ -127,11 +132,11 @@ class Scheduler:
         self._arrivals += 1
         self._waiting.append(Waiting(request, self._arrivals, len(request.token_ids)))
 
-    def cancel(self, request: Request) -> bool:
+    def cancel(self, request: Request, error: MinisglError | None = None) -> bool:
         """End a request at once: it is in no later plan. False if it had ended already."""
         if request.finished:
             return False
-        self._end(request, FinishReason.ABORT)
+        self._end(request, FinishReason.ERROR if error else FinishReason.ABORT, error)
         return True
 
     def finish(self, request: Request, num_output_tokens: int) -> None:

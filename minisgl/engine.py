@@ -1,0 +1,524 @@
+"""The engine: requests in, streams of tokens out, on the caller's event loop.
+
+Each finished step costs the loop one callback: settle it, plan and launch the next one, and only
+then hand out the tokens. So the device has its next step queued while everything else happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from minisgl.config import (
+    Capacity,
+    EngineConfig,
+    ModelFacts,
+    ResolvedConfig,
+    overlap_enabled,
+    resolve,
+)
+from minisgl.detokenizer import Detokenizer
+from minisgl.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    MinisglError,
+    StepError,
+)
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.models.config import read_model_config
+from minisgl.models.generation import GenerationDefaults, read_generation_defaults
+from minisgl.models.hub import locate_model
+from minisgl.request import FinishReason, OutputDelta, Request, SamplingParams
+from minisgl.runner.facts import device_facts
+from minisgl.runner.runner import ModelRunner
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.scheduler import Scheduler, SchedulerCounters, Settled
+from minisgl.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Texts up to this many characters are tokenized on the loop; it takes under a millisecond.
+MAX_CHARS_ON_LOOP = 4096
+
+Handle = TypeVar("Handle")
+# Called with the phase and, where it can be counted, its share done (0 to 1).
+LoadProgress = Callable[[str, float], None]
+
+
+class Runner(Protocol[Handle]):
+    """What executes plans: one rank, several, or a fake one in tests."""
+
+    def launch(self, plan: StepPlan) -> Handle:
+        """Queue one step and return at once. Called on the event loop."""
+        ...
+
+    def collect(self, handle: Handle) -> StepResult:
+        """Block until the step is done. Called on the engine's own thread, in launch order."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot, for logs and metrics."""
+
+    num_running: int
+    num_queued: int
+    num_pages: int  # that requests may use
+    num_free_pages: int
+    num_cached_pages: int  # held by the prefix cache alone, evictable
+    num_output_tokens: int  # since the start
+    counters: SchedulerCounters
+
+    @property
+    def num_used_pages(self) -> int:
+        return self.num_pages - self.num_free_pages - self.num_cached_pages
+
+
+class OutputStream:
+    """The deltas of one request, as an async iterator with one consumer.
+
+    What the consumer has not taken yet is merged into one delta, so a slow one costs no more
+    memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
+    request's error.
+    """
+
+    def __init__(
+        self, request: Request, detokenizer: Detokenizer | None, abort: Callable[[Request], None]
+    ) -> None:
+        self.request = request
+        self.detokenizer = detokenizer
+        self.text: list[str] = []  # not taken yet
+        self._num_taken = 0  # output tokens
+        self._num_prompt_taken = 0  # prompt logprobs
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._abort = abort
+
+    @property
+    def request_id(self) -> str:
+        return self.request.id
+
+    def abort(self) -> None:
+        """End the request now if it has not ended. Idempotent."""
+        self._abort(self.request)
+
+    def notify(self) -> None:
+        """The request has changed. Called by the engine."""
+        self._changed.set()
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        request = self.request
+        self._ended = request.finished
+        if request.error is not None:
+            raise request.error.with_traceback(None)
+        return self._take()
+
+    def _take(self) -> OutputDelta:
+        request = self.request
+        first, first_prompt = self._num_taken, self._num_prompt_taken
+        token_ids = request.token_ids[request.num_prompt_tokens + first :]
+        self._num_taken += len(token_ids)
+        self._num_prompt_taken = len(request.prompt_logprobs)
+        text, self.text = "".join(self.text), []
+        stopped_by = self.detokenizer.stopped if self.detokenizer else None
+        stop_reason: str | int | None = stopped_by
+        if request.finish_reason is FinishReason.STOP and stopped_by is None:
+            stop_reason = request.token_ids[-1]
+        return OutputDelta(
+            token_ids=token_ids,
+            text=text,
+            num_output_tokens=self._num_taken,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=request.logprobs[first:],
+            prompt_logprobs=request.prompt_logprobs[first_prompt:],
+            finish_reason=request.finish_reason,
+            stop_reason=stop_reason,
+        )
+
+
+class _Collector(Generic[Handle]):
+    """The thread that waits for steps, so that the loop never does."""
+
+    def __init__(
+        self, runner: Runner[Handle], done: Callable[[int, StepResult | Exception], None]
+    ) -> None:
+        self._runner = runner
+        self._done = done
+        self._loop = asyncio.get_running_loop()
+        self._handles: queue.SimpleQueue[tuple[int, Handle] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._collect, name="minisgl-collector", daemon=True)
+        self._thread.start()
+
+    def add(self, step: int, handle: Handle) -> None:
+        self._handles.put((step, handle))
+
+    def close(self) -> None:
+        """Blocks until everything added is collected."""
+        self._handles.put(None)
+        self._thread.join()
+
+    def _collect(self) -> None:
+        while (item := self._handles.get()) is not None:
+            step, handle = item
+            try:
+                outcome: StepResult | Exception = self._runner.collect(handle)
+            except Exception as error:
+                outcome = error
+            del handle, item
+            try:
+                self._loop.call_soon_threadsafe(self._done, step, outcome)
+            except RuntimeError:  # the loop was closed without closing the engine
+                return
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Handle]):
+    """Everything that start-up brings together."""
+
+    runner: Runner[Handle]
+    config: ResolvedConfig
+    capacity: Capacity
+    model: ModelFacts
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
+    model_name: str
+
+
+def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
+    """Locate, read and load the model. Blocks. Raises MinisglError."""
+    report = progress or (lambda phase, share: None)
+    started = time.monotonic()
+    report("locating the model", 0.0)
+    folder = locate_model(config.model, load_format=config.load_format)
+    model_config = read_model_config(folder)
+    facts = model_config.facts()
+    resolved = resolve(config, facts, device_facts(), overlap=overlap_enabled())
+    tokenizer = None
+    if Tokenizer.found_in(folder) or config.load_format != "dummy":
+        tokenizer = Tokenizer.load(folder)
+    defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
+    runner = ModelRunner.load(
+        resolved,
+        model_config,
+        folder,
+        progress=lambda done, total: report("loading weights", done / total),
+    )
+    for note in (*model_config.notes, *resolved.notes):
+        logger.info("%s", note)
+    capacity = runner.capacity
+    logger.info(
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d",
+        folder.name,
+        time.monotonic() - started,
+        resolved.dtype,
+        resolved.device,
+        (capacity.num_pages - 1) * capacity.page_size,
+        capacity.page_size,
+        capacity.max_seq_len,
+    )
+    if capacity.max_seq_len < resolved.max_seq_len:
+        logger.warning(
+            "The longest sequence is capped at the KV cache: %d tokens instead of %d",
+            capacity.max_seq_len,
+            resolved.max_seq_len,
+        )
+    return Loaded(
+        runner, resolved, capacity, facts, tokenizer, defaults, config.model or folder.name
+    )
+
+
+class AsyncEngine:
+    """Runs requests. Every method is called on the event loop that the engine was made on."""
+
+    def __init__(self, loaded: Loaded[Any]) -> None:
+        self.config = loaded.config
+        self.capacity = loaded.capacity
+        self.model = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.defaults = loaded.defaults
+        self.model_name = loaded.model_name
+        self.failure: BaseException | None = None  # why the engine is dead
+        self._runner = loaded.runner
+        self._scheduler = Scheduler(
+            kv=KVCacheManager(
+                num_pages=self.capacity.num_pages,
+                page_size=self.capacity.page_size,
+                cache_type=self.config.cache_type,
+            ),
+            num_slots=self.capacity.num_slots,
+            max_seq_len=self.capacity.max_seq_len,
+            max_prefill_length=self.config.max_prefill_length,
+            max_queued_requests=self.config.max_queued_requests,
+            policy=self.config.schedule_policy,
+            conservativeness=self.config.schedule_conservativeness,
+        )
+        # One step beyond the running one is launched, so that the device never waits for the loop.
+        self._max_in_flight = 2 if self.config.overlap else 1
+        self._streams: dict[str, OutputStream] = {}
+        self._num_output_tokens = 0
+        self._pump_is_due = False
+        self._refusal: str | None = None  # why no new work is taken
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._loop = asyncio.get_running_loop()
+        self._collector = _Collector(self._runner, self._on_step)
+        self._closed = False
+
+    @classmethod
+    async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
+        """Load the model in a thread and return the running engine. Raises MinisglError."""
+        return cls(await asyncio.to_thread(load, config, progress))
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        tokenizer = self._need_tokenizer()
+        if len(text) <= MAX_CHARS_ON_LOOP:
+            return tokenizer.encode(text)
+        return await asyncio.to_thread(tokenizer.encode, text)
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template."""
+        return await asyncio.to_thread(self._need_tokenizer().chat, messages, **template_options)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError("prompt", "the model has no tokenizer; send token ids.")
+        return self.tokenizer
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+    ) -> OutputStream:
+        """Queue a request.
+
+        Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
+        """
+        if self._refusal is not None:
+            raise EngineStoppedError(self._refusal)
+        request = self._make_request(prompt_token_ids, params, request_id)
+        detokenizer = None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                stop=tuple(params.stop),
+                include_stop=params.include_stop,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+                prompt_token_ids=prompt_token_ids,
+            )
+        self._scheduler.submit(request)
+        stream = OutputStream(request, detokenizer, self._abort)
+        self._streams[request.id] = stream
+        self._idle.clear()
+        self._pump_soon()
+        return stream
+
+    def _make_request(
+        self, prompt: Sequence[int], params: SamplingParams, request_id: str | None
+    ) -> Request:
+        request_id = request_id or secrets.token_hex(12)
+        if request_id in self._streams:
+            raise InvalidRequestError("request_id", f"{request_id} is running already.")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
+        vocab_size = self.model.vocab_size
+        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self.capacity.max_seq_len - len(prompt)
+            if max_tokens < 1:
+                raise ContextLengthError(len(prompt), None, self.capacity.max_seq_len)
+        return Request(
+            request_id,
+            prompt,
+            params,
+            max_tokens=max_tokens,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            eos_token_ids=self.defaults.eos_token_ids,
+        )
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncIterator[OutputDelta]:
+        """The deltas of one request. Closing the iterator aborts it."""
+        stream = self.submit(prompt_token_ids, params, request_id=request_id)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.abort()
+
+    def _abort(self, request: Request) -> None:
+        if self._scheduler.cancel(request):
+            self._end_stream(request)
+            self._pump_soon()  # its slot and pages may let another request in
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        """Plan once what this turn of the loop brings, instead of a step for the first request."""
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Launch steps until enough are in flight."""
+        self._pump_is_due = False
+        while self.failure is None and self._scheduler.num_in_flight < self._max_in_flight:
+            try:
+                plan = self._scheduler.plan()
+            except Exception as error:
+                self._die(error)
+                return
+            if plan is None:
+                return
+            try:
+                self._collector.add(plan.step, self._runner.launch(plan))
+            except Exception as error:
+                self._fail_step(plan.step, error)
+
+    def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
+        if step != self._scheduler.next_to_settle:
+            return  # lost with a failed step before it
+        if isinstance(outcome, Exception):
+            self._fail_step(step, outcome)
+            self._pump()
+            return
+        try:
+            settled = self._scheduler.settle(outcome)
+            self._pump()
+            self._hand_out(settled)
+        except Exception as error:
+            self._die(error)
+
+    def _hand_out(self, settled: Settled) -> None:
+        self._num_output_tokens += len(settled.progressed)
+        for request in settled.progressed:
+            stream = self._streams.get(request.id)
+            if stream is None:
+                continue  # the step launched after it has failed already
+            if stream.detokenizer is not None:
+                self._detokenize(request, stream, stream.detokenizer)
+            stream.notify()
+            if request.finished:
+                self._end_stream(request)
+        for request in settled.finished:
+            if request.id in self._streams:  # ended without a token
+                self._end_stream(request)
+
+    def _detokenize(self, request: Request, stream: OutputStream, detokenizer: Detokenizer) -> None:
+        token_id = request.token_ids[-1]
+        if not (request.finished and token_id in request.stop_token_ids):
+            stream.text.append(detokenizer.push(token_id))
+            if detokenizer.stopped is not None:
+                self._scheduler.finish(request, request.num_output_tokens)
+        if request.finished:
+            stream.text.append(detokenizer.flush())
+
+    def _end_stream(self, request: Request) -> None:
+        self._streams.pop(request.id).notify()
+        if not self._streams:
+            self._idle.set()
+
+    # -- failure and the end -----------------------------------------------------------------------
+
+    def _fail_step(self, step: int, error: Exception) -> None:
+        if isinstance(error, EngineStoppedError):
+            self._die(error)
+            return
+        if not isinstance(error, StepError):
+            error = StepError(f"Step {step} failed: {type(error).__name__}: {error}")
+        logger.error("%s", error, exc_info=error.__cause__)
+        for request in self._scheduler.fail(step, error):
+            self._end_stream(request)
+
+    def _die(self, error: Exception) -> None:
+        """Nothing can run any more: every waiter gets the reason."""
+        if self.failure is not None:
+            return
+        logger.critical("The engine has failed: %s", error, exc_info=error)
+        reason = error if isinstance(error, MinisglError) else _internal(error)
+        self.failure = reason
+        self._refusal = f"The engine has failed: {reason}"
+        for stream in list(self._streams.values()):
+            stream.request.error = reason
+            stream.request.finish_reason = FinishReason.ERROR
+            self._scheduler.cancel(stream.request, reason)
+            self._end_stream(stream.request)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest."""
+        self._refusal = self._refusal or "The server is shutting down and takes no more requests."
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            stopped = EngineStoppedError("The server is shutting down.")
+            for stream in list(self._streams.values()):
+                if self._scheduler.cancel(stream.request, stopped):
+                    self._end_stream(stream.request)
+
+    async def close(self) -> None:
+        """End every request and free the device. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.drain(0)
+        self._max_in_flight = 0
+        await asyncio.to_thread(self._collector.close)
+        await asyncio.to_thread(self._runner.close)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def stats(self) -> EngineStats:
+        kv = self._scheduler.kv
+        return EngineStats(
+            num_running=self._scheduler.num_running,
+            num_queued=self._scheduler.num_waiting,
+            num_pages=kv.num_pages - 1,
+            num_free_pages=kv.num_free,
+            num_cached_pages=kv.num_cached,
+            num_output_tokens=self._num_output_tokens,
+            counters=replace(self._scheduler.counters),
+        )
+
+    def audit(self) -> None:
+        """Recompute the invariants of scheduler and KV cache; AssertionError if one fails."""
+        self._scheduler.audit()
+
+
+def _internal(error: Exception) -> MinisglError:
+    return EngineStoppedError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,175 @@
+"""The engine without an event loop of your own: `LLM(...).generate(prompts)`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
+
+# Offline, whoever submits waits for the answers anyway, so that a bound would protect nobody.
+UNBOUNDED_QUEUE = 1 << 31
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+class LLM:
+    """A model, ready to generate. Use it from any thread, as often as you like; then `close` it.
+
+        with LLM("Qwen/Qwen3-0.6B", dtype="bfloat16") as llm:
+            [output] = llm.generate(["The capital of France is"])
+
+    The options are those of EngineConfig. The engine runs on a loop in a thread of its own.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        """Blocks until the model is loaded. Raises MinisglError."""
+        config = EngineConfig(model=model, **{"max_queued_requests": UNBOUNDED_QUEUE, **options})
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="minisgl-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.engine = self._wait_for(AsyncEngine.start(config))
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids), in their order.
+
+        `sampling_params`: one for all or one each; the checkpoint's own defaults if None.
+        `progress` draws a bar where stderr is a terminal. Raises MinisglError for the first prompt
+        that is refused or fails, and then ends the others.
+        """
+        batch = _as_batch(prompts)
+        if sampling_params is None:
+            sampling_params = self.engine.defaults.sampling()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(batch)
+        if len(sampling_params) != len(batch):
+            raise InvalidRequestError(
+                "sampling_params", f"{len(sampling_params)} for {len(batch)} prompts."
+            )
+        return self._wait_for(self._run(batch, sampling_params, progress))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> RequestOutput:
+        """Answer a conversation, a list of {"role": ..., "content": ...}."""
+        prompt = self._wait_for(self.engine.encode_chat(messages, **template_options))
+        return self.generate([prompt], sampling_params, progress=False)[0]
+
+    def close(self) -> None:
+        """End what is running and free the device. Idempotent."""
+        if self._closed:
+            return
+        self._wait_for(self.engine.close())
+        self._stop_loop()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._closed:
+            work.close()
+            raise EngineStoppedError("This LLM is closed.")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C too: do not leave the work running behind the caller's back
+            future.cancel()
+            raise
+
+    async def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool
+    ) -> list[RequestOutput]:
+        encoded = [
+            await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt in prompts
+        ]
+        streams: list[OutputStream] = []
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        tokens_column = TextColumn("{task.fields[rate]:.0f} tok/s")
+        try:
+            for prompt_ids, request_params in zip(encoded, params, strict=True):
+                streams.append(self.engine.submit(prompt_ids, request_params))
+            with Progress(
+                *columns,
+                tokens_column,
+                TimeElapsedColumn(),
+                transient=True,
+                disable=not progress,
+                auto_refresh=False,
+            ) as bar:
+                task = bar.add_task("Generating", total=len(streams), rate=0.0)
+                num_tokens = 0
+
+                async def finish(stream: OutputStream) -> RequestOutput:
+                    nonlocal num_tokens
+                    output = await _gather(stream)
+                    num_tokens += len(output.token_ids)
+                    elapsed = bar.tasks[task].elapsed or 1e-9
+                    bar.update(task, advance=1, rate=num_tokens / elapsed, refresh=True)
+                    return output
+
+                return await asyncio.gather(*map(finish, streams))
+        finally:
+            for stream in streams:
+                stream.abort()
+
+
+async def _gather(stream: OutputStream) -> RequestOutput:
+    request = stream.request
+    text: list[str] = []
+    async for delta in stream:
+        text.append(delta.text)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    if request.params.prompt_logprobs is not None:
+        prompt_logprobs = [None, *request.prompt_logprobs]
+    return RequestOutput(
+        prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+        token_ids=request.output_token_ids,
+        text="".join(text),
+        finish_reason=request.finish_reason.value if request.finish_reason else None,
+        num_cached_tokens=request.num_cached_tokens,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A single prompt is a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[item for item in prompts if isinstance(item, int)]]
+    return [item for item in prompts if not isinstance(item, int)]

@@ -1,0 +1,53 @@
+"""The largest steps that the options allow, to run once before the KV cache takes the memory."""
+
+from __future__ import annotations
+
+from minisgl.config import ResolvedConfig
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
+
+# Long enough on a CPU, where nothing is measured, to show that the model computes numbers.
+SELF_TEST_LENGTH = 4
+
+
+def pages_for_largest_step(config: ResolvedConfig) -> int:
+    return 1 + -(-_longest_chunk(config) // config.page_size)
+
+
+def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
+    """One chunk of the whole prefill budget, every token of it scored."""
+    tokens = [index % vocab_size for index in range(_longest_chunk(config))]
+    chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:])
+    pages = tuple(range(1, pages_for_largest_step(config)))
+    return StepPlan(1, (), chunks=(chunk,), joins=(_join(0),), grants=(PageGrant(0, 0, pages),))
+
+
+def widest_step(config: ResolvedConfig) -> StepPlan:
+    """As many sampled rows as there are slots, with the filters that take most memory.
+
+    They all write the same page, which is of no matter here.
+    """
+    slots = range(config.max_running_requests)
+    return StepPlan(
+        2,
+        (),
+        chunks=tuple(Chunk(slot, 0, (0,), samples=True) for slot in slots),
+        joins=tuple(_join(slot) for slot in slots),
+        grants=tuple(PageGrant(slot, 0, (1,)) for slot in slots),
+    )
+
+
+def _longest_chunk(config: ResolvedConfig) -> int:
+    limit = config.max_prefill_length if config.device == "cuda" else SELF_TEST_LENGTH
+    return min(limit, config.max_seq_len)
+
+
+def _join(slot: int) -> SlotJoin:
+    return SlotJoin(
+        slot=slot,
+        params=SamplingParams(top_k=50, top_p=0.9),
+        seed=slot,
+        stop_token_ids=frozenset(),
+        prompt_token_ids=(0,),
+        output_token_ids=(),
+    )
