@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,9 +53,8 @@ class SamplingParams:
         self._check_number("min_p", self.min_p, 0, 1)
         self._check_number("presence_penalty", self.presence_penalty, -2, 2)
         self._check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        self._check_number("repetition_penalty", self.repetition_penalty, 0, math.inf)
-        if not 0 < self.repetition_penalty < math.inf:
-            raise InvalidRequestError("repetition_penalty", "must be a finite number above 0.")
+        # Wider than anyone needs, and still far from 0 and infinity in float32.
+        self._check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         self._check_integer("top_k", self.top_k, -1, None)
         self._check_integer("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None:

@@ -183,6 +183,7 @@ class Sampler:
         `logits` [rows, vocab] float32 are the raw ones and stay as they are; `slots` [rows] int64
         (and on the host `slots_host`) whose rows they are; `output_index` [rows] int64 how many
         output tokens came before; `allowed` [rows, vocab] bool, if given, which tokens may come.
+        Padded rows, of a slot that nobody joins, may follow those of `slots_host`.
         """
         token_ids = self.perturbed(logits, slots, slots_host, output_index, allowed).argmax(dim=-1)
         needs = self._batch_needs(slots_host)

@@ -1,0 +1,131 @@
+"""Token ids to text as they are generated: nothing is ever taken back, nothing waits needlessly."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from minisgl.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one request's output. Owned by one thread.
+
+    `push` each output token, then `flush`; the pieces joined are the decoded output. Do not push a
+    token that ended the request (EOS or a stop token): it has no place in the text. Text is held
+    back only while a character is incomplete or its end may become a stop string, so the cost of a
+    token does not depend on how many came before.
+
+    A stop string matches when the token that completes it is output token `min_tokens` or a later
+    one, wherever the match began. Of several that the same token completes, the one that begins
+    first wins, then the one listed first.
+    """
+
+    __slots__ = (
+        "_byte_table",
+        "_decode",
+        "_drops_first_space",
+        "_held",
+        "_include_stop",
+        "_matchers",
+        "_num_unmatched",
+        "stopped",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        prompt_token_ids: Iterable[int] = (),
+    ) -> None:
+        self.stopped: str | None = None  # the stop string that was found; pushes add nothing then
+        self._byte_table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        # The space before the first word belongs to the encoding only where a text begins.
+        self._drops_first_space = tokenizer.drops_first_space and not any(
+            self._byte_table[token_id] for token_id in prompt_token_ids
+        )
+        self._matchers = [_StopMatcher(text) for text in stop]
+        self._include_stop = include_stop
+        self._num_unmatched = min_tokens - 1  # tokens yet to come that cannot complete a match
+        self._held = ""  # the longest end of the text that is the beginning of a stop string
+
+    def push(self, token_id: int) -> str:
+        """Take the next output token; return the text that is final now."""
+        data = self._byte_table[token_id]
+        if self._drops_first_space and data:
+            self._drops_first_space = False
+            data = data.removeprefix(b" ")
+        text = self._decode(data)
+        return self._match(text) if self._matchers else text
+
+    def flush(self) -> str:
+        """The output is over: return what was held back, a broken character as U+FFFD."""
+        if self.stopped is not None:
+            return ""
+        held, self._held = self._held, ""
+        return held + self._decode(b"", True)
+
+    def _match(self, text: str) -> str:
+        if self.stopped is not None:
+            return ""
+        may_stop = self._num_unmatched <= 0
+        self._num_unmatched -= 1
+        text = self._held + text
+        first = len(text)
+        for matcher in self._matchers:
+            end = matcher.find(text, len(self._held))
+            while not may_stop and end is not None:
+                end = matcher.find(text, end)
+            if end is not None and end - len(matcher.stop) < first:
+                first = end - len(matcher.stop)
+                self.stopped = matcher.stop
+        if self.stopped is not None:
+            return text[:first] + self.stopped if self._include_stop else text[:first]
+        num_held = max(matcher.num_matched for matcher in self._matchers)
+        num_final = len(text) - num_held
+        self._held = text[num_final:]
+        return text[:num_final]
+
+
+class _StopMatcher:
+    """Looks for one string in a text that arrives in pieces, and looks at each character once.
+
+    Knuth, Morris, Pratt: Fast Pattern Matching in Strings, SIAM J. Comput. 6 (1977).
+    """
+
+    __slots__ = ("_borders", "num_matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0  # the longest beginning of `stop` that the text so far ends with
+        # Where `stop[: n + 1]` goes on after a mismatch: its longest proper beginning that is also
+        # its end.
+        self._borders = [0]
+        for char in stop[1:]:
+            self._borders.append(self._advance(self._borders[-1], char))
+
+    def find(self, text: str, start: int) -> int | None:
+        """The end of the next match in `text`, where what is before `start` has been seen."""
+        position, num_matched = start, self.num_matched
+        while position < len(text):
+            if num_matched == 0:  # let the C code of `find` go over what cannot begin a match
+                position = text.find(self.stop[0], position)
+                if position < 0:
+                    break
+            num_matched = self._advance(num_matched, text[position])
+            position += 1
+            if num_matched == len(self.stop):
+                self.num_matched = self._borders[-1]
+                return position
+        self.num_matched = num_matched
+        return None
+
+    def _advance(self, num_matched: int, char: str) -> int:
+        while num_matched and self.stop[num_matched] != char:
+            num_matched = self._borders[num_matched - 1]
+        return num_matched + (self.stop[num_matched] == char)

@@ -1,0 +1,69 @@
+"""How a checkpoint wants to be sampled from, and which tokens end its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minisgl.errors import CheckpointError, InvalidRequestError
+from minisgl.models.config import CONFIG_FILE, read_json
+from minisgl.request import SamplingParams
+
+GENERATION_FILE = "generation_config.json"
+
+# The fields of generation_config.json that are fields of SamplingParams by the same name.
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+_ALWAYS = ("repetition_penalty",)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    eos_token_ids: frozenset[int]
+    # Values for SamplingParams by field name, only those that the checkpoint sets.
+    values: Mapping[str, float] = field(default_factory=dict)
+
+    def sampling(self, **chosen: Any) -> SamplingParams:
+        """SamplingParams with what is chosen, and the checkpoint's values where it is silent."""
+        return SamplingParams(**{**self.values, **chosen})
+
+
+def read_generation_defaults(
+    folder: Path, tokenizer_eos_id: int | None = None
+) -> GenerationDefaults:
+    """Combine generation_config.json, config.json and the tokenizer's EOS id.
+
+    Each may name other EOS tokens (Llama 3 has three), so all of them count. Both files may be
+    absent. Raises CheckpointError where a file is broken or a value cannot be sampled with.
+    """
+    generation = _read_if_there(folder / GENERATION_FILE)
+    eos_token_ids = _token_ids(generation, GENERATION_FILE)
+    eos_token_ids |= _token_ids(_read_if_there(folder / CONFIG_FILE), CONFIG_FILE)
+    if tokenizer_eos_id is not None:
+        eos_token_ids |= {tokenizer_eos_id}
+
+    greedy = generation.get("do_sample") is False
+    names = _ALWAYS if greedy else _SAMPLED + _ALWAYS
+    sampling = {name: generation[name] for name in names if generation.get(name) is not None}
+    if greedy:
+        sampling["temperature"] = 0.0
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequestError as error:
+        raise CheckpointError(f"{folder / GENERATION_FILE}: {error}") from error
+    return GenerationDefaults(eos_token_ids, sampling)
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _token_ids(values: dict[str, Any], where: str) -> frozenset[int]:
+    found = values.get("eos_token_id")
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
+        raise CheckpointError(
+            f"{where}: eos_token_id is {found!r}, not a token id or a list of them."
+        )
+    return frozenset(id for id in ids if id >= 0)  # -1 stands for none

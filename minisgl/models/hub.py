@@ -1,0 +1,94 @@
+"""Where a model's files are: bundled, in a local folder, or on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from minisgl.errors import CheckpointError, ModelNotFoundError
+from minisgl.models.config import CONFIG_FILE, read_json
+
+DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
+# Folders hold other formats of the same weights, and so does Mistral's consolidated file.
+_IGNORED = ["*/*", "consolidated*"]
+
+
+def locate_model(name: str, *, load_format: str = "auto") -> Path:
+    """The folder of model `name`: '' is the bundled demo model, else a folder or a Hub id.
+
+    A Hub id is downloaded into the Hub's cache, with a progress bar, unless it is there already;
+    with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError.
+    """
+    if not name:
+        if not (DEMO_FOLDER / CONFIG_FILE).is_file():
+            raise ModelNotFoundError(
+                "The bundled demo model is missing from this installation; name one with --model."
+            )
+        return DEMO_FOLDER
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelNotFoundError(f"{name} is a file; --model takes the folder that holds it.")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"There is no folder {name}.")
+    return _download(name, with_weights=load_format != "dummy")
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold the weights, in order. Raises CheckpointError if one is missing."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise CheckpointError(
+            f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors "
+            "are read; --load-format dummy runs without weights."
+        )
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map.")
+    files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(f"{folder} lacks {file.name}, which {INDEX_FILE} names.")
+    return files
+
+
+def _download(name: str, *, with_weights: bool) -> Path:
+    wanted = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_IGNORED))
+    except HFValidationError as error:
+        raise ModelNotFoundError(
+            f"{name} is neither a folder nor a Hugging Face id (owner/model)."
+        ) from error
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then set "
+            "HF_TOKEN or run `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{name} is neither a folder nor a public model on Hugging Face; for a private one set "
+            "HF_TOKEN or run `hf auth login`."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{name} is no folder, it is not (wholly) in the local cache, and Hugging Face cannot "
+            "be reached; give a local folder, or go online."
+        ) from error
+    except Exception as error:  # the Hub's client lets those of its HTTP library through
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelNotFoundError(f"{name} cannot be downloaded: {reason}") from error

@@ -1,0 +1,53 @@
+"""How fast each pair of a head turns: plain rope and the ways to stretch its context."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from minisgl.models.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Radians per position of each pair, [head_dim / 2] float32, on the CPU.
+
+    Computed in float32 as transformers does: at position 100,000 the last bits are visible angles.
+    'dynamic' is as default, since the engine keeps sequences within the original context.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / rope.theta**exponents
+    if rope.type == "linear":
+        return frequencies / rope.factor
+    if rope.type == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.type == "yarn":
+        return _yarn(frequencies, rope, head_dim)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: slow pairs are stretched, fast ones kept, those between blended."""
+    turns = rope.original_max_position * frequencies / (2 * math.pi)  # within the old context
+    band = rope.high_freq_factor - rope.low_freq_factor
+    kept = ((turns - rope.low_freq_factor) / band).clamp(0, 1)
+    return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
+    """YaRN (arXiv 2309.00071): the same idea, blended linearly over the index of the pair."""
+
+    def pair_that_turns(times: float) -> float:
+        wavelength = rope.original_max_position / (2 * math.pi * times)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    stretched = ((pairs - low) / (high - low)).clamp(0, 1)
+    return frequencies / rope.factor * stretched + frequencies * (1 - stretched)

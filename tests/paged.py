@@ -1,0 +1,122 @@
+"""Drives a CausalLM by hand, as the runner will: pages, page tables and StepInputs.
+
+Hostile on purpose: pages are scattered, unwritten slots hold NaN, and the undefined columns of a
+page table point outside the cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import (
+    Attention,
+    AttentionBackend,
+    ChunkRows,
+    DecodeRows,
+    LayerKV,
+    StepInputs,
+)
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.models.config import ModelConfig
+from minisgl.models.transformer import CausalLM
+
+UNDEFINED_PAGE = 2**30
+
+
+@dataclass
+class PagedSequence:
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+def page_table(rows: Sequence[Sequence[int]]) -> Tensor:
+    width = max(map(len, rows), default=0) + 2
+    padded = [[*row, *[UNDEFINED_PAGE] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int32).view(len(rows), width)
+
+
+class PagedModel:
+    """A model with a KV cache of its own. `step` is one forward pass over any mix of rows."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        *,
+        page_size: int,
+        backend: AttentionBackend | None = None,
+        num_tokens: int = 1024,
+        position_offset: int = 0,
+    ) -> None:
+        self.model = model
+        self.page_size = page_size
+        backend = backend or TorchAttention()
+        self.attention = Attention(backend, backend)
+        self.position_offset = position_offset
+        num_pages = 1 + num_tokens // page_size
+        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        dtype = model.embed_tokens.weight.dtype
+        self.kv = [
+            LayerKV(*torch.full((2, *shape), torch.nan, dtype=dtype))
+            for _ in range(config.num_layers)
+        ]
+        self.free_pages = random.Random(0).sample(range(1, num_pages), num_pages - 1)
+
+    @torch.inference_mode()
+    def step(
+        self,
+        decodes: Sequence[tuple[PagedSequence, int]] = (),
+        chunks: Sequence[tuple[PagedSequence, Sequence[int]]] = (),
+    ) -> list[Tensor]:
+        """Logits after each token: one [num_tokens, vocab_size] per decode, then per chunk."""
+        work = [(sequence, [token]) for sequence, token in decodes]
+        work += [(sequence, list(tokens)) for sequence, tokens in chunks]
+        starts = [sequence.length for sequence, _ in work]
+        positions: list[int] = []
+        kv_index: list[int] = []
+        for sequence, tokens in work:
+            end = sequence.length + len(tokens)
+            while len(sequence.pages) * self.page_size < end:
+                sequence.pages.append(self.free_pages.pop())
+            for position in range(sequence.length, end):
+                page, offset = divmod(position, self.page_size)
+                positions.append(position + self.position_offset)
+                kv_index.append(sequence.pages[page] * self.page_size + offset)
+            sequence.length = end
+        lengths = [sequence.length for sequence, _ in decodes]
+        inputs = StepInputs(
+            token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
+            positions=torch.tensor(positions),
+            kv_index=torch.tensor(kv_index),
+            decodes=DecodeRows(
+                page_table([sequence.pages for sequence, _ in decodes]),
+                torch.tensor(lengths, dtype=torch.int32),
+                longest=max(lengths, default=0),
+            ),
+            chunks=ChunkRows(
+                page_table([sequence.pages for sequence, _ in chunks]),
+                tuple(starts[len(decodes) :]),
+                tuple(len(tokens) for _, tokens in chunks),
+            ),
+        )
+        logits = self.model.logits(self.model(inputs, self.kv, self.attention))
+        return list(logits.split([len(tokens) for _, tokens in work]))
+
+    def run(
+        self, token_ids: Sequence[int], *, chunk: int = 0, prefill: int | None = None
+    ) -> Tensor:
+        """Logits of one sequence: its first `prefill` tokens in chunks, the others decoded."""
+        sequence = PagedSequence()
+        prefill = len(token_ids) if prefill is None else prefill
+        chunk = chunk or max(prefill, 1)
+        parts: list[Tensor] = []
+        for start in range(0, prefill, chunk):
+            parts += self.step(chunks=[(sequence, token_ids[start : min(start + chunk, prefill)])])
+        for token in token_ids[prefill:]:
+            parts += self.step(decodes=[(sequence, token)])
+        return torch.cat(parts)

@@ -1,0 +1,80 @@
+"""Sampling once more, one token and one row at a time, to compare the tensor code with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl.request import SamplingParams
+from minisgl.scheduler.plan import SlotJoin
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Philox4x32-10 on Python integers, which cannot overflow."""
+    x, k = list(counter), list(key)
+    for _ in range(10):
+        high0, low0 = divmod(x[0] * 0xD2511F53, 1 << 32)
+        high1, low1 = divmod(x[2] * 0xCD9E8D57, 1 << 32)
+        x = [high1 ^ x[1] ^ k[0], low1, high0 ^ x[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) % (1 << 32), (k[1] + 0xBB67AE85) % (1 << 32)]
+    return x
+
+
+def uniform(seed: int, index: int, token_id: int) -> float:
+    word = philox((token_id // 4, index, 0, 0), (seed % 2**32, seed // 2**32 % 2**32))
+    return ((word[token_id % 4] // 2**9) + 0.5) / 2**23
+
+
+@dataclass(frozen=True)
+class Choice:
+    token_id: int
+    margin: float  # to the runner-up
+
+
+def choose(logits: np.ndarray, join: SlotJoin, allowed: np.ndarray | None = None) -> Choice:
+    """The next token of a request which has the outputs of `join`, from raw float32 `logits`."""
+    params, outputs = join.params, list(join.output_token_ids)
+    row = logits.astype(np.float32)
+    for token_id, bias in params.logit_bias.items():
+        row[token_id] += np.float32(bias)
+    for token_id in {*join.prompt_token_ids, *outputs}:
+        factor = np.float32(params.repetition_penalty)
+        row[token_id] = row[token_id] / factor if row[token_id] > 0 else row[token_id] * factor
+    for token_id in set(outputs):
+        row[token_id] -= np.float32(outputs.count(token_id)) * np.float32(params.frequency_penalty)
+        row[token_id] -= np.float32(params.presence_penalty)
+    if len(outputs) < params.min_tokens:
+        row[list(join.stop_token_ids)] = -np.inf
+    if allowed is not None:
+        row[~allowed] = -np.inf
+    if params.greedy:
+        return _best(enumerate(row.tolist()))
+    scores = _filtered((row / np.float32(params.temperature)).tolist(), params)
+    return _best(
+        (token_id, score - math.log(-math.log(uniform(join.seed, len(outputs), token_id))))
+        for token_id, score in scores
+    )
+
+
+def _filtered(scaled: list[float], params: SamplingParams) -> list[tuple[int, float]]:
+    floor = max(scaled) + (math.log(params.min_p) if params.min_p else -math.inf)
+    left = [(i, x) for i, x in enumerate(scaled) if x >= floor and x > -math.inf]
+    left.sort(key=lambda item: (-item[1], item[0]))
+    if params.top_k > 0:
+        left = left[: params.top_k]
+    if params.top_p < 1:
+        weights = [math.exp(x - left[0][1]) for _, x in left]
+        count = 1
+        while sum(weights[:count]) < float(np.float32(params.top_p)) * sum(weights):
+            count += 1
+        left = left[:count]
+    return left
+
+
+def _best(scores: Iterable[tuple[int, float]]) -> Choice:
+    ranked = sorted((-score, token_id) for token_id, score in scores)
+    margin = ranked[1][0] - ranked[0][0] if len(ranked) > 1 else math.inf
+    return Choice(ranked[0][1], margin)
