@@ -328,6 +328,7 @@ class AsyncEngine:
                 include_stop=params.include_stop,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
+                prompt_token_ids=prompt_token_ids,
             )
         self._scheduler.submit(request)
         stream = OutputStream(request, detokenizer, self._abort)

@@ -75,7 +75,8 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     overlap = options.pop("overlap", True)
     model_config = read_model_config(folder)
     facts = model_config.facts()
-    options = {"num_pages": 1 + 2048 // options.get("page_size", 16), **options}
+    num_pages = 1 + 2048 // options.get("page_size", 16)
+    options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
     config = resolve(
         EngineConfig(model=str(folder), **options), facts, device_facts(), overlap=overlap
     )

@@ -1,0 +1,244 @@
+"""The routes, and what guards them. Everything that goes wrong is told in OpenAI's envelope."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.server.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StrictChatRequest,
+    StrictCompletionRequest,
+    decode,
+    fitted,
+    for_choice,
+)
+from minisgl.server.replies import (
+    ChatChoice,
+    Choice,
+    CompletionChoice,
+    Job,
+    Reply,
+    encode,
+    error_body,
+)
+from minisgl.server.service import Engine, Service
+from minisgl.server.sse import StreamedAnswer, WholeAnswer
+
+MAX_BODY_BYTES = 16 << 20
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which carry no key
+
+
+class HTTPError(CallerError):
+    """A fault of the HTTP request, rather than of a field in it."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.http_status = status
+        self.code = code
+
+
+def create_app(service: Service) -> Starlette:
+    routes = Routes(service)
+    config = service.config
+    middleware = [Middleware(RequireKey, key=config.api_key)] if config.api_key else []
+    if config.cors_origin:
+        # Outside of the key, because browsers send none with their preflight.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        middleware.insert(0, cors)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/health", routes.health),
+            Route("/version", routes.version),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            MinisglError: _answer_error,
+            HTTPException: _answer_http_exception,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_error,
+        },
+    )
+
+
+class Routes:
+    """The handlers. They look at the service anew in each request, for it changes phase."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        strict = service.config.strict_fields
+        self._chat_request = StrictChatRequest if strict else ChatRequest
+        self._completion_request = StrictCompletionRequest if strict else CompletionRequest
+        self._since = int(time.time())
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        engine = self._service.engine()
+        body = await _read(request, self._chat_request)
+        model = self._service.model_name(body.model)
+        prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
+        return _answer(engine, body, model, ChatChoice, self._jobs(engine, body, [prompt]))
+
+    async def completions(self, request: Request) -> ASGIApp:
+        engine = self._service.engine()
+        body = await _read(request, self._completion_request)
+        model = self._service.model_name(body.model)
+        prompts = body.prompts()
+        token_ids = [
+            await engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+        jobs = self._jobs(engine, body, token_ids)
+        if body.echo:
+            for job in jobs:
+                prompt = prompts[job.index // body.num_choices]
+                job.echo = prompt if isinstance(prompt, str) else _decode(engine, prompt)
+        return _answer(engine, body, model, CompletionChoice, jobs)
+
+    async def models(self, request: Request) -> Response:
+        data = [self._model(name) for name in self._service.model_names()]
+        return _json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._model(self._service.model_name(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:
+        self._service.engine()
+        return _json({"status": "ready"})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": metadata.version("minisgl")})
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "minisgl",
+            "max_model_len": self._service.engine().capacity.max_seq_len,
+        }
+
+    def _jobs(
+        self,
+        engine: Engine,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+    ) -> list[Job]:
+        params = body.sampling(engine.defaults)
+        clamp = self._service.config.clamp_max_tokens or body.asked_max_tokens is None
+        jobs = []
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise InvalidRequestError("prompt", "has no tokens.")
+            room = engine.capacity.max_seq_len - len(prompt)
+            fitting = fitted(params, room) if clamp else params
+            for k in range(body.num_choices):
+                jobs.append(
+                    Job(
+                        index=index * body.num_choices + k,
+                        k=k,
+                        prompt_token_ids=prompt,
+                        params=for_choice(fitting, k),
+                    )
+                )
+        return jobs
+
+
+class RequireKey:
+    """Middleware that lets only requests with the key pass."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                app = _error_response(
+                    HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
+                )
+        await app(scope, receive, send)
+
+
+async def _read(request: Request, kind: type[Body]) -> Body:
+    # A web page of any origin may post plain text without asking; JSON it may not.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise CallerError("The header Content-Type must be application/json.")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            limit = f"The body has more than {MAX_BODY_BYTES >> 20} MiB."
+            raise HTTPError(413, limit, "request_too_large")
+    return decode(bytes(body), kind)
+
+
+def _answer(
+    engine: Engine, body: GenerationRequest, model: str, kind: type[Choice], jobs: Sequence[Job]
+) -> ASGIApp:
+    usage = body.include_usage
+    reply = Reply(kind, jobs, model=model, tokenizer=engine.tokenizer, include_usage=usage)
+    return StreamedAnswer(engine, reply) if body.stream else WholeAnswer(engine, reply)
+
+
+def _decode(engine: Engine, token_ids: Sequence[int]) -> str:
+    return engine.tokenizer.decode(token_ids) if engine.tokenizer else ""
+
+
+def _json(
+    content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(encode(content), status, headers, media_type="application/json")
+
+
+def _error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
+    status = error.http_status if isinstance(error, MinisglError) else 500
+    return _json(error_body(error), status, headers)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    retry = isinstance(error, MinisglError) and error.http_status == 429
+    return _error_response(error, {"retry-after": "1"} if retry else None)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """What Starlette raises itself: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    here = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        fault = HTTPError(404, f"There is nothing at {here}.", "unknown_url")
+    elif error.status_code == 405:
+        fault = HTTPError(405, f"{here} is not allowed.", "method_not_allowed")
+    else:
+        fault = HTTPError(error.status_code, error.detail, "http_error")
+    return _error_response(fault, error.headers)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    """The client left before its body had arrived."""
+    return Response(status_code=499)

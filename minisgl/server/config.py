@@ -1,0 +1,55 @@
+"""Every option of the server, once. Imports nothing heavy, so that --help is fast."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from minisgl.config import option, option_of
+from minisgl.errors import ConfigError
+
+GROUP = "Server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+
+    host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
+    port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
+    api_key: str | None = option(
+        None, "Key that every request must bring as its bearer token.", group=GROUP
+    )
+    served_model_name: tuple[str, ...] = option(
+        (), "Name of the model in requests and answers; repeat for aliases.", group=GROUP
+    )
+    drain_timeout: float = option(
+        30.0, "Seconds that running requests get to finish when the server stops.", group=GROUP
+    )
+    cors_origin: tuple[str, ...] = option(
+        (), "Origin whose web pages may call the server, or *; repeatable.", group=GROUP
+    )
+    clamp_max_tokens: bool = option(
+        False, "Shorten max_tokens to the room left instead of refusing.", group=GROUP
+    )
+    strict_fields: bool = option(False, "Refuse request fields that are not known.", group=GROUP)
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            self._refuse("host", "allowed: a host name or an address")
+        if not 0 <= self.port <= 65535:
+            self._refuse("port", "allowed: 0 to 65535")
+        # A header carries nothing else, so that any other key would lock everyone out.
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
+            raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
+        if any(not name for name in self.served_model_name):
+            self._refuse("served_model_name", "allowed: names that are not empty")
+        if not 0 <= self.drain_timeout < math.inf:
+            self._refuse("drain_timeout", "allowed: 0 or more seconds")
+        for origin in self.cors_origin:
+            if origin != "*" and "://" not in origin:
+                self._refuse("cors_origin", "allowed: * or an origin such as https://example.org")
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        raise ConfigError(option_of(type(self), name), getattr(self, name), allowed)

@@ -1,0 +1,193 @@
+"""The life of a serving process: bind, load, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from importlib import resources
+
+import uvicorn
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.server.app import create_app
+from minisgl.server.config import ServerConfig
+from minisgl.server.service import Engine, Service
+
+logger = logging.getLogger(__name__)
+
+# What a connection gets to take its last events, when all requests have ended.
+FLUSH_SECONDS = 2
+# Longer than the pools of clients keep a connection, so that none is closed under a new request.
+KEEP_ALIVE_SECONDS = 75
+BACKLOG = 2048
+
+
+async def start_engine(config: EngineConfig) -> Engine:
+    """Importing the engine imports torch, which takes seconds: not on the loop."""
+
+    def engine_class() -> Callable[[EngineConfig], Awaitable[Engine]]:
+        from minisgl.engine import AsyncEngine
+
+        return AsyncEngine.start
+
+    start = await asyncio.to_thread(engine_class)
+    return await start(config)
+
+
+class Process:
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        start: Callable[[EngineConfig], Awaitable[Engine]] = start_engine,
+    ) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._start = start
+        self._service = Service(config)
+
+    def run(self) -> int:
+        """Serve until a signal comes or the engine dies; returns the exit code.
+
+        Raises ConfigError for the address and whatever keeps the engine from starting.
+        """
+        with bind(self._config) as listener:
+            return asyncio.run(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> int:
+        server = Server(
+            uvicorn.Config(
+                create_app(self._service),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=FLUSH_SECONDS,
+            ),
+            self._service,
+        )
+        stopping = asyncio.ensure_future(_first_signal())
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        loading = asyncio.ensure_future(self._start(self._engine_config))
+        engine: Engine | None = None
+        try:
+            await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                # A thread that loads weights cannot be ended, and joining it would take minutes.
+                os._exit(0)
+            engine = loading.result()
+            self._begin(engine, listener)
+            await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if engine.failure is None:
+                logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
+                self._service.drain()
+                await engine.drain(self._config.drain_timeout)
+        finally:
+            stopping.cancel()
+            server.should_exit = True
+            await serving
+            if engine is not None:
+                await engine.close()
+        if engine.failure is not None:
+            logger.error("The engine has failed: %s", engine.failure)
+        return 0 if engine.failure is None else 1
+
+    def _begin(self, engine: Engine, listener: socket.socket) -> None:
+        self._service.start(engine)
+        # What was loaded stays for good; the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        url = _url(listener)
+        logger.info("Serving %s at %s", ", ".join(self._service.model_names()), url)
+        logger.info("Try it: %s", _example(url, with_key=self._config.api_key is not None))
+        if not self._engine_config.model and not _demo_is_trained():
+            logger.info(
+                "This is the bundled demo model, untrained: it answers with noise. "
+                "--model takes the folder or the Hugging Face id of a real one."
+            )
+
+
+class Server(uvicorn.Server):
+    """uvicorn that stops when the engine is dead, and leaves the signals to the process.
+
+    Its own handlers would close connections before they are drained.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; True stops the server."""
+        return await super().on_tick(counter) or self._service.dead
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _first_signal() -> None:
+    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is stuck."""
+    loop = asyncio.get_running_loop()
+    came = asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, came.set)
+    try:
+        await came.wait()
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket; raises ConfigError where the address cannot be had."""
+    try:
+        found = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError("--host", config.host, f"not an address ({error.strerror})") from error
+    # localhost has two addresses; what people type and what we print is the older one.
+    found.sort(key=lambda candidate: candidate[0] != socket.AF_INET)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            "--port", config.port, f"{error.strerror} on {config.host}; allowed: a free port"
+        ) from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _example(url: str, *, with_key: bool) -> str:
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
+    key = ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+
+
+def _demo_is_trained() -> bool:
+    facts = json.loads((resources.files("minisgl") / "assets/demo/minisgl.json").read_text())
+    return bool(facts["trained"])

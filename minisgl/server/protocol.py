@@ -1,0 +1,301 @@
+"""The bodies of requests: their types are what is honoured, anything else is refused by name.
+
+A field declared as `None` is known and not supported: null passes, a value gets a 400. A field
+that is not declared at all is ignored, unless the server runs with --strict-fields.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.request import MAX_LOGPROBS, SamplingParams
+from minisgl.server.service import Defaults
+
+MAX_N = 128
+MAX_CHOICES = 1024  # of one request: prompts times n
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
+MAX_MESSAGE_CHARS = 500
+
+Body = TypeVar("Body", bound=Struct)
+Unsupported: TypeAlias = None
+Ignored: TypeAlias = Any
+Count = Annotated[int, Meta(ge=0)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class TextFormat(Struct):
+    type: Literal["text"]
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
+
+
+class GenerationRequest(Struct, kw_only=True):
+    """What the two endpoints have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool | None = None
+
+    response_format: TextFormat | None = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    regex: Unsupported = None
+    ebnf: Unsupported = None
+    json_schema: Unsupported = None
+    bad_words: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
+        if self.stream_options and self.stream_options.continuous_usage_stats:
+            raise InvalidRequestError("stream_options.continuous_usage_stats", "is not supported.")
+
+    @property
+    def num_choices(self) -> int:
+        """For each prompt."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """What the request says about sampling, by the names of SamplingParams."""
+        given = {name: getattr(self, name) for name in SHARED_FIELDS}
+        given["include_stop"] = self.include_stop_str_in_output
+        return {name: value for name, value in given.items() if value is not None}
+
+
+# What a request and SamplingParams call by the same name means the same.
+SHARED_FIELDS = tuple(
+    spec.name for spec in fields(SamplingParams) if spec.name in GenerationRequest.__struct_fields__
+)
+
+
+class ContentPart(Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(Struct):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+    refusal: Unsupported = None
+
+    def for_template(self, path: str) -> dict[str, Any]:
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self._text(f"{path}.content"), **named}
+
+    def _text(self, path: str) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        if self.content is None and self.role == "assistant":
+            return ""
+        if not self.content:
+            raise InvalidRequestError(path, "must be a text or at least one text part.")
+        for index, part in enumerate(self.content):
+            if part.type != "text":
+                raise InvalidRequestError(
+                    f"{path}.{index}.type", f"this model reads text, not {part.type!r}."
+                )
+            if part.text is None:
+                raise InvalidRequestError(f"{path}.{index}.text", "is missing.")
+        return "".join(part.text or "" for part in self.content)
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None  # its older name
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: Unsupported = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: Ignored = None  # limits the calls that there may be, and there are none
+    functions: Unsupported = None
+    function_call: Literal["none"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    verbosity: Unsupported = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [
+            message.for_template(f"messages.{index}") for index, message in enumerate(self.messages)
+        ]
+
+    def template_options(self) -> dict[str, Any]:
+        options = self.chat_template_kwargs or {}
+        for name in options.keys() & {"self", "messages"}:  # what they are handed on with
+            raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
+        effort = self.reasoning_effort
+        return options if effort is None else {"reasoning_effort": effort, **options}
+
+    def sampling(self, defaults: Defaults) -> SamplingParams:
+        return defaults.sampling(
+            **self.sampling_fields(),
+            max_tokens=self.asked_max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: Count | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: Literal[""] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequestError("max_tokens", "0 is only allowed with echo: true.")
+        if self.best_of not in (None, 1, self.num_choices):
+            raise InvalidRequestError("best_of", "is not supported beyond n.")
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """One or more texts or lists of token ids."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(isinstance(item, int) for item in given):
+            return [[item for item in given if isinstance(item, int)]]
+        if len(given) * self.num_choices > MAX_CHOICES:
+            raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
+        texts = [item for item in given if isinstance(item, str)]
+        token_ids = [item for item in given if isinstance(item, list)]
+        if not given or len(given) not in (len(texts), len(token_ids)):
+            raise InvalidRequestError(
+                "prompt", "must be a text, a list of texts, or one or more lists of token ids."
+            )
+        return texts or token_ids
+
+    def sampling(self, defaults: Defaults) -> SamplingParams:
+        max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        # A request for no tokens has to ask for something: the scores of the prompt.
+        scored = self.echo and (self.logprobs is not None or max_tokens == 0)
+        return defaults.sampling(
+            **self.sampling_fields(),
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=(self.logprobs or 0) if scored else None,
+        )
+
+
+class StrictChatRequest(ChatRequest, forbid_unknown_fields=True):
+    """With --strict-fields."""
+
+
+class StrictCompletionRequest(CompletionRequest, forbid_unknown_fields=True):
+    """With --strict-fields."""
+
+
+def for_choice(params: SamplingParams, k: int) -> SamplingParams:
+    """Parameters of choice k of n. Choice 0 keeps the seed, so that n = 1 is the first of n = 2."""
+    if params.seed is None or k == 0:
+        return params
+    digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
+    return replace(params, seed=int.from_bytes(digest, signed=True))
+
+
+def fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """`params` with max_tokens shortened to `room`. Without room they are left as they are."""
+    if params.max_tokens is None or params.max_tokens <= room or room < 1:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def decode(body: bytes, kind: type[Body]) -> Body:
+    """Raises InvalidRequestError with the dotted path of the field, or CallerError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except (ValueError, RecursionError) as error:
+        raise CallerError(f"The body is not valid JSON: {error}") from None
+
+
+def _field_error(message: str) -> CallerError:
+    """From msgspec's words: "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    what, found, where = message.rpartition(" - at `")
+    if not found:
+        what, where = where, ""
+    path = re.findall(r"\w+", where.removeprefix("key` in `"))
+    if field := re.search("field `(.*)`$", what):
+        path.append(field[1])
+    if not path:
+        return CallerError(f"The body is not a request: {what}.")
+    if what.startswith("Expected `null`"):
+        what = "is not supported"
+    what = what[:1].lower() + what[1:MAX_MESSAGE_CHARS]
+    return InvalidRequestError(".".join(path), f"{what}.")

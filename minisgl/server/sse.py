@@ -1,0 +1,127 @@
+"""Answers that run on the engine. Whatever ends one, its requests are aborted before it returns.
+
+The abort stands in the `finally` of the response itself: a client that leaves while an event is
+being sent would not close an async generator, so a `finally` there runs at garbage collection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Sequence
+
+from starlette.types import Receive, Scope, Send
+
+from minisgl.errors import ContextLengthError, MinisglError
+from minisgl.server.replies import DONE, Choice, Reply, error_body, event
+from minisgl.server.service import Engine, OutputStream
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(ABC):
+    """An ASGI response that generates the choices of `reply`."""
+
+    def __init__(self, engine: Engine, reply: Reply) -> None:
+        self._engine = engine
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams: list[OutputStream] = []
+        try:
+            # All of it is submitted before the first byte, so that a refusal has its own status.
+            for choice in self._reply.choices:
+                job = choice.job
+                id = f"{self._reply.id}-{job.index}"
+                streams.append(self._engine.submit(job.prompt_token_ids, job.params, request_id=id))
+            await _unless_disconnected(self._respond(streams, send), receive)
+        except ContextLengthError as error:
+            error.param = self._reply.kind.prompt_field
+            raise
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    @abstractmethod
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None: ...
+
+
+class WholeAnswer(Answer):
+    """One JSON object, when everything is there."""
+
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+        choices = self._reply.choices
+        await _all_or_none(map(_keep, choices, streams))
+        body = self._reply.whole()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+class StreamedAnswer(Answer):
+    """Server-sent events, one for each delta."""
+
+    HEADERS = (
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
+    )
+
+    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.HEADERS})
+        try:
+            choices = self._reply.choices
+            await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
+            last = self._reply.last_events()
+        except Exception as error:
+            # The status is long sent, so the error travels as an event.
+            if not isinstance(error, MinisglError):
+                logger.exception("request %s failed", self._reply.id)
+            last = event(error_body(error)) + DONE
+        await send({"type": "http.response.body", "body": last})
+
+
+async def _keep(choice: Choice, stream: OutputStream) -> None:
+    async for delta in stream:
+        choice.keep(delta)
+    choice.check_finished()
+
+
+async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
+    async for delta in stream:
+        if events := choice.events(delta):
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+    choice.check_finished()
+
+
+async def _all_or_none(work: Iterable[Coroutine[None, None, None]]) -> None:
+    """Run all at once. The first failure ends the others and is raised."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _unless_disconnected(work: Coroutine[None, None, None], receive: Receive) -> None:
+    """Run `work` until the client leaves; raises what it raises."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        watching.cancel()
+    await asyncio.wait((working, watching))
+    if not working.cancelled():
+        working.result()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,376 @@
+"""Request bodies, options and the shapes of answers, without a socket."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from fake_engine import FakeDefaults, FakeTokenizer
+
+from minisgl.errors import CallerError, ConfigError, InvalidRequestError
+from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.server.config import ServerConfig
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    StrictChatRequest,
+    decode,
+    fitted,
+    for_choice,
+)
+from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Job, Reply
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return decode(json.dumps({"messages": HELLO, **fields}).encode(), ChatRequest)
+
+
+def completion(prompt: object = "hi", **fields: Any) -> CompletionRequest:
+    return decode(json.dumps({"prompt": prompt, **fields}).encode(), CompletionRequest)
+
+
+def image() -> list[dict[str, Any]]:
+    content = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.tool_calls"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias"),
+        ({"stop": [1]}, "stop.0"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"tools": []}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": []}, "functions"),
+        ({"modalities": ["audio"]}, "modalities.0"),
+        ({"audio": {}}, "audio"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ],
+)
+def test_a_chat_field_that_is_wrong_or_unsupported_is_named(
+    fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.http_status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_a_value_out_of_range_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**fields).sampling(FakeDefaults())
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b'{"a":NaN}', b'{"model": "\xff"}', b"[" * 100_000, b"[]"]
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(CallerError) as caught:
+        decode(body, ChatRequest)
+    assert caught.value.param is None
+
+
+def test_null_means_not_given() -> None:
+    names = [name for name in ChatRequest.__struct_fields__ if name != "messages"]
+    params = chat(**dict.fromkeys(names)).sampling(FakeDefaults())
+    assert params == SamplingParams(temperature=0.5)
+
+
+def test_unknown_fields_are_refused_only_when_strict() -> None:
+    body = json.dumps({"messages": HELLO, "colour": "red", "user": "me", "store": True}).encode()
+    decode(body, ChatRequest)
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body, StrictChatRequest)
+    assert caught.value.param == "colour"
+    decode(body.replace(b'"colour": "red", ', b""), StrictChatRequest)
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.1,
+        "top_p": 0.2,
+        "top_k": 3,
+        "min_p": 0.4,
+        "min_tokens": 5,
+        "stop": ["x", "y"],
+        "stop_token_ids": [6],
+        "ignore_eos": True,
+        "seed": 7,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 1.1,
+        "skip_special_tokens": False,
+    }
+    params = chat(
+        **given,
+        logit_bias={"12": -3},
+        include_stop_str_in_output=True,
+        max_tokens=99,
+        max_completion_tokens=50,
+        logprobs=True,
+        top_logprobs=4,
+    ).sampling(FakeDefaults())
+    expected = {**given, "stop": ("x", "y"), "stop_token_ids": (6,)}
+    assert params == SamplingParams(
+        **expected, logit_bias={12: -3.0}, include_stop=True, max_tokens=50, logprobs=4
+    )
+
+
+def test_completions_have_their_own_defaults() -> None:
+    assert completion().sampling(FakeDefaults()).max_tokens == 16
+    scoring = completion(max_tokens=0, echo=True).sampling(FakeDefaults())
+    assert (scoring.max_tokens, scoring.logprobs, scoring.prompt_logprobs) == (0, None, 0)
+    echoing = completion(echo=True, logprobs=2).sampling(FakeDefaults())
+    assert (echoing.logprobs, echoing.prompt_logprobs) == (2, 2)
+    assert completion(echo=True).sampling(FakeDefaults()).prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ("", [""]),
+    ],
+)
+def test_the_four_kinds_of_prompt(prompt: object, prompts: list[object]) -> None:
+    assert completion(prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", [[], ["a", 1], ["a", [1]], [1, [1]], ["a"] * 513])
+def test_prompts_that_are_none_mixed_or_too_many(prompt: object) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        completion(prompt, n=2).prompts()
+    assert caught.value.param == "prompt"
+
+
+def test_messages_for_the_template() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
+    ]
+    assert chat(messages=messages).template_messages() == [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": "onetwo"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (image(), "messages.0.content.1.type"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": []}], "messages.0.content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
+    ],
+)
+def test_content_that_is_not_text(messages: list[dict[str, Any]], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(messages=messages).template_messages()
+    assert caught.value.param == param
+
+
+def test_options_for_the_template() -> None:
+    assert chat().template_options() == {}
+    asked = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert asked.template_options() == {"reasoning_effort": "low", "enable_thinking": False}
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(chat_template_kwargs={"messages": []}).template_options()
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_each_choice_has_a_seed_of_its_own() -> None:
+    params = SamplingParams(seed=7)
+    seeds = [for_choice(params, k).seed for k in range(128)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 128
+    assert seeds == [for_choice(params, k).seed for k in range(128)]
+    assert for_choice(SamplingParams(), 3).seed is None
+
+
+def test_max_tokens_is_fitted_to_the_room() -> None:
+    params = SamplingParams(max_tokens=100, min_tokens=50)
+    assert fitted(params, 100) is params
+    assert (fitted(params, 40).max_tokens, fitted(params, 40).min_tokens) == (40, 40)
+    assert fitted(params, 0) is params
+    assert fitted(SamplingParams(), 10).max_tokens is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"host": ""},
+        {"port": 65536},
+        {"api_key": ""},
+        {"api_key": "schlüssel"},
+        {"drain_timeout": -1},
+        {"drain_timeout": float("nan")},
+        {"cors_origin": ("example.org",)},
+        {"served_model_name": ("",)},
+    ],
+)
+def test_server_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(**options)
+    assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
+    if options.get("api_key"):
+        assert options["api_key"] not in str(caught.value)
+
+
+# -- shapes of answers ----------------------------------------------------------------------------
+
+
+def job(**fields: Any) -> Job:
+    defaults: dict[str, Any] = {"index": 0, "k": 0, "params": SamplingParams()}
+    return Job(**{"prompt_token_ids": b"hi!", **defaults, **fields})
+
+
+def reply_of(kind: type[Choice], job: Job, *, include_usage: bool) -> Reply:
+    return Reply(kind, [job], model="m", tokenizer=FakeTokenizer(), include_usage=include_usage)
+
+
+def delta(text: str, finish: FinishReason | None = None, **fields: Any) -> OutputDelta:
+    ids = list(text.encode())
+    return OutputDelta(ids, text, len(ids), 1, finish_reason=finish, **fields)
+
+
+def events(reply: Reply, *deltas: OutputDelta) -> list[Any]:
+    data = b"".join(reply.choices[0].events(delta) for delta in deltas) + reply.last_events()
+    blocks = data.decode().split("\n\n")
+    assert blocks.pop() == ""
+    assert blocks.pop() == "data: [DONE]"
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def test_chat_chunks() -> None:
+    reply = reply_of(ChatChoice, job(index=3), include_usage=True)
+    text = 'a "quoted"\nline \u2028 ü'
+    chunks = events(reply, delta(text), delta(""), delta("", FinishReason.LENGTH))
+    assert [chunk["object"] for chunk in chunks] == ["chat.completion.chunk"] * 4
+    assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+    role, content, finish, usage = chunks
+    empty = {"index": 3, "logprobs": None, "finish_reason": None}
+    assert role["choices"] == [{**empty, "delta": {"role": "assistant", "content": ""}}]
+    assert content["choices"] == [{**empty, "delta": {"content": text}}]
+    assert finish["choices"] == [{**empty, "delta": {}, "finish_reason": "length"}]
+    assert [chunk["usage"] for chunk in chunks[:3]] == [None] * 3
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 0,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_chunks_mention_no_usage_unless_asked() -> None:
+    reply = reply_of(ChatChoice, job(), include_usage=False)
+    assert all("usage" not in chunk for chunk in events(reply, delta("a", FinishReason.STOP)))
+
+
+def test_held_back_text_makes_no_event_but_its_logprobs_do() -> None:
+    scored = TokenLogprobs(ord("a"), -float("inf"), ((ord("b"), -0.25),))
+    reply = reply_of(ChatChoice, job(), include_usage=False)
+    reply.choices[0].events(delta("x"))
+    assert reply.choices[0].events(delta("")) == b""
+    (chunk,) = events(reply, delta("", logprobs=[scored]))
+    assert chunk["choices"][0]["delta"] == {"content": ""}
+    assert chunk["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "a",
+            "logprob": -9999.0,
+            "bytes": [97],
+            "top_logprobs": [{"token": "b", "logprob": -0.25, "bytes": [98]}],
+        }
+    ]
+
+
+def test_echo_scores_the_prompt_and_streams_the_same_offsets() -> None:
+    params = SamplingParams(logprobs=1, prompt_logprobs=1)
+    echoing = job(echo="hi!", params=params)
+    deltas = [
+        delta(
+            "a",
+            prompt_logprobs=[TokenLogprobs(id, -1.0, ((id, -1.0),)) for id in b"i!"],
+            logprobs=[TokenLogprobs(ord("a"), -2.0, ((ord("b"), -0.5),))],
+        ),
+        delta("b", FinishReason.STOP, logprobs=[TokenLogprobs(ord("b"), -3.0)]),
+    ]
+    reply = reply_of(CompletionChoice, echoing, include_usage=False)
+    for each in deltas:
+        reply.choices[0].keep(each)
+    (whole,) = json.loads(reply.whole())["choices"]
+    assert whole["text"] == "hi!ab"
+    assert whole["finish_reason"] == "stop"
+    assert whole["logprobs"] == {
+        "tokens": ["h", "i", "!", "a", "b"],
+        "token_logprobs": [None, -1.0, -1.0, -2.0, -3.0],
+        "top_logprobs": [None, {"i": -1.0}, {"!": -1.0}, {"b": -0.5, "a": -2.0}, {"b": -3.0}],
+        "text_offset": [0, 1, 2, 3, 4],
+    }
+    reply = reply_of(CompletionChoice, echoing, include_usage=False)
+    chunks = events(reply, *deltas)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi!ab"
+    for key, values in whole["logprobs"].items():
+        pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [value for piece in pieces if piece for value in piece[key]] == values
