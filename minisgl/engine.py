@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -296,7 +296,7 @@ class AsyncEngine:
         return await asyncio.to_thread(tokenizer.encode, text)
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template."""
         return await asyncio.to_thread(self._need_tokenizer().chat, messages, **template_options)
@@ -346,7 +346,12 @@ class AsyncEngine:
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
         vocab_size = self.model.vocab_size
-        for name, ids in (("prompt", prompt), ("logit_bias", params.logit_bias)):
+        fields: dict[str, Collection[int]] = {
+            "prompt": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": params.logit_bias.keys(),
+        }
+        for name, ids in fields.items():
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
         max_tokens = params.max_tokens

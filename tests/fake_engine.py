@@ -157,7 +157,7 @@ class FakeEngine:
         return list(text.encode())
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
     ) -> list[int]:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return list(text.encode())

@@ -42,7 +42,7 @@ class Engine(Protocol):
 
     async def encode(self, text: str, /) -> list[int]: ...
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_options: Any
+        self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
     ) -> list[int]: ...
     def submit(
         self,
