@@ -1,0 +1,108 @@
+"""`LLM`: the engine for people without an event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", num_pages=100, max_running_requests=8) as llm:
+        yield llm
+
+
+def test_texts_and_token_ids_one_or_many(llm: LLM) -> None:
+    texts = llm.generate(["Hello", "What is"], GREEDY)
+    assert [output.finish_reason for output in texts] == ["length", "length"]
+    ids = [output.prompt_token_ids for output in texts]
+    assert [o.token_ids for o in llm.generate(ids, GREEDY)] == [o.token_ids for o in texts]
+    assert llm.generate("Hello", GREEDY)[0].token_ids == texts[0].token_ids
+    assert llm.generate(ids[0], GREEDY)[0].token_ids == texts[0].token_ids
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None and texts[0].text == tokenizer.decode(texts[0].token_ids)
+    assert llm.generate([]) == []
+
+
+def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=1 + n % 5) for n in range(40)]
+    outputs = llm.generate([[n, 1, 2] for n in range(40)], params)
+    assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(40)]
+    with pytest.raises(InvalidRequestError, match="40 for 1 prompts"):
+        llm.generate(["x"], params)
+
+
+def test_the_second_turn_computes_only_what_is_new(llm: LLM) -> None:
+    history = [{"role": "user", "content": "Tell me about the capital of France and of Japan."}]
+    first = llm.chat(history, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    turn = first.prompt_token_ids + first.token_ids
+    second = llm.generate([[*turn, 5, 6]], GREEDY)[0]
+    assert second.num_cached_tokens == (len(turn) - 1) // 16 * 16
+
+
+def test_logprobs_of_outputs_and_prompts(llm: LLM) -> None:
+    [output] = llm.generate(
+        [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, logprobs=3, prompt_logprobs=1)
+    )
+    assert output.logprobs is not None and output.prompt_logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+    for entry in output.logprobs:
+        assert len(entry.top) == 3 and entry.top[0] == (entry.token_id, entry.logprob)
+    assert output.prompt_logprobs[0] is None
+    assert [e.token_id for e in output.prompt_logprobs[1:] if e is not None] == [2, 3]
+    [scored] = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert scored.token_ids == [] and scored.finish_reason == "length"
+    assert scored.prompt_logprobs == output.prompt_logprobs
+
+
+def test_a_seed_fixes_the_output_and_no_seed_does_not(llm: LLM) -> None:
+    def run(seed: int | None) -> list[int]:
+        return llm.generate("Hello", SamplingParams(max_tokens=12, seed=seed))[0].token_ids
+
+    assert run(3) == run(3)
+    assert run(3) != run(4)
+    assert len({tuple(run(None)) for _ in range(5)}) > 1
+
+
+def test_a_refused_prompt_is_an_error_and_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="1600 tokens"):
+        llm.generate([[1], [1] * 1600], GREEDY)
+    assert llm.engine.stats().num_running == llm.engine.stats().num_queued == 0
+    assert llm.generate("Hello", GREEDY)[0].token_ids
+
+
+def test_threads_share_it(llm: LLM) -> None:
+    expected = [output.token_ids for output in llm.generate([[n, 2] for n in range(6)], GREEDY)]
+    results: dict[int, RequestOutput] = {}
+
+    def work(n: int) -> None:
+        results[n] = llm.generate([[n, 2]], GREEDY)[0]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[n].token_ids for n in range(6)] == expected
+
+
+def test_closing_is_final_and_idempotent() -> None:
+    llm = LLM(device="cpu", num_pages=20)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineStoppedError):
+        llm.generate("x")
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="--attn fi"):
+        LLM(attn="fi", device="cpu")
+    assert threading.active_count() == before
