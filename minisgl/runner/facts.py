@@ -12,13 +12,12 @@ from minisgl.config import ATTENTION_BACKENDS, DeviceFacts
 def device_facts() -> DeviceFacts:
     has_cuda = torch.cuda.is_available()
     if has_cuda:
-        name, free_bytes = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0]
+        free_bytes = torch.cuda.mem_get_info()[0]
     else:
-        name = f"CPU, {torch.get_num_threads()} threads"
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return DeviceFacts(
         has_cuda=has_cuda,
-        name=name,
+        name=device_name("cuda" if has_cuda else "cpu"),
         num_gpus=torch.cuda.device_count() if has_cuda else 0,
         free_bytes=free_bytes,
         attention_backends=("torch",),
@@ -28,3 +27,10 @@ def device_facts() -> DeviceFacts:
             if backend != "torch"
         },
     )
+
+
+def device_name(device: str) -> str:
+    """What people call `device`, cpu or cuda."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
