@@ -93,6 +93,7 @@ class LLM:
         self.close()
 
     def _stop_loop(self) -> None:
+        self._wait_for(self._loop.shutdown_default_executor())
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
