@@ -1,1 +1,54 @@
-def main() -> None: ...
+"""The command `minisgl`. Commands import what takes time only when they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from minisgl.errors import MinisglError
+
+from .bench import bench
+from .chat import chat
+from .serve import serve
+from .version import version
+
+app = typer.Typer(
+    name="minisgl",
+    help="A compact and fast inference engine for large language models.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(bench)
+app.command()(version)
+
+# The base of all errors in the use of a command line. Typer has it from click or from its own copy
+# of click, by version, and makes public only this subclass.
+UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+
+
+def main() -> int:
+    """The entry point. Returns the exit code: 2 for a caller's mistake, 130 for Ctrl-C."""
+    try:
+        arguments = sys.argv[1:] or ["--help"]
+        return app(arguments, prog_name="minisgl", standalone_mode=False) or 0
+    except MinisglError as error:
+        return _fail(str(error), error.exit_code)
+    except UsageError as error:
+        return _fail(error.format_message(), 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        return _fail(f"{type(error).__name__}: {error} (LOG_LEVEL=DEBUG shows where)", 1)
+
+
+def _fail(message: str, exit_code: int) -> int:
+    """Called while the exception is handled: says in one line what is wrong."""
+    if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
+        traceback.print_exc()
+    print(f"minisgl: {' '.join(message.split())}", file=sys.stderr)
+    return exit_code

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Sets up what is missing and runs every check. Arguments go on to pytest: scripts/test.sh -k radix
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/venv.sh"
+ensure_venv "[test]"
+
+cd "$root"
+"$python" -m ruff check
+"$python" -m ruff format --check
+"$python" -m mypy
+"$python" -m pytest "$@"

@@ -1,0 +1,87 @@
+# Sourced by test.sh and quickstart.sh, with $root set to the repository: `ensure_venv [EXTRAS]`
+# makes $root/.venv where it is missing and installs minisgl into it, editable, when pyproject.toml
+# has changed since the last time. After that it needs no network. $python is the interpreter.
+
+venv=$root/.venv
+python=$venv/bin/python
+cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { echo "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+ensure_venv() { # [EXTRAS], such as "[test]"
+  [ -x "$python" ] || make_venv
+  up_to_date "${1:-}" || install "${1:-}"
+}
+
+# Prefers an interpreter beside which a torch in range is installed: the venv then sees those
+# packages as well (an active venv's too, which --system-site-packages would not give).
+make_venv() {
+  local candidate base='' folders=''
+  for candidate in python python3 python3.12 python3.11; do
+    command -v "$candidate" >/dev/null || continue
+    folders=$("$candidate" "$root/scripts/probe_python.py" 2>/dev/null) || continue
+    [ -n "$folders" ] && { base=$candidate; break; }
+    base=${base:-$candidate}
+  done
+  [ -n "$base" ] || die "minisgl needs Python 3.11 or 3.12 on the PATH ($(found_python))."
+
+  say "Making $venv with $("$base" -V)."
+  "$base" -m venv "$venv" || { rm -rf "$venv"; die "$base -m venv failed; see above."; }
+  if [ -n "$folders" ]; then
+    say "Reusing the installed torch."
+    echo "$folders" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/reused.pth"
+  fi
+}
+
+found_python() {
+  local version
+  version=$(python3 -V 2>/dev/null) && echo "python3 is $version" || echo "there is no python3"
+}
+
+install() { # EXTRAS
+  say "Installing minisgl$1 into $venv; the first time this may take minutes."
+  # Building without isolation needs setuptools here, and no network once the packages are there.
+  pip_install 'setuptools>=77' || die "Installing setuptools failed; see above."
+  if ! has_torch && ! has_nvidia_driver && cpu_index_answers; then
+    pip_install --index-url "$cpu_index" "$(torch_requirement)" ||
+      say "PyTorch's CPU build could not be installed; going on with the usual one."
+  fi
+  pip_install --no-build-isolation -e "$root$1" || die "Installing minisgl failed; see above."
+  fingerprint "$1" >"$venv/installed"
+}
+
+# Without the build's warnings, which are for packagers.
+pip_install() {
+  PYTHONWARNINGS=ignore "$python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# What was installed last. The path is part of it: an editable install points at its checkout.
+fingerprint() { # EXTRAS
+  echo "$root$1"
+  cat "$root/pyproject.toml"
+}
+
+# The packages for the tests include those for running.
+up_to_date() { # EXTRAS
+  local extras
+  for extras in "$1" "[test]"; do
+    fingerprint "$extras" | cmp -s - "$venv/installed" && return
+  done
+  return 1
+}
+
+has_torch() { [ -n "$("$python" "$root/scripts/probe_python.py")" ]; }
+
+has_nvidia_driver() { command -v nvidia-smi >/dev/null || [ -e /proc/driver/nvidia/version ]; }
+
+torch_requirement() { grep -o 'torch>=[^"]*' "$root/pyproject.toml"; }
+
+# The alarm ends a name lookup that hangs; urlopen's own timeout does not cover it.
+cpu_index_answers() {
+  "$python" - "$cpu_index/torch/" 2>/dev/null <<'PYTHON'
+import signal, sys, urllib.request
+signal.alarm(4)
+urllib.request.urlopen(sys.argv[1], timeout=3).close()
+PYTHON
+}

@@ -1,0 +1,230 @@
+"""The command line: options from dataclasses, errors in one line, nothing heavy for --help."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from minisgl.config import EngineConfig, option, option_names
+from minisgl.errors import ConfigError, DeviceMemoryError
+from minisgl_cli import main as cli
+from minisgl_cli.logs import set_up_logging
+from minisgl_cli.options import takes_options
+
+# -- options from dataclasses ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitchen:
+    cups: int = option(2, "How many cups.", names=("--cups", "--mugs"), group="Dishes")
+    litres: float | None = option(None, "How much water; enough if not given.")
+    tea: str = option("green", "Which tea.")
+    decaf: bool = option(False, "Without caffeine.")
+    spices: tuple[str, ...] = option((), "Repeat for several.")
+
+    def __post_init__(self) -> None:
+        if self.cups < 1:
+            raise ConfigError("--cups", self.cups, "allowed: 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    guest_name: str = option("nobody", "Who comes.")
+
+
+def brewed(*arguments: str) -> tuple[Kitchen, Room]:
+    """What a command that takes both gets for these arguments."""
+    served: list[tuple[Kitchen, Room]] = []
+
+    def brew(kitchen: Kitchen, room: Room) -> int:
+        served.append((kitchen, room))
+        return 0
+
+    # The annotations are strings in this file, and Python looks them up among its globals.
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(takes_options(brew))
+    app(list(arguments), standalone_mode=False)
+    return served[0]
+
+
+def test_options_not_given_have_the_defaults_of_the_dataclass() -> None:
+    assert brewed() == (Kitchen(), Room())
+
+
+def test_every_kind_of_option_reaches_its_dataclass() -> None:
+    kitchen, room = brewed(
+        *("--mugs", "3", "--litres", "1.5", "--tea", "black", "--decaf"),
+        *("--spices", "mint", "--spices", "clove", "--guest-name", "Ada"),
+    )
+    expected = Kitchen(cups=3, litres=1.5, tea="black", decaf=True, spices=("mint", "clove"))
+    assert (kitchen, room) == (expected, Room(guest_name="Ada"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--cups", "0"), "--cups 0: allowed: 1 or more"),
+        (("--cups", "many"), "--cups many: allowed: a whole number"),
+        (("--mugs", "1.5"), "--cups 1.5: allowed: a whole number"),
+        (("--litres", "a lot"), "--litres a lot: allowed: a number"),
+    ],
+)
+def test_a_wrong_value_names_option_value_and_what_is_allowed(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        brewed(*arguments)
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
+    help_text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "250"}).output
+    for spec in fields(EngineConfig):
+        assert all(name in help_text for name in option_names(spec))
+        assert spec.metadata["help"] in help_text
+        assert f"─ {spec.metadata['group']} ─" in help_text
+
+
+# -- errors in one line ---------------------------------------------------------------------------
+
+
+def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "LOG_LEVEL"}
+    return subprocess.run(
+        [sys.executable, "-m", "minisgl", *arguments],
+        env={**inherited, "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("serve", "--dtype", "int3"), "--dtype int3: allowed: auto, bfloat16"),
+        (("serve", "--port", "x"), "--port x: allowed: a whole number"),
+        (("chat", "--page-sise", "4"), "--page-size"),
+        (("srve",), "Did you mean 'serve'?"),
+        (("chat", "hello"), "hello"),
+    ],
+)
+def test_a_callers_mistake_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    result = minisgl(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert result.stderr.startswith("minisgl: ") and result.stderr.count("\n") == 1
+
+
+def test_a_wrong_log_level_is_a_callers_mistake_too() -> None:
+    result = minisgl("serve", LOG_LEVEL="loud")
+    assert result.returncode == 2
+    assert result.stderr == ("minisgl: LOG_LEVEL LOUD: allowed: DEBUG, INFO, WARNING or ERROR\n")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
+    """The exception in the list is raised by any command."""
+    raised: list[BaseException] = []
+
+    def app(*_: object, **__: object) -> int:
+        raise raised[0]
+
+    monkeypatch.setattr(cli, "app", app)
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    yield raised
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "said"),
+    [
+        (DeviceMemoryError("Too little memory:\n  4 GiB."), 1, "Too little memory: 4 GiB."),
+        (ConfigError("--tp", 0, "allowed: 1 or more"), 2, "--tp 0: allowed: 1 or more"),
+        (ZeroDivisionError("oh"), 1, "ZeroDivisionError: oh (LOG_LEVEL=DEBUG shows where)"),
+    ],
+)
+def test_errors_have_an_exit_code_and_no_stack_trace(
+    failing: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    exit_code: int,
+    said: str,
+) -> None:
+    failing.append(error)
+    assert cli.main() == exit_code
+    assert capsys.readouterr().err == f"minisgl: {said}\n"
+
+
+def test_debug_shows_the_stack_trace(
+    failing: list[BaseException],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "debug")
+    failing.append(ZeroDivisionError("oh"))
+    assert cli.main() == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_exit_code_130(failing: list[BaseException]) -> None:
+    failing.append(KeyboardInterrupt())
+    assert cli.main() == 130
+
+
+# -- help, version, log ---------------------------------------------------------------------------
+
+
+def test_without_arguments_it_explains_itself() -> None:
+    result = minisgl()
+    assert result.returncode == 0
+    assert all(command in result.stdout for command in ("serve", "chat", "bench", "version"))
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['minisgl', 'serve', '--help']\n"
+        "from minisgl_cli.main import main\n"
+        "assert main() == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'starlette', 'uvicorn', 'prompt_toolkit'}\n"
+        "assert not heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_version_names_what_a_bug_report_needs() -> None:
+    result = minisgl("version")
+    assert result.returncode == 0
+    assert all(f"{package} " in result.stdout for package in ("minisgl", "python", "torch"))
+
+
+@pytest.mark.parametrize(("level", "shown"), [(None, False), ("DEBUG", True), ("error", False)])
+def test_the_log_honours_its_level(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    level: str | None,
+    shown: bool,
+) -> None:
+    if level is None:
+        monkeypatch.delenv("LOG_LEVEL", raising=False)
+    else:
+        monkeypatch.setenv("LOG_LEVEL", level)
+    logger = logging.getLogger("minisgl")
+    before = logger.handlers, logger.level, logger.propagate
+    try:
+        set_up_logging(default="WARNING")
+        logging.getLogger("minisgl.engine").info("a word")
+    finally:
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
+    assert ("INFO a word" in capsys.readouterr().err) is shown

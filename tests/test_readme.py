@@ -1,0 +1,33 @@
+"""The README's tables of options are what the dataclasses say."""
+
+from __future__ import annotations
+
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.bench.config import BenchConfig
+from minisgl.config import EngineConfig, option_names
+from minisgl.server.config import ServerConfig
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def row(spec: Field[Any]) -> str:
+    names = ", ".join(f"`{name}`" for name in option_names(spec))
+    unset = spec.default in (None, "", ())  # the help says what happens then
+    default = "" if unset else "off" if spec.default is False else f"`{spec.default}`"
+    return f"| {names} | {default} | {spec.metadata['help']} |"
+
+
+@pytest.mark.parametrize(
+    ("heading", "config"),
+    [("Engine", EngineConfig), ("Server", ServerConfig), ("Benchmark", BenchConfig)],
+)
+def test_the_table_lists_every_option_as_it_is(heading: str, config: Any) -> None:
+    section = README.partition(f"### {heading}\n")[2].partition("\n#")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    expected = [row(spec) for spec in fields(config)]
+    assert rows == expected, "The table should be:\n" + "\n".join(expected)

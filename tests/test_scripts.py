@@ -1,0 +1,71 @@
+"""The scripts that a person runs first."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        env=environment or None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ask_starts_a_server_prints_its_answer_and_stops_it() -> None:
+    result = run(sys.executable, SCRIPTS / "ask.py", "--device", "cpu", "--num-pages", "64")
+    assert result.returncode == 0, result.stderr
+    _, _, conversation = result.stdout.partition("\n> ")
+    _, *answer, last_line = conversation.splitlines()
+    assert "".join(answer).strip()
+    assert last_line == "The server has stopped."
+
+
+def test_ask_passes_on_why_the_server_did_not_start() -> None:
+    result = run(sys.executable, SCRIPTS / "ask.py", "--dtype", "int3")
+    assert result.returncode == 2
+    assert result.stderr.startswith("minisgl: --dtype int3: allowed: ")
+
+
+@pytest.mark.parametrize("script", ["test.sh", "quickstart.sh", "venv.sh"])
+def test_the_shell_scripts_parse(script: str) -> None:
+    assert run("bash", "-n", SCRIPTS / script).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        (None, "there is no python3"),
+        ('[ "$1" = -V ] && echo Python 3.9.2 || exit 1', "python3 is Python 3.9.2"),
+    ],
+)
+def test_without_a_python_in_range_the_setup_says_so(
+    tmp_path: Path, python: str | None, said: str
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    if python is not None:
+        (tools / "python3").write_text(f"#!{tools / 'bash'}\n{python}\n")
+        (tools / "python3").chmod(0o755)
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")  # beside which there is no .venv
+    result = run(tools / "bash", tmp_path / "scripts" / "quickstart.sh", PATH=str(tools))
+    assert result.returncode == 1
+    assert result.stderr == f"minisgl needs Python 3.11 or 3.12 on the PATH ({said}).\n"
+
+
+def test_the_probe_knows_this_python_and_its_torch() -> None:
+    result = run(sys.executable, SCRIPTS / "probe_python.py")
+    assert result.returncode == 0
+    assert any((Path(folder) / "torch").is_dir() for folder in result.stdout.splitlines())
