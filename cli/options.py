@@ -76,7 +76,7 @@ def _annotation(spec: Field[Any], annotation: Any) -> Any:
         parser=_number_parser(spec, kind) if kind in NUMBERS else None,
         metavar=None if kind is bool else f"<{kind.__name__}>",
         # A flag is off unless given, and the help says what an empty value means.
-        show_default=spec.default not in (False, "", ()),
+        show_default=spec.default is not False and spec.default not in ("", ()),
     )
     return Annotated[GenericAlias(list, (kind,)) if repeatable else annotation, option]
 

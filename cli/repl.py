@@ -14,11 +14,11 @@ from importlib import metadata
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, MinisglError, UnsupportedModelError
+from minisgl.models.hub import demo_note
 from minisgl.request import FinishReason
 
 from .answer import Answer
 from .conversation import ChatTokenizer, Conversation
-from .demo import demo_note
 from .terminal import Face
 
 COMMANDS = {
@@ -62,8 +62,8 @@ def banner(engine: AsyncEngine, *, is_demo: bool) -> Iterator[str]:
         f"context {engine.capacity.max_seq_len} tokens",
     )
     yield " · ".join(facts)
-    if is_demo and (note := demo_note()):
-        yield note
+    if is_demo:
+        yield demo_note()
     yield "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
 from minisgl.errors import ConfigError, one_of
 
@@ -59,7 +59,7 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Tensor-parallel ranks.",
+        "Tensor-parallel ranks; this version runs one.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
         group="Parallelism",
     )
@@ -99,12 +99,14 @@ class EngineConfig:
     )
     attn: str = option(
         "auto",
-        "auto, fa, fi, trtllm, triton, torch, or a pair PREFILL,DECODE.",
+        "auto, or a backend for both phases, or a pair PREFILL,DECODE; this version has torch.",
         names=("--attn", "--attention-backend"),
         group="Kernels",
     )
     cuda_graph_max_bs: int | None = option(
-        None, "Largest captured batch; 0 turns CUDA graphs off.", group="Kernels"
+        None,
+        "Largest captured batch; this version runs without graphs, which is 0.",
+        group="Kernels",
     )
 
     def __post_init__(self) -> None:
@@ -113,41 +115,41 @@ class EngineConfig:
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("cache_type", ("radix", "naive"))
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
-        self._check_at_least("tp", 1)
-        self._check_at_least("num_pages", 2)
-        self._check_at_least("page_size", 1)
-        self._check_at_least("max_seq_len", 1)
-        self._check_at_least("max_running_requests", 1)
-        self._check_at_least("max_queued_requests", 1)
-        self._check_at_least("max_prefill_length", 1)
-        self._check_at_least("cuda_graph_max_bs", 0)
+        check_at_least(self, "tp", 1)
+        check_at_least(self, "num_pages", 2)
+        check_at_least(self, "page_size", 1)
+        check_at_least(self, "max_seq_len", 1)
+        check_at_least(self, "max_running_requests", 1)
+        check_at_least(self, "max_queued_requests", 1)
+        check_at_least(self, "max_prefill_length", 1)
+        check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 < self.memory_ratio <= 1:
-            self._refuse("memory_ratio", "allowed: above 0 and at most 1")
+            refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
         if not 0 < self.schedule_conservativeness < math.inf:
-            self._refuse("schedule_conservativeness", "allowed: a number above 0")
+            refuse(self, "schedule_conservativeness", "allowed: a number above 0")
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
         ):
             choices = one_of(("auto", *ATTENTION_BACKENDS))
-            self._refuse("attn", f"{choices}, or a pair PREFILL,DECODE")
+            refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         if getattr(self, name) not in choices:
-            self._refuse(name, one_of(choices))
-
-    def _check_at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < low:
-            self._refuse(name, f"allowed: {low} or more")
-
-    def _refuse(self, name: str, allowed: str) -> None:
-        raise ConfigError(option_of(type(self), name), getattr(self, name), allowed)
+            refuse(self, name, one_of(choices))
 
 
-def option_of(config: type, name: str) -> str:
-    """How the command line spells field `name` of the dataclass `config`."""
-    return next(option_names(spec)[0] for spec in fields(config) if spec.name == name)
+def refuse(config: Any, name: str, allowed: str) -> NoReturn:
+    """Raise ConfigError for field `name`, made with `option`, of the dataclass `config`."""
+    spec = next(spec for spec in fields(config) if spec.name == name)
+    raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
+
+
+def check_at_least(config: Any, name: str, low: int) -> None:
+    """Refuse a field that is given and below `low`."""
+    value = getattr(config, name)
+    if value is not None and value < low:
+        refuse(config, name, f"allowed: {low} or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

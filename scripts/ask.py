@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minisgl_cli.demo import demo_note
+from minisgl.models.hub import demo_note
 
 QUESTION = "Tell me a short story about a fox."
 MAX_TOKENS = 64
@@ -28,8 +28,8 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(options: list[str]) -> int:
-    if not any(option.startswith("--model") for option in options) and (note := demo_note()):
-        print(note)
+    if not any(option.startswith("--model") for option in options):
+        print(demo_note())
     try:
         with running_server(options) as url:
             print(f"\n> {QUESTION}")

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import option, option_of
-from minisgl.errors import ConfigError
+from minisgl.config import check_at_least, option, refuse
 
 GROUP = "Benchmark"
 
@@ -73,13 +72,13 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "min_prompt_length", "min_output_length", "repeat"):
-            self._check_at_least(name, 1)
-        self._check_at_least("max_prompt_length", self.min_prompt_length or 1)
-        self._check_at_least("max_output_length", self.min_output_length or 1)
+            check_at_least(self, name, 1)
+        check_at_least(self, "max_prompt_length", self.min_prompt_length or 1)
+        check_at_least(self, "max_output_length", self.min_output_length or 1)
         if not 0 <= self.temperature <= 2:
-            self._refuse("temperature", "allowed: 0 to 2")
+            refuse(self, "temperature", "allowed: 0 to 2")
         if self.json_file is not None and not Path(self.json_file).parent.is_dir():
-            self._refuse("json_file", "allowed: a file in a folder that exists")
+            refuse(self, "json_file", "allowed: a file in a folder that exists")
 
     def sizes(self, device: str) -> Sizes:
         """What to run on `device`, cpu or cuda."""
@@ -89,14 +88,6 @@ class BenchConfig:
             _span(self.min_prompt_length, self.max_prompt_length, standard.prompt),
             _span(self.min_output_length, self.max_output_length, standard.output),
         )
-
-    def _check_at_least(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < low:
-            self._refuse(name, f"allowed: {low} or more")
-
-    def _refuse(self, name: str, allowed: str) -> None:
-        raise ConfigError(option_of(type(self), name), getattr(self, name), allowed)
 
 
 def _span(low: int | None, high: int | None, standard: Span) -> Span:

@@ -46,6 +46,13 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
     return _download(name, with_weights=load_format != "dummy")
 
 
+def demo_note() -> str:
+    """What people should know about the bundled demo model, in one sentence."""
+    trained = read_json(DEMO_FOLDER / "minisgl.json")["trained"]
+    nature = "is small" if trained else "is untrained and answers with noise"
+    return f"The bundled demo model {nature}; --model takes a folder or a Hugging Face id."
+
+
 def safetensors_files(folder: Path) -> list[Path]:
     """The files that hold the weights, in order. Raises CheckpointError if one is missing."""
     if (folder / SINGLE_FILE).is_file():

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from minisgl.config import option, option_of
+from minisgl.config import option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
@@ -37,19 +37,18 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not self.host:
-            self._refuse("host", "allowed: a host name or an address")
+            refuse(self, "host", "allowed: a host name or an address")
         if not 0 <= self.port <= 65535:
-            self._refuse("port", "allowed: 0 to 65535")
+            refuse(self, "port", "allowed: 0 to 65535")
         # A header carries nothing else, so that any other key would lock everyone out.
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
         if any(not name for name in self.served_model_name):
-            self._refuse("served_model_name", "allowed: names that are not empty")
+            refuse(self, "served_model_name", "allowed: names that are not empty")
         if not 0 <= self.drain_timeout < math.inf:
-            self._refuse("drain_timeout", "allowed: 0 or more seconds")
+            refuse(self, "drain_timeout", "allowed: 0 or more seconds")
         for origin in self.cors_origin:
             if origin != "*" and "://" not in origin:
-                self._refuse("cors_origin", "allowed: * or an origin such as https://example.org")
-
-    def _refuse(self, name: str, allowed: str) -> None:
-        raise ConfigError(option_of(type(self), name), getattr(self, name), allowed)
+                raise ConfigError(
+                    "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
+                )

@@ -11,12 +11,12 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from importlib import resources
 
 import uvicorn
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
+from minisgl.models.hub import demo_note
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.service import Engine, Service
@@ -112,11 +112,8 @@ class Process:
         url = _url(listener)
         logger.info("Serving %s at %s", ", ".join(self._service.model_names()), url)
         logger.info("Try it: %s", _example(url, with_key=self._config.api_key is not None))
-        if not self._engine_config.model and not _demo_is_trained():
-            logger.info(
-                "This is the bundled demo model, untrained: it answers with noise. "
-                "--model takes the folder or the Hugging Face id of a real one."
-            )
+        if not self._engine_config.model:
+            logger.info("%s", demo_note())
 
 
 class Server(uvicorn.Server):
@@ -186,8 +183,3 @@ def _example(url: str, *, with_key: bool) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
     key = ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-
-
-def _demo_is_trained() -> bool:
-    facts = json.loads((resources.files("minisgl") / "assets/demo/minisgl.json").read_text())
-    return bool(facts["trained"])
