@@ -222,6 +222,9 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     )
     for note in (*model_config.notes, *resolved.notes):
         logger.info("%s", note)
+    if defaults.values:
+        chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
+        logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
         "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d",

@@ -72,6 +72,11 @@ class Lanes:
         target.record_stream(self._compute)
         return torch.split(target, sizes)
 
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device, on any stream."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self.device)
+
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start copying results of the compute lane to the host."""
         if not self._is_cuda:

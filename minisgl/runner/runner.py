@@ -131,7 +131,7 @@ class ModelRunner:
                 dtype=dtype,
                 device=device,
             )
-            return cls(
+            runner = cls(
                 model=model,
                 kv=kv,
                 capacity=Capacity.of(config, num_pages),
@@ -139,6 +139,9 @@ class ModelRunner:
                 attention=Attention(TorchAttention(), TorchAttention()),
                 lanes=lanes,
             )
+            # Weights, tables and pages were filled on the default stream, which no lane waits for.
+            lanes.synchronize()
+            return runner
 
         free_now = _free_bytes(device)
         activation_bytes = _try_largest_steps(build(pages_for_largest_step(config)), config)
@@ -235,11 +238,10 @@ class ModelRunner:
                 f"Step {step} ran out of device memory; lower --memory-ratio, "
                 "--max-prefill-length or --max-running-requests."
             )
-        if self._lanes.device.type == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:  # the error sticks: nothing will run on this device any more
-                return EngineStoppedError(f"The GPU failed in step {step}: {error}")
+        try:
+            self._lanes.synchronize()
+        except RuntimeError:  # the error sticks: nothing will run on this device any more
+            return EngineStoppedError(f"The GPU failed in step {step}: {error}")
         return StepError(f"Step {step} failed: {type(error).__name__}: {error}")
 
 
