@@ -174,9 +174,7 @@ class DeviceFacts:
     """What the options depend on, of the machine; gathered in row 4."""
 
     has_cuda: bool
-    name: str
-    num_gpus: int
-    free_bytes: int  # of the device that `auto` picks
+    free_cpu_bytes: int
     attention_backends: tuple[str, ...]  # those that run here, best first
     missing_backends: dict[str, str]  # why the others do not
 
@@ -328,5 +326,5 @@ def _resolve_num_pages(
 ) -> int:
     if config.num_pages is not None or target == "cuda":
         return config.num_pages or 0
-    room = min(CPU_KV_BYTES, device.free_bytes // 4) // model.kv_bytes_per_token(dtype)
+    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)

@@ -36,7 +36,14 @@ from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
-from minisgl.request import FinishReason, OutputDelta, Request, SamplingParams
+from minisgl.request import (
+    MAX_EDITS,
+    FinishReason,
+    OutputDelta,
+    Request,
+    RequestStatus,
+    SamplingParams,
+)
 from minisgl.runner.facts import device_facts
 from minisgl.runner.runner import ModelRunner
 from minisgl.scheduler.plan import StepPlan, StepResult
@@ -282,7 +289,7 @@ class AsyncEngine:
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._collector = _Collector(self._runner, self._on_step)
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     @classmethod
     async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
@@ -362,7 +369,7 @@ class AsyncEngine:
             max_tokens = self.capacity.max_seq_len - len(prompt)
             if max_tokens < 1:
                 raise ContextLengthError(len(prompt), None, self.capacity.max_seq_len)
-        return Request(
+        request = Request(
             request_id,
             prompt,
             params,
@@ -370,6 +377,11 @@ class AsyncEngine:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             eos_token_ids=self.defaults.eos_token_ids,
         )
+        if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
+            raise InvalidRequestError(
+                "logit_bias", f"with stop tokens and EOS at most {MAX_EDITS} entries are allowed."
+            )
+        return request
 
     async def generate(
         self,
@@ -402,32 +414,37 @@ class AsyncEngine:
     def _pump(self) -> None:
         """Launch steps until enough are in flight."""
         self._pump_is_due = False
+        try:
+            self._launch_steps()
+        except Exception as error:
+            self._die(error)
+
+    def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
+        """A step is done, for better or worse. Called once for each, in order."""
+        if step != self._scheduler.next_to_settle:
+            return  # lost with a failed step before it
+        try:
+            if isinstance(outcome, Exception):
+                self._fail_step(step, outcome)
+                self._launch_steps()
+            else:
+                settled = self._scheduler.settle(outcome)
+                self._launch_steps()
+                self._hand_out(settled)
+        except Exception as error:
+            self._die(error)
+
+    def _launch_steps(self) -> None:
         while self.failure is None and self._scheduler.num_in_flight < self._max_in_flight:
-            try:
-                plan = self._scheduler.plan()
-            except Exception as error:
-                self._die(error)
-                return
+            plan = self._scheduler.plan()
             if plan is None:
                 return
             try:
-                self._collector.add(plan.step, self._runner.launch(plan))
+                handle = self._runner.launch(plan)
             except Exception as error:
                 self._fail_step(plan.step, error)
-
-    def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
-        if step != self._scheduler.next_to_settle:
-            return  # lost with a failed step before it
-        if isinstance(outcome, Exception):
-            self._fail_step(step, outcome)
-            self._pump()
-            return
-        try:
-            settled = self._scheduler.settle(outcome)
-            self._pump()
-            self._hand_out(settled)
-        except Exception as error:
-            self._die(error)
+            else:
+                self._collector.add(plan.step, handle)
 
     def _hand_out(self, settled: Settled) -> None:
         self._num_output_tokens += len(settled.progressed)
@@ -478,10 +495,11 @@ class AsyncEngine:
         reason = error if isinstance(error, MinisglError) else _internal(error)
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
+        # The scheduler's books may be what is broken: every waiter is told without them.
         for stream in list(self._streams.values()):
-            stream.request.error = reason
+            stream.request.status = RequestStatus.FINISHED
             stream.request.finish_reason = FinishReason.ERROR
-            self._scheduler.cancel(stream.request, reason)
+            stream.request.error = reason
             self._end_stream(stream.request)
 
     async def drain(self, timeout_s: float) -> None:
@@ -496,14 +514,18 @@ class AsyncEngine:
                     self._end_stream(stream.request)
 
     async def close(self) -> None:
-        """End every request and free the device. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await self.drain(0)
-        self._max_in_flight = 0
-        await asyncio.to_thread(self._collector.close)
-        await asyncio.to_thread(self._runner.close)
+        """End every request and free the device. Idempotent; whoever calls waits for the end."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        try:
+            await self.drain(0)
+        finally:
+            self._max_in_flight = 0
+            await asyncio.to_thread(self._collector.close)
+            await asyncio.to_thread(self._runner.close)
 
     async def __aenter__(self) -> AsyncEngine:
         return self

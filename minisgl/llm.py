@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl.config import EngineConfig
@@ -34,6 +36,7 @@ class LLM:
         """Blocks until the model is loaded. Raises MinisglError."""
         config = EngineConfig(model=model, **{"max_queued_requests": UNBOUNDED_QUEUE, **options})
         self._closed = False
+        self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="minisgl-engine", daemon=True
@@ -41,8 +44,12 @@ class LLM:
         self._thread.start()
         try:
             self.engine = self._wait_for(AsyncEngine.start(config))
-        except BaseException:
+        except Exception:
             self._stop_loop()
+            raise
+        except BaseException:  # Ctrl-C: a thread that loads weights cannot be ended, so leave it
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
             raise
 
     def generate(
@@ -55,8 +62,8 @@ class LLM:
         """Complete prompts (texts or token ids), in their order.
 
         `sampling_params`: one for all or one each; the checkpoint's own defaults if None.
-        `progress` draws a bar where stderr is a terminal. Raises MinisglError for the first prompt
-        that is refused or fails, and then ends the others.
+        `progress` draws a bar on stderr where that is a terminal. Raises MinisglError for the first
+        prompt that is refused or fails, and then ends the others.
         """
         batch = _as_batch(prompts)
         if sampling_params is None:
@@ -81,10 +88,10 @@ class LLM:
 
     def close(self) -> None:
         """End what is running and free the device. Idempotent."""
-        if self._closed:
-            return
-        self._wait_for(self.engine.close())
-        self._stop_loop()
+        with self._closing:
+            if not self._closed:
+                self._wait_for(self.engine.close())
+                self._stop_loop()
 
     def __enter__(self) -> LLM:
         return self
@@ -118,6 +125,7 @@ class LLM:
             for prompt in prompts
         ]
         streams: list[OutputStream] = []
+        console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         tokens_column = TextColumn("{task.fields[rate]:.0f} tok/s")
         try:
@@ -127,9 +135,11 @@ class LLM:
                 *columns,
                 tokens_column,
                 TimeElapsedColumn(),
+                console=console,
                 transient=True,
-                disable=not progress,
-                auto_refresh=False,
+                disable=not (progress and console.is_terminal),
+                redirect_stdout=False,
+                redirect_stderr=False,
             ) as bar:
                 task = bar.add_task("Generating", total=len(streams), rate=0.0)
                 num_tokens = 0
@@ -139,7 +149,7 @@ class LLM:
                     output = await _gather(stream)
                     num_tokens += len(output.token_ids)
                     elapsed = bar.tasks[task].elapsed or 1e-9
-                    bar.update(task, advance=1, rate=num_tokens / elapsed, refresh=True)
+                    bar.update(task, advance=1, rate=num_tokens / elapsed)
                     return output
 
                 return await asyncio.gather(*map(finish, streams))
@@ -171,6 +181,13 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A single prompt is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[item for item in prompts if isinstance(item, int)]]
-    return [item for item in prompts if not isinstance(item, int)]
+    texts_or_ids: list[Prompt] = []
+    token_ids: list[int] = []
+    for item in prompts:
+        if isinstance(item, Sized):
+            texts_or_ids.append(item)
+        else:
+            token_ids.append(operator.index(item))
+    if token_ids and texts_or_ids:
+        raise InvalidRequestError("prompts", "either one prompt's token ids, or several prompts.")
+    return [token_ids] if token_ids else texts_or_ids

@@ -10,8 +10,10 @@ from minisgl.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-# The widest logit_bias, stop_token_ids and EOS set together that one device row holds.
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
+# Tokens of a request that are biased or masked: logit_bias, stop_token_ids and the model's EOS set.
+MAX_EDITS = MAX_LOGIT_BIAS + 64
+MAX_INTEGER = 2**31 - 1  # what a device table holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
         self._check_number("temperature", self.temperature, 0, 2)
         self._check_number("top_p", self.top_p, 0, 1)
@@ -55,10 +58,10 @@ class SamplingParams:
         self._check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         # Wider than anyone needs, and still far from 0 and infinity in float32.
         self._check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
-        self._check_integer("top_k", self.top_k, -1, None)
-        self._check_integer("min_tokens", self.min_tokens, 0, None)
+        self._check_integer("top_k", self.top_k, -1, MAX_INTEGER)
+        self._check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
         if self.max_tokens is not None:
-            self._check_integer("max_tokens", self.max_tokens, 0, None)
+            self._check_integer("max_tokens", self.max_tokens, 0, MAX_INTEGER)
             if self.max_tokens == 0 and self.prompt_logprobs is None:
                 raise InvalidRequestError(
                     "max_tokens", "must be at least 1 (0 is only allowed with prompt_logprobs)."
@@ -77,13 +80,13 @@ class SamplingParams:
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop", "must be non-empty strings.")
         for token_id in self.stop_token_ids:
-            self._check_integer("stop_token_ids", token_id, 0, None)
+            self._check_integer("stop_token_ids", token_id, 0, MAX_INTEGER)
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 "logit_bias", f"with stop_token_ids at most {MAX_LOGIT_BIAS} entries are allowed."
             )
         for token_id, bias in self.logit_bias.items():
-            self._check_integer("logit_bias", token_id, 0, None)
+            self._check_integer("logit_bias", token_id, 0, MAX_INTEGER)
             self._check_number("logit_bias", bias, -100, 100)
 
     @staticmethod
@@ -94,12 +97,11 @@ class SamplingParams:
             raise InvalidRequestError(name, f"must be from {low:g} to {high:g}, not {value!r}.")
 
     @staticmethod
-    def _check_integer(name: str, value: object, low: int, high: int | None) -> None:
+    def _check_integer(name: str, value: object, low: int, high: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequestError(name, f"must be an integer, not {value!r}.")
-        if value < low or (high is not None and value > high):
-            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise InvalidRequestError(name, f"must be {allowed}, not {value}.")
+        if not low <= value <= high:
+            raise InvalidRequestError(name, f"must be from {low} to {high}, not {value}.")
 
     @property
     def greedy(self) -> bool:

@@ -79,7 +79,7 @@ def cache_cost(num_nodes: int, tokens_per_node: int) -> tuple[float, float, floa
         lease = kv.acquire(key, len(tokens))
         assert kv.reserve(lease, len(tokens)) is not None
         kv.commit(lease, key, len(tokens), 1)
-        kv.release(lease)
+        kv.close(lease)
 
     trunk = [rng.randrange(1000) for _ in range(1008)]
     for index in range(num_nodes):  # every tenth branches off a shared trunk
@@ -92,7 +92,7 @@ def cache_cost(num_nodes: int, tokens_per_node: int) -> tuple[float, float, floa
     def match() -> float:
         started = time.perf_counter()
         for _ in range(count):
-            kv.release(kv.acquire(prompt, 1000))
+            kv.close(kv.acquire(prompt, 1000))
         return (time.perf_counter() - started) / count
 
     def evict() -> float:
@@ -103,7 +103,7 @@ def cache_cost(num_nodes: int, tokens_per_node: int) -> tuple[float, float, floa
             assert kv.reserve(lease, 1000) is not None
         elapsed = time.perf_counter() - started
         for lease in leases:
-            kv.release(lease)
+            kv.close(lease)
         return elapsed / (len(leases) - 1)
 
     def insert() -> float:

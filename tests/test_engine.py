@@ -82,7 +82,8 @@ async def engine_on(
         loaded(runner, overlap=overlap, tokenizer=tokenizer, **options)
     ) as engine:
         yield engine
-        engine.audit()
+        if engine.failure is None:
+            engine.audit()
     assert runner.closed
 
 
@@ -299,8 +300,30 @@ async def test_eos_counts_but_has_no_text(runner: ScriptedRunner) -> None:
         assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, EOS)
 
 
-async def test_a_defect_in_the_engine_ends_it_instead_of_hanging(runner: ScriptedRunner) -> None:
+@pytest.mark.parametrize("method", ["settle", "plan", "fail", "cancel"])
+async def test_a_defect_in_the_engine_ends_it_instead_of_hanging(
+    runner: ScriptedRunner, method: str
+) -> None:
+    runner.collect_errors[4] = StepError("the device said no")
     async with engine_on(runner) as engine:
-        engine._scheduler.settle = None  # type: ignore[assignment]
-        with pytest.raises(EngineStoppedError, match="TypeError"):
-            await deltas_of(engine.submit([1], params()))
+
+        def broken(*_: object) -> None:
+            raise ZeroDivisionError("a defect")
+
+        streams = [engine.submit([n], params(ignore_eos=True)) for n in range(4)]
+        setattr(engine._scheduler, method, broken)
+        if method == "cancel":
+            engine._scheduler.settle = broken  # type: ignore[assignment, method-assign]
+        for stream in streams:
+            with pytest.raises(EngineStoppedError, match="ZeroDivisionError"):
+                await deltas_of(stream)
+        assert engine.failure is not None
+
+
+async def test_everyone_who_closes_waits_for_the_end(runner: ScriptedRunner) -> None:
+    async with engine_on(runner) as engine:
+        stream = engine.submit([1], params(200, ignore_eos=True))
+        await asyncio.gather(engine.close(), engine.close())
+        assert runner.closed
+        with pytest.raises(EngineStoppedError):
+            await deltas_of(stream)

@@ -36,8 +36,8 @@ def test_a_second_request_finds_the_first_ones_pages() -> None:
     second = kv.acquire(pack_tokens(list(range(10))), 10)
     assert second.pages == first.pages[:2]
     kv.audit(1)
-    kv.release(first)
-    kv.release(second)
+    kv.close(first)
+    kv.close(second)
     kv.audit(1)
 
 
@@ -46,7 +46,7 @@ def test_a_second_request_finds_the_first_ones_pages() -> None:
 def test_a_match_leaves_one_token_to_compute(page_size: int, extra: int) -> None:
     kv = make(page_size=page_size)
     tokens = list(range(3 * page_size + 1))
-    kv.release(run_once(kv, tokens))
+    kv.close(run_once(kv, tokens))
     prompt = [*range(2 * page_size + extra)]
     assert cached_tokens(kv, prompt) == (len(prompt) - 1) // page_size * page_size
 
@@ -62,8 +62,11 @@ def test_pages_of_equal_prompts_in_flight_together_are_kept_apart_and_freed_once
         kv.commit(lease, key, 5, 1)
         kv.audit(1)
     assert [len(lease.owned) for lease in leases] == [1, 3, 3]
-    for lease in leases:
-        kv.release(lease)
+    kv.close(leases[0])
+    # The others hold none of the cache's pages, only equal ones of their own.
+    assert kv.num_cached == 2
+    for lease in leases[1:]:
+        kv.close(lease, key, 5, 1)
         kv.audit(1)
     assert (kv.num_free, kv.num_cached) == (13, 2)
 
@@ -71,9 +74,9 @@ def test_pages_of_equal_prompts_in_flight_together_are_kept_apart_and_freed_once
 def test_the_least_recently_used_leaf_goes_first() -> None:
     kv = make(num_pages=9, page_size=1)
     old, new = [1, 2, 3], [1, 2, 4]
-    kv.release(run_once(kv, [*old, 0]))
-    kv.release(run_once(kv, [*new, 0]))
-    kv.release(kv.acquire(pack_tokens([*old, 0, 0]), 5))  # used again
+    kv.close(run_once(kv, [*old, 0]))
+    kv.close(run_once(kv, [*new, 0]))
+    kv.close(kv.acquire(pack_tokens([*old, 0, 0]), 5))  # used again
     lease = kv.acquire(b"", 1)
     kv.reserve(lease, kv.num_free + 1)
     assert cached_tokens(kv, [*new, 0, 0]) == 3  # lost its tail only
@@ -91,7 +94,7 @@ def test_locked_pages_are_never_evicted() -> None:
     assert kv.reserve(other, 5) is None
     assert kv.reserve(other, 4) is not None
     kv.audit(1)
-    kv.release(locked)
+    kv.close(locked)
     assert kv.reserve(other, 5) is not None
     kv.audit(1)
 
@@ -101,7 +104,7 @@ def test_the_naive_cache_shares_nothing() -> None:
     lease = run_once(kv, list(range(20)))
     assert cached_tokens(kv, list(range(20))) == 0
     kv.audit(1)
-    kv.release(lease)
+    kv.close(lease)
     assert kv.num_free == 63
     kv.audit(1)
 
@@ -110,19 +113,19 @@ def test_what_a_failed_step_wrote_is_forgotten() -> None:
     kv = make(page_size=2)
     good = run_once(kv, [1, 2, 3, 4], step=1)
     bad = run_once(kv, [1, 2, 3, 4, 5, 6, 7, 8], step=2)
-    kv.release(bad)
+    kv.close(bad)
     kv.drop_written_since(2)
     assert cached_tokens(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
-    kv.release(good)
+    kv.close(good)
     kv.audit(2)
 
 
 def test_reuse_can_be_refused() -> None:
     kv = make(page_size=2)
-    kv.release(run_once(kv, [1, 2, 3, 4]))
+    kv.close(run_once(kv, [1, 2, 3, 4]))
     lease = kv.acquire(pack_tokens([1, 2, 3, 4]), 4, reuse=False)
     assert not lease.pages
-    kv.release(lease)
+    kv.close(lease)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +161,12 @@ def test_any_sequence_of_leases_keeps_every_page_accounted_for(
         if leases and data.draw(st.booleans()):
             lease, tokens = leases.pop(data.draw(st.integers(0, len(leases) - 1)))
             if data.draw(st.booleans()):
-                kv.commit(lease, pack_tokens(tokens), len(tokens), step)
                 seen |= {
                     tuple(tokens[:end]) for end in range(page_size, len(tokens) + 1, page_size)
                 }
-            kv.release(lease)
+                kv.close(lease, pack_tokens(tokens), len(tokens), step)
+            else:
+                kv.close(lease)
         else:
             tokens = data.draw(prompts)
             key = pack_tokens(tokens)
@@ -172,7 +176,7 @@ def test_any_sequence_of_leases_keeps_every_page_accounted_for(
             assert not expected or tuple(tokens[:expected]) in seen
             kv.audit(step)
             if kv.reserve(lease, len(tokens)) is None:
-                kv.release(lease)
+                kv.close(lease)
             else:
                 leases.append((lease, tokens))
                 half = len(tokens) // 2
@@ -180,7 +184,7 @@ def test_any_sequence_of_leases_keeps_every_page_accounted_for(
                 seen |= {tuple(tokens[:end]) for end in range(page_size, half + 1, page_size)}
         kv.audit(step)
     for lease, _ in leases:
-        kv.release(lease)
+        kv.close(lease)
     kv.audit(1 << 30)
     assert kv.num_available == num_pages - 1
     everything = kv.acquire(b"", 1)
@@ -198,7 +202,8 @@ def test_matching_and_eviction_touch_nothing_but_their_own_path() -> None:
             tokens = [index, *(rng.randrange(9) for _ in range(39))]
             match = cache.acquire(pack_tokens(tokens), 10)
             pages = range(index * 10, index * 10 + 10)
-            cache.release(cache.insert(match.node, pack_tokens(tokens), 0, pages).node)
+            cache.insert(match.node, pack_tokens(tokens), 0, pages)
+            cache.release(match.node)
         lookups = _count_calls(cache, "_child", lambda: cache.match_pages(pack_tokens(tokens), 10))
         removals = _count_calls(cache, "_is_fresh", lambda: cache.evict(20))
         return lookups, removals

@@ -37,6 +37,8 @@ def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
     assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(40)]
     with pytest.raises(InvalidRequestError, match="40 for 1 prompts"):
         llm.generate(["x"], params)
+    with pytest.raises(InvalidRequestError, match="either one"):
+        llm.generate([[1, 2], 5, "x"])  # type: ignore[list-item]
 
 
 def test_the_second_turn_computes_only_what_is_new(llm: LLM) -> None:

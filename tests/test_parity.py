@@ -27,6 +27,7 @@ from checkpoints import (
 from minisgl.attention.base import StepInputs
 from minisgl.config import EngineConfig, resolve
 from minisgl.engine import AsyncEngine, EngineStats, Loaded
+from minisgl.errors import StepError
 from minisgl.kernels.sampling import SamplingRows, margin, perturb
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
@@ -254,6 +255,33 @@ def test_sampled_tokens_depend_on_seed_and_index_alone(variant: dict[str, Any]) 
                 output_index=torch.tensor([step]),
             )
             assert margin(perturb(logits, rows))[0] < NOISE
+
+
+def test_what_was_launched_behind_a_failed_step_does_not_run() -> None:
+    """It would write through the page table of the slot's last owner, into cached pages."""
+    case = case_of("llama3")
+    long, other = case.prompts[4], case.prompts[3]
+
+    async def run() -> None:
+        options: dict[str, Any] = {"max_running_requests": 1, "max_prefill_length": 16}
+        async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
+            expected = await complete(engine, long, greedy(8))
+            runner = engine._runner
+            join = runner._sampler.join
+
+            def fail(joins: Sequence[object]) -> None:
+                if joins:
+                    runner._sampler.join = join
+                    raise MemoryError("no room for the tables")
+
+            runner._sampler.join = fail
+            with pytest.raises(StepError, match="no room for the tables"):
+                await complete(engine, other[::-1], greedy(8))
+            again = await complete(engine, long, greedy(8))
+            assert again.num_cached_tokens > 0
+            assert again.token_ids == expected.token_ids
+
+    asyncio.run(run())
 
 
 Prepare = Callable[[SlotTables, StepPlan], tuple[StepInputs, SampleRows]]

@@ -6,7 +6,6 @@ Nothing here reads a tensor back to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,15 +34,14 @@ class TokenScores:
     top_ids: Tensor  # [rows, k] int64, likeliest first; of equals the lower id first
     top_logprobs: Tensor  # [rows, k] float32
 
-    def map(self, copy: Callable[[Tensor], Tensor]) -> TokenScores:
-        """The same with every tensor copied, say to pinned memory."""
-        return TokenScores(copy(self.logprob), copy(self.top_ids), copy(self.top_logprobs))
-
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
     """Scores `token_ids` [rows] int64 under raw `logits` [rows, vocab] float32, k rivals a row."""
     logprobs = logits.log_softmax(dim=-1)
-    top_ids = _ranks(logits).topk(min(k, logits.shape[1]), dim=-1).indices
+    if k == 0:
+        top_ids = token_ids.new_empty((len(token_ids), 0))
+    else:
+        top_ids = _ranks(logits).topk(min(k, logits.shape[1]), dim=-1).indices
     return TokenScores(
         logprob=logprobs.gather(1, token_ids[:, None]).squeeze(1),
         top_ids=top_ids,

@@ -9,7 +9,7 @@ are known and launched steps write all of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from minisgl.kvcache.pages import PageAllocator
 from minisgl.kvcache.prefix import NaiveCache, Node, PrefixCache
@@ -18,17 +18,20 @@ from minisgl.kvcache.radix import RadixCache
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The pages of one running request, in the order of its tokens."""
+    """The pages of one running request, in the order of its tokens.
+
+    The first `num_committed` are the prefix cache's, locked and never written again; the others
+    are the lease's own. It locks no page that is not among its own tokens' pages, so a request
+    alone never needs more pages than its tokens do.
+    """
 
     pages: list[int]
     node: Node  # where the committed pages end in the prefix cache
-    num_committed: int  # the first pages, offered to the prefix cache: never written again
-    private: list[int] = field(default_factory=list)  # committed ones that the cache refused
+    num_committed: int
 
     @property
     def owned(self) -> list[int]:
-        """Pages that belong to this lease alone."""
-        return self.private + self.pages[self.num_committed :]
+        return self.pages[self.num_committed :]
 
 
 class KVCacheManager:
@@ -84,25 +87,37 @@ class KVCacheManager:
         return pages
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
-        """Offer the full pages among the first `num_tokens` tokens of `key` to the prefix cache.
+        """Share the full pages among the first `num_tokens` tokens of `key`.
 
-        Steps up to `step`, launched before any step that may match them, write all of them.
+        Steps up to `step`, launched before any step that may match them, write all of them. Where
+        the cache has pages with the same tokens already, the lease keeps its own until it closes.
         """
         num_pages = num_tokens // self.page_size
         fresh = lease.pages[lease.num_committed : num_pages]
         if not fresh:
             return
-        insertion = self._cache.insert(lease.node, key, lease.num_committed, fresh)
-        lease.node, lease.num_committed = insertion.node, num_pages
-        lease.private += insertion.refused
-        for page in fresh:
-            self._written_by[page] = step
+        node = self._cache.extend(lease.node, key, lease.num_committed, fresh)
+        if node is not None:
+            lease.node, lease.num_committed = node, num_pages
+            self._mark_written(fresh, step)
 
-    def release(self, lease: Lease) -> None:
-        """Close the lease. Its own pages are free, and may be written by any later step."""
+    def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
+        """End the lease. Its pages are free or cached, and may be written by any later step.
+
+        The cache keeps the full pages among the first `num_tokens` tokens of `key`, written by
+        steps up to `step`; without a key, what has been committed.
+        """
         self._leases.remove(lease)
-        self._allocator.free(lease.owned)
+        fresh = lease.pages[lease.num_committed : num_tokens // self.page_size]
+        refused = self._cache.insert(lease.node, key, lease.num_committed, fresh)
+        self._mark_written(fresh, step)
+        self._allocator.free(refused)
+        self._allocator.free(lease.pages[lease.num_committed + len(fresh) :])
         self._cache.release(lease.node)
+
+    def _mark_written(self, pages: Sequence[int], step: int) -> None:
+        for page in pages:
+            self._written_by[page] = step
 
     def drop_written_since(self, step: int) -> None:
         """Forget what failed steps wrote. The leases of their requests must be closed already."""
@@ -115,12 +130,8 @@ class KVCacheManager:
         owners = [*self._allocator.free_pages, *cached]
         for lease in self._leases:
             owners += lease.owned
-            shared = set(lease.pages[: lease.num_committed]) - set(lease.private)
-            assert shared <= set(cached), "a lease shares a page that the cache does not hold"
-            if shared:
-                path = _path_pages(lease.node)
-                assert len(path) == lease.num_committed, "a lease does not end where its node does"
-                assert shared <= set(path), "a lease shares a page that is not in its prefix"
+            shared = lease.pages[: lease.num_committed]
+            assert shared == _path_pages(lease.node), "a lease does not share what it has locked"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
         assert all(self._written_by[page] <= launched for page in cached), "written too early"
 

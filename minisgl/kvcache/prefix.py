@@ -35,14 +35,6 @@ class Match:
     pages: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """The prefix after an insert, locked at `node`, and the pages that the cache did not take."""
-
-    node: Node
-    refused: list[int]  # the cache holds other pages with the same tokens, or holds none at all
-
-
 class PrefixCache(Protocol):
     """Pages found again by the tokens that they hold. Keys are packed tokens."""
 
@@ -59,15 +51,23 @@ class PrefixCache(Protocol):
         """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key)."""
         ...
 
-    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
-        """Add the pages `start`, `start + 1`, ... of `key` behind the locked `node`.
+    def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
+        """Take the pages `start`, `start + 1`, ... of `key` behind the locked `node`.
 
-        `node` must end where `start` begins; its lock moves to the returned node. O(pages).
+        `node` must end where `start` begins; its lock moves to the returned node. None, and
+        nothing changes, if the cache has pages with the same tokens already. O(pages).
         """
         ...
 
     def release(self, node: Node) -> None:
         """Give back one lock."""
+        ...
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
+        """Take those of the pages that the cache has not got, and return the others.
+
+        `node` as for `extend`; its lock stays where it is. O(pages).
+        """
         ...
 
     def evict(self, num_pages: int) -> list[int]:
@@ -106,11 +106,14 @@ class NaiveCache:
     def acquire(self, key: bytes, max_pages: int) -> Match:
         return Match(self._root, [])
 
-    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
-        return Insertion(node, list(pages))
+    def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
+        return None
 
     def release(self, node: Node) -> None:
         pass
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
+        return list(pages)
 
     def evict(self, num_pages: int) -> list[int]:
         return []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from minisgl.kvcache.prefix import TOKEN_BYTES, Insertion, Match, Node
+from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
 
 # (last_used, order of the offer, leaf). An entry whose leaf changed since is stale and skipped.
 _HeapEntry = tuple[int, int, Node]
@@ -81,30 +81,32 @@ class RadixCache:
 
     # -- adding ------------------------------------------------------------------------------------
 
-    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Insertion:
-        first, refused, end = node, list[int](), start + len(pages)
-        at = start
+    def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
+        if self._child(node, key, start) is not None:
+            return None
+        added = self._add(node, key, start, pages)
+        self._lock(added)
+        self.release(node)
+        return added
+
+    def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
+        at, end = start, start + len(pages)
         while at < end:
             child = self._child(node, key, at)
             if child is None:
-                taken = list(pages[at - start :])
-                run = key[at * self._page_bytes : end * self._page_bytes]
-                node = self._add(node, run, taken)
+                self._offer(self._add(node, key, at, pages[at - start :]))
                 break
             common = self._common_pages(child, key, at, end)
             node = child if common == len(child.pages) else self._split(child, common)
-            refused += pages[at - start : at - start + common]
             at += common
-        if node is not first:
-            self._lock(node)
-            self.release(first)
-        return Insertion(node, refused)
+        return list(pages[: at - start])
 
-    def _add(self, parent: Node, key: bytes, pages: list[int]) -> Node:
-        node = Node(key=key, pages=pages, parent=parent, last_used=self._clock)
-        parent.children[self._first_page(key, 0)] = node
+    def _add(self, parent: Node, key: bytes, start: int, pages: Sequence[int]) -> Node:
+        run = key[start * self._page_bytes : (start + len(pages)) * self._page_bytes]
+        node = Node(key=run, pages=list(pages), parent=parent, last_used=self._clock)
+        parent.children[self._first_page(run, 0)] = node
         self._num_nodes += 1
-        self._num_evictable += len(pages)  # until it is locked, which the caller does next
+        self._num_evictable += len(pages)
         return node
 
     def _split(self, node: Node, num_pages: int) -> Node:

@@ -10,16 +10,11 @@ from minisgl.config import ATTENTION_BACKENDS, DeviceFacts
 
 
 def device_facts() -> DeviceFacts:
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        free_bytes = torch.cuda.mem_get_info()[0]
-    else:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Not every system says how much memory is free; all say how much there is.
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     return DeviceFacts(
-        has_cuda=has_cuda,
-        name=device_name("cuda" if has_cuda else "cpu"),
-        num_gpus=torch.cuda.device_count() if has_cuda else 0,
-        free_bytes=free_bytes,
+        has_cuda=torch.cuda.is_available(),
+        free_cpu_bytes=os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"),
         attention_backends=("torch",),
         missing_backends={
             backend: f"this version has no {backend} backend"

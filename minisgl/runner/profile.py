@@ -45,7 +45,7 @@ def _longest_chunk(config: ResolvedConfig) -> int:
 def _join(slot: int) -> SlotJoin:
     return SlotJoin(
         slot=slot,
-        params=SamplingParams(top_k=50, top_p=0.9),
+        params=SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1),
         seed=slot,
         stop_token_ids=frozenset(),
         prompt_token_ids=(0,),

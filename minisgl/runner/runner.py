@@ -8,6 +8,7 @@ plans take effect in the order of their launch.
 from __future__ import annotations
 
 import math
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, LayerKV
-from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import Capacity, ResolvedConfig
 from minisgl.errors import CheckpointError, DeviceMemoryError, EngineStoppedError, StepError
 from minisgl.kernels.sampling import TokenScores, top_logprobs
@@ -89,6 +90,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minisgl-runner")
+        self._failed_epoch = -1
 
     @classmethod
     def load(
@@ -136,7 +138,7 @@ class ModelRunner:
                 kv=kv,
                 capacity=Capacity.of(config, num_pages),
                 vocab_size=facts.vocab_size,
-                attention=Attention(TorchAttention(), TorchAttention()),
+                attention=make_attention(config.attn_prefill, config.attn_decode),
                 lanes=lanes,
             )
             # Weights, tables and pages were filled on the default stream, which no lane waits for.
@@ -168,6 +170,8 @@ class ModelRunner:
             queued = handle.queued.result()
             tensors = iter(queued.download.wait())
         except Exception as error:
+            # The frames of the failed step hold its activations, which the next one needs room for.
+            traceback.clear_frames(error.__traceback__)
             raise self._explain(handle.step, error) from error
         token_ids: list[int] = next(tensors).tolist()
         logprobs: dict[int, TokenLogprobs] = {}
@@ -190,8 +194,19 @@ class ModelRunner:
 
     # -- on the worker thread ----------------------------------------------------------------------
 
-    @torch.inference_mode()
     def _execute(self, plan: StepPlan) -> _Queued:
+        """After a failure the plans launched behind it would run on tables that it left half made,
+        and write into pages of others. They are refused; the scheduler has given them up too."""
+        if plan.epoch <= self._failed_epoch:
+            raise StepError(f"Step {plan.step} was launched behind one that failed.")
+        try:
+            return self._queue(plan)
+        except Exception:
+            self._failed_epoch = plan.epoch
+            raise
+
+    @torch.inference_mode()
+    def _queue(self, plan: StepPlan) -> _Queued:
         with self._lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
             self._sampler.join(plan.joins)
             inputs, samples = self._tables.prepare(plan)

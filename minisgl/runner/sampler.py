@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.errors import InvalidRequestError
 from minisgl.kernels.sampling import (
     SamplingRows,
     TokenScores,
@@ -22,11 +21,8 @@ from minisgl.kernels.sampling import (
     perturb,
     top_logprobs,
 )
-from minisgl.request import MAX_LOGIT_BIAS, SamplingParams, TokenLogprobs
+from minisgl.request import MAX_EDITS, SamplingParams, TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin
-
-# Biased and masked tokens of a slot: what a request may ask for, and the model's own EOS ids.
-_MAX_EDITS = MAX_LOGIT_BIAS + 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,7 @@ class Sampler:
         self._integers = torch.zeros((num_slots, 5), dtype=torch.int64, device=device)
         # The first num_edits columns of a slot add to its logits: a request's logit_bias, and -inf
         # for the tokens that end it, which `perturbed` ignores from min_tokens on.
-        edits = (num_slots, _MAX_EDITS)
+        edits = (num_slots, MAX_EDITS)
         self._edit_ids = torch.zeros(edits, dtype=torch.int64, device=device)
         self._edit_bias = torch.zeros(edits, dtype=torch.float32, device=device)
         self._history: _History | None = None  # allocated for the first request with penalties
@@ -248,8 +244,6 @@ class Sampler:
         edits = list(join.params.logit_bias.items())
         if join.params.min_tokens:
             edits += [(token_id, -torch.inf) for token_id in sorted(join.stop_token_ids)]
-        if len(edits) > _MAX_EDITS:
-            raise InvalidRequestError("logit_bias", f"more than {_MAX_EDITS} biased or masked ids.")
         return [edit for edit in edits if edit[0] < self.vocab_size]
 
     def _upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:

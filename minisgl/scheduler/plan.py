@@ -68,6 +68,9 @@ class StepPlan:
     chunks: tuple[Chunk, ...] = ()
     joins: tuple[SlotJoin, ...] = ()
     grants: tuple[PageGrant, ...] = ()
+    # Failed steps known when this one was planned. A runner on which a step has failed refuses the
+    # plans of that epoch: they build on device state that was never made.
+    epoch: int = 0
 
     @property
     def num_tokens(self) -> int:

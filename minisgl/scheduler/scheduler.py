@@ -10,7 +10,7 @@ may be in flight.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +85,7 @@ class Scheduler:
 
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._waiting: list[Waiting] = []  # by arrival
+        self._queued: dict[str, Waiting] = {}  # the same, by request id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         # The decode rows. The list is replaced, never changed: launched plans refer to it.
@@ -96,6 +97,7 @@ class Scheduler:
         self._launched: deque[Launched] = deque()
         self._arrivals = 0
         self._step = 0
+        self._epoch = 0
 
     # -- requests come and go ----------------------------------------------------------------------
 
@@ -130,7 +132,9 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting already; try again later."
             )
         self._arrivals += 1
-        self._waiting.append(Waiting(request, self._arrivals, len(request.token_ids)))
+        waiting = Waiting(request, self._arrivals, len(request.token_ids))
+        self._waiting.append(waiting)
+        self._queued[request.id] = waiting
 
     def cancel(self, request: Request, error: MinisglError | None = None) -> bool:
         """End a request at once: it is in no later plan. False if it had ended already."""
@@ -161,19 +165,20 @@ class Scheduler:
         if running is not None:
             self._leave(running, keep=error is None)
         else:
-            self._waiting = [waiting for waiting in self._waiting if waiting.request is not request]
+            waiting = self._queued.pop(request.id)
+            del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
 
     def _leave(self, running: Running, *, keep: bool) -> None:
         """Give up slot and pages; `keep` what is computed in the prefix cache."""
         if keep:
             # Not the last known token, even where a launched step computes it: whether one does
             # depends on look-ahead, which must not show in later prefix hits.
-            request = running.request
-            num_tokens = min(running.num_scheduled, len(request.token_ids) - 1)
-            if num_tokens // self.kv.page_size > running.lease.num_committed:
-                key = pack_tokens(request.token_ids[:num_tokens])
-                self.kv.commit(running.lease, key, num_tokens, self._step)
-        self.kv.release(running.lease)
+            token_ids = running.request.token_ids
+            num_tokens = min(running.num_scheduled, len(token_ids) - 1)
+            key = pack_tokens(token_ids[:num_tokens])
+            self.kv.close(running.lease, key, num_tokens, self._step)
+        else:
+            self.kv.close(running.lease)
         self._free_slots.append(running.slot)
         del self._running[running.request.id]
         running.active = False
@@ -212,6 +217,7 @@ class Scheduler:
             chunks=tuple(draft.chunks),
             joins=tuple(draft.joins),
             grants=tuple(draft.grants),
+            epoch=self._epoch,
         )
         self._launched.append(self._launch_chunks(draft, decoding))
         return plan
@@ -314,7 +320,7 @@ class Scheduler:
         return next((running for running in newest if self._has_progressed(running)), newest[0])
 
     def _has_progressed(self, running: Running) -> bool:
-        done = running.num_scheduled - running.num_at_admission
+        done = running.num_scheduled - running.num_known
         return not running.resumed or done >= self.kv.page_size
 
     def _retract(self, running: Running) -> None:
@@ -334,6 +340,7 @@ class Scheduler:
             retracted=True,
         )
         insort(self._waiting, waiting, key=_arrival)
+        self._queued[request.id] = waiting
 
     # -- admission ---------------------------------------------------------------------------------
 
@@ -352,20 +359,23 @@ class Scheduler:
             reserved += self._ratio.expected(waiting.request)
             self._add_chunk(running, draft)
             self._prefilling.append(running)
-        if admitted:
-            gone = set(admitted)
+            del self._queued[waiting.request.id]
+        if admitted:  # all of them stood in the window
             last = max(waiting.arrival for waiting in admitted)
-            self._waiting = [waiting for waiting in self._waiting if waiting not in gone]
-            if self._longest_prefix_first:
-                for waiting in self._waiting:
-                    waiting.num_passed += waiting.arrival < last
+            window = self._waiting[: max(LPM_WINDOW, len(admitted))]
+            passed = [waiting for waiting in window if waiting.request.id in self._queued]
+            for waiting in passed:
+                waiting.num_passed += waiting.arrival < last
+            self._waiting[: len(window)] = passed
 
     def _admission_order(self) -> Iterable[Waiting]:
         if not self._longest_prefix_first:
             return takewhile(_ready, self._waiting)
 
         def rank(waiting: Waiting) -> tuple[bool, int]:
-            matched = self.kv.match(waiting.pack(), len(waiting.request.token_ids))
+            request, matched = waiting.request, 0
+            if not request.wants_prompt_logprobs:  # those take no hit
+                matched = self.kv.match(waiting.pack(), len(request.token_ids))
             return waiting.num_passed < MAX_PASSED, -matched
 
         # Sorting is stable: by arrival where the rank is equal.
@@ -381,10 +391,10 @@ class Scheduler:
         if self._running:  # alone it always fits: submit has seen to that
             wanted = num_known - num_cached + reserved + self._ratio.expected(request)
             if wanted > self.kv.num_available * self.kv.page_size:
-                self.kv.release(lease)
+                self.kv.close(lease)
                 return None
         if self.kv.reserve(lease, num_known) is None:
-            self.kv.release(lease)
+            self.kv.close(lease)
             return None
 
         if not waiting.retracted:
@@ -401,7 +411,6 @@ class Scheduler:
             num_known=num_known,
             num_scheduled=num_cached,
             num_room=len(lease.pages) * self.kv.page_size,
-            num_at_admission=num_cached,
             resumed=waiting.retracted,
         )
         self._running[request.id] = running
@@ -462,6 +471,7 @@ class Scheduler:
 
         Later steps may have matched the pages of this one. Returns the requests ended by it.
         """
+        self._epoch += 1
         lost = [launched for launched in self._launched if launched.step >= step]
         self._launched = deque(launched for launched in self._launched if launched.step < step)
         failed: list[Request] = []

@@ -50,7 +50,6 @@ class Running:
     num_known: int  # tokens in `key`
     num_scheduled: int
     num_room: int  # tokens that the lease holds
-    num_at_admission: int  # tokens scheduled then, to measure progress after a retraction
     resumed: bool
     active: bool = True  # False once retracted or ended: what in-flight steps still write is lost
     decoding: bool = False  # in the decode rows of the next plan
