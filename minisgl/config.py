@@ -256,7 +256,7 @@ def resolve(
         model=config.model,
         device=target,
         dtype=dtype,
-        load_format=config.load_format,
+        load_format="safetensors" if config.load_format == "auto" else config.load_format,
         max_seq_len=_resolve_max_seq_len(config, model),
         tp=config.tp,
         disable_pynccl=config.disable_pynccl,

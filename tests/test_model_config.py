@@ -411,7 +411,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         folder,
         dtype=dtype,
         device=torch.device("cpu"),
-        load_format="auto",
+        load_format="safetensors",
         max_seq_len=16,
     )
 

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def load(
-    folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto"
+    folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "safetensors"
 ) -> tuple[CausalLM, ModelConfig]:
     config = read_model_config(folder)
     model = load_model(
@@ -99,7 +99,7 @@ def test_reports_progress(case: Case) -> None:
         case.folder,
         dtype=torch.float32,
         device=CPU,
-        load_format="auto",
+        load_format="safetensors",
         max_seq_len=8,
         progress=lambda done, total: seen.append((done, total)),
     )

@@ -65,7 +65,12 @@ def paged_model(
 
     def load(config: ModelConfig) -> CausalLM:
         return load_model(
-            config, folder, dtype=torch.float32, device=cpu, load_format="auto", max_seq_len=256
+            config,
+            folder,
+            dtype=torch.float32,
+            device=cpu,
+            load_format="safetensors",
+            max_seq_len=256,
         )
 
     model, changed = load(config), change(config)

@@ -36,7 +36,7 @@ def load_model(
 ) -> CausalLM:
     """Build the model on `device` and fill every parameter.
 
-    load_format 'auto' reads the safetensors files in `folder`, one tensor at a time; 'dummy' draws
+    load_format 'safetensors' reads the files in `folder`, one tensor at a time; 'dummy' draws
     random weights and reads nothing. Blocks. Raises CheckpointError where the files are not
     exactly what `config` describes.
     """

@@ -1,0 +1,149 @@
+"""Every option is checked once, and nothing stays automatic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from minisgl.config import (
+    Capacity,
+    DeviceFacts,
+    EngineConfig,
+    ModelFacts,
+    ResolvedConfig,
+    overlap_enabled,
+    resolve,
+)
+from minisgl.errors import ConfigError
+
+MODEL = ModelFacts(
+    dtype="bfloat16",
+    max_seq_len=4096,
+    max_seq_len_reason=None,
+    vocab_size=1000,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+)
+CPU = DeviceFacts(
+    has_cuda=False,
+    free_cpu_bytes=64 << 30,
+    attention_backends=("torch",),
+    missing_backends={"fi": "this version has no fi backend"},
+)
+GPU = dataclasses.replace(CPU, has_cuda=True)
+
+
+def resolved(
+    model: ModelFacts = MODEL, machine: DeviceFacts = CPU, **options: Any
+) -> ResolvedConfig:
+    return resolve(EngineConfig(**options), model, machine, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, r"^--dtype int8: allowed: auto, bfloat16, float16 or float32$"),
+        ({"device": "tpu"}, r"^--device tpu: allowed: auto, cuda or cpu$"),
+        ({"load_format": "gguf"}, "--load-format gguf"),
+        ({"cache_type": "lru"}, r"^--cache-type lru: allowed: radix or naive$"),
+        ({"schedule_policy": "random"}, "--schedule-policy random: allowed: fcfs or lpm"),
+        ({"attn": "fi,fa,fi"}, "--attn fi,fa,fi: allowed: .*or a pair PREFILL,DECODE"),
+        ({"attn": "auto,fi"}, "--attn auto,fi"),
+        ({"memory_ratio": 0.0}, "--memory-ratio 0.0: allowed: above 0 and at most 1"),
+        ({"memory_ratio": float("nan")}, "--memory-ratio nan"),
+        ({"schedule_conservativeness": 0.0}, "--schedule-conservativeness 0.0"),
+        ({"num_pages": 1}, r"^--num-pages 1: allowed: 2 or more$"),
+        ({"page_size": 0}, "--page-size 0: allowed: 1 or more"),
+        ({"max_seq_len": 0}, "--max-seq-len-override 0"),
+        ({"tp": 0}, "--tp 0: allowed: 1 or more"),
+        ({"max_prefill_length": 0}, "--max-prefill-length 0"),
+        ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),
+    ],
+)
+def test_a_value_that_is_never_right_is_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig(**options)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda"}, "--device cuda: PyTorch finds no usable GPU"),
+        ({"attn": "fi"}, "--attn fi: this version has no fi backend; allowed: auto or torch"),
+        ({"attn": "torch,fi"}, "--attn torch,fi: this version has no fi backend"),
+        ({"tp": 2}, "--tp 2: this version runs one rank; allowed: 1"),
+        ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: .*allowed: 0"),
+    ],
+)
+def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**options)
+
+
+def test_nothing_stays_automatic() -> None:
+    for device in (CPU, GPU):
+        config = resolved(machine=device)
+        for spec in dataclasses.fields(config):
+            assert getattr(config, spec.name) not in (None, "auto"), spec.name
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "device", "option", "expected"),
+    [
+        ("bfloat16", CPU, "auto", "float32"),
+        ("bfloat16", GPU, "auto", "bfloat16"),
+        ("float16", GPU, "auto", "float16"),
+        ("float32", GPU, "auto", "float16"),
+        ("float32", GPU, "float32", "float32"),
+        ("float32", CPU, "bfloat16", "bfloat16"),
+    ],
+)
+def test_dtype(checkpoint: str, device: DeviceFacts, option: str, expected: str) -> None:
+    config = resolved(dataclasses.replace(MODEL, dtype=checkpoint), device, dtype=option)
+    assert config.dtype == expected
+    warned = any("--dtype bfloat16" in note for note in config.notes)
+    assert warned == (checkpoint == "float32" and option == "auto" and device is GPU)
+
+
+def test_the_longest_sequence() -> None:
+    assert resolved().max_seq_len == 4096
+    assert resolved(max_seq_len=9000).max_seq_len == 9000
+    fixed = dataclasses.replace(MODEL, max_seq_len_reason="dynamic rope would turn cached keys")
+    assert resolved(fixed, max_seq_len=100).max_seq_len == 100
+    with pytest.raises(ConfigError, match=r"dynamic rope .*at most 4096"):
+        resolved(fixed, max_seq_len=4097)
+
+
+def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
+    assert resolved().num_pages == 1 + 65_536 // 16
+    assert resolved(page_size=64).num_pages == 1 + 1024
+    small = dataclasses.replace(CPU, free_cpu_bytes=64 << 20)
+    bytes_per_token = MODEL.kv_bytes_per_token("float32")
+    assert resolved(machine=small).num_pages == 1 + (16 << 20) // bytes_per_token // 16
+    assert resolved(machine=GPU).num_pages == 0
+    assert resolved(machine=GPU, num_pages=7).num_pages == 7
+
+
+def test_the_capacity_caps_the_longest_sequence() -> None:
+    capacity = Capacity.of(resolved(page_size=16), num_pages=11)
+    assert (capacity.max_seq_len, capacity.num_slots) == (160, 256)
+    assert Capacity.of(resolved(page_size=16), num_pages=1000).max_seq_len == 4096
+
+
+def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
+    monkeypatch.delenv(name, raising=False)
+    assert overlap_enabled()
+    monkeypatch.setenv(name, "1")
+    assert not overlap_enabled()
+    monkeypatch.setenv(name, "0")
+    assert overlap_enabled()

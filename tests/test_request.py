@@ -1,0 +1,75 @@
+"""What a caller may ask for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from minisgl.errors import InvalidRequestError
+from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("min_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**63),
+        ("min_tokens", -1),
+        ("min_tokens", 2**63),
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", 2**63),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("stop", ("",)),
+        ("stop", ("x",) * 17),
+        ("stop", (7,)),
+        ("stop_token_ids", (-1,)),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {-3: 1.0}),
+        ("logit_bias", {3: math.nan}),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+    assert str(caught.value).startswith(f"{field}: ")
+
+
+def test_fields_that_contradict_each_other() -> None:
+    with pytest.raises(InvalidRequestError, match="more than max_tokens 3"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    SamplingParams(temperature=2, top_p=0, min_p=1, top_k=-1, seed=-(2**63), logprobs=20)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100})
+
+
+def test_later_changes_of_the_callers_objects_do_not_arrive() -> None:
+    bias, stop = {1: 1.0}, ["x"]
+    params = SamplingParams(logit_bias=bias, stop=stop)
+    bias[1], stop[0] = 99.0, "y"
+    assert params.logit_bias == {1: 1.0} and params.stop == ("x",)
+    assert SamplingParams(stop="END").stop == ("END",)
