@@ -20,5 +20,6 @@ def chat(engine: EngineConfig) -> int:
     with face.busy("Loading the libraries"):
         from .repl import talk
 
-    asyncio.run(talk(engine, face))
-    return 0
+    num_unanswered = asyncio.run(talk(engine, face))
+    # A person has seen why; a program at the other end of a pipe looks at the exit code.
+    return 1 if num_unanswered and not face.interactive else 0

@@ -19,6 +19,7 @@ app = typer.Typer(
     name="minisgl",
     help="A compact and fast inference engine for large language models.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
@@ -39,9 +40,12 @@ def main() -> int:
     except MinisglError as error:
         return _fail(str(error), error.exit_code)
     except UsageError as error:
-        return _fail(error.format_message(), 2)
+        return _fail(f"{error.format_message()} (see minisgl --help)", 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error} (LOG_LEVEL=DEBUG shows where)", 1)
 

@@ -30,8 +30,11 @@ INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 START_ANEW = "/reset starts a new conversation."
 
 
-async def talk(config: EngineConfig, face: Face) -> None:
-    """Loads the engine, runs the loop, closes the engine. Raises MinisglError if it cannot load."""
+async def talk(config: EngineConfig, face: Face) -> int:
+    """Loads the engine, runs the loop, closes the engine. Raises MinisglError if it cannot load.
+
+    Returns how many questions got no answer.
+    """
     try:
         with face.busy("Loading the model") as show:
 
@@ -47,7 +50,7 @@ async def talk(config: EngineConfig, face: Face) -> None:
             raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
         for line in banner(engine, is_demo=not config.model):
             face.note(line)
-        await Repl(engine, engine.tokenizer, face).run()
+        return await Repl(engine, engine.tokenizer, face).run()
 
 
 def banner(engine: AsyncEngine, *, is_demo: bool) -> Iterator[str]:
@@ -74,27 +77,32 @@ class Repl:
         self._engine = engine
         self._face = face
         self._conversation = Conversation(tokenizer)
+        self._num_unanswered = 0
 
-    async def run(self) -> None:
+    async def run(self) -> int:
+        """Returns how many questions got no answer."""
         while (line := await self._face.read()) is not None:
-            if line.startswith("/"):
-                if line.strip() == "/exit":
-                    return
-                self._obey(line.strip())
-            elif line.strip():
+            words = line.split()
+            if words and words[0].startswith("/"):
+                if words == ["/exit"]:
+                    break
+                self._obey(words)
+            elif words:
                 await self._reply_to(line)
+        return self._num_unanswered
 
-    def _obey(self, command: str) -> None:
-        match command:
-            case "/help":
+    def _obey(self, words: list[str]) -> None:
+        match words:
+            case ["/help"]:
                 for name, does in COMMANDS.items():
                     self._face.say(f"{name:8}{does}")
                 self._face.say("Ctrl-C  stops an answer")
-            case "/reset":
+            case ["/reset"]:
                 self._conversation.reset()
                 self._face.note("A new conversation.")
-            case _:
-                name = command.split()[0]
+            case [name, *_] if name in COMMANDS:
+                self._face.say(f"{name} stands alone.")
+            case [name, *_]:
                 near = get_close_matches(name, COMMANDS, n=1)
                 hint = f"Did you mean {near[0]}? " if near else ""
                 self._face.say(f"There is no command {name}. {hint}/help lists the commands.")
@@ -103,18 +111,22 @@ class Repl:
         try:
             prompt = self._conversation.ask(question)
         except MinisglError as error:
+            self._num_unanswered += 1
             self._face.say(str(error))
             return
         answer = Answer(num_prompt_tokens=len(prompt), asked_at=time.perf_counter())
         task = asyncio.create_task(self._stream(prompt, answer))
         with on_interrupt(task.cancel):
             await asyncio.wait([task])
+        if not task.cancelled() and isinstance(task.exception(), OSError):
+            await task  # the face is gone
         # What came is part of the conversation, whether or not it came to its end.
         if answer.token_ids:
             self._conversation.answer(prompt, answer.token_ids, answer.text)
             self._face.end_answer()
             self._face.note(answer.summary())
         else:
+            self._num_unanswered += 1
             self._conversation.take_back()
         if remark := self._remark_on(prompt, answer, task):
             self._face.say(remark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from rich.console import Console
 
 class Face(Protocol):
     """What the REPL needs of the place where it talks."""
+
+    interactive: bool
 
     async def read(self) -> str | None:
         """The next line that the person enters; None when they have left."""
@@ -45,6 +48,8 @@ def open_face() -> Face:
 
 class Terminal:
     """Line editing by prompt_toolkit, colours by rich."""
+
+    interactive = True
 
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession()
@@ -84,7 +89,15 @@ class Terminal:
 
 
 class Pipe:
-    """Each line is a question; nothing but the answers is written."""
+    """Each line is a question; nothing but the answers is written to the output."""
+
+    interactive = False
+
+    def __init__(self) -> None:
+        # Whatever the locale says: a model writes every character there is.
+        for stream in (sys.stdin, sys.stdout):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8", errors="replace")
 
     async def read(self) -> str | None:
         # In a thread, so that the engine's loop goes on while the other end of the pipe is silent.
@@ -99,7 +112,7 @@ class Pipe:
         self.write("\n")
 
     def say(self, line: str) -> None:
-        self.write(line + "\n")
+        print(line, file=sys.stderr)
 
     def note(self, line: str) -> None:
         """Not for a program at the other end."""

@@ -10,13 +10,24 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NoReturn
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from minisgl.errors import ConfigError, one_of
 
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 DTYPES = ("bfloat16", "float16", "float32")
+TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    tuple: "a tuple of texts",
+    NoneType: "None",
+}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
 # On CPU the KV cache is modest unless --num-pages says otherwise.
 CPU_KV_TOKENS = 65_536
@@ -26,7 +37,7 @@ CPU_KV_BYTES = 2 << 30
 def option(default: Any, help: str, *, names: tuple[str, ...] = (), group: str = "Engine") -> Any:
     """A dataclass field that the command line offers as an option.
 
-    The option is spelled after the field (`max_seq_len` → `--max-seq-len`) unless `names` says
+    The option is spelled after the field (`page_size` → `--page-size`) unless `names` says
     otherwise; the first name is the one that messages use.
     """
     return field(default=default, metadata={"help": help, "names": names, "group": group})
@@ -51,11 +62,8 @@ class EngineConfig:
     load_format: str = option(
         "auto", "auto (safetensors) or dummy (random weights).", group="Model"
     )
-    max_seq_len: int | None = option(
-        None,
-        "Longest sequence in tokens; the model's own if not given.",
-        names=("--max-seq-len-override",),
-        group="Model",
+    max_seq_len_override: int | None = option(
+        None, "Longest sequence in tokens; the model's own if not given.", group="Model"
     )
     tp: int = option(
         1,
@@ -110,6 +118,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._check_choice("dtype", ("auto", *DTYPES))
         self._check_choice("device", ("auto", "cuda", "cpu"))
         self._check_choice("load_format", ("auto", "dummy"))
@@ -118,7 +127,7 @@ class EngineConfig:
         check_at_least(self, "tp", 1)
         check_at_least(self, "num_pages", 2)
         check_at_least(self, "page_size", 1)
-        check_at_least(self, "max_seq_len", 1)
+        check_at_least(self, "max_seq_len_override", 1)
         check_at_least(self, "max_running_requests", 1)
         check_at_least(self, "max_queued_requests", 1)
         check_at_least(self, "max_prefill_length", 1)
@@ -145,6 +154,21 @@ def refuse(config: Any, name: str, allowed: str) -> NoReturn:
     raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
 
 
+def check_types(config: Any) -> None:
+    """Refuse a field whose value is not of the type that it is declared with."""
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+        if get_origin(hint) is tuple:
+            kinds = {tuple}
+        value = getattr(config, name)
+        if float in kinds:
+            kinds.add(int)
+        # A bool is an int to Python, and to nobody else.
+        if type(value) not in kinds:
+            names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
+            refuse(config, name, f"allowed: {names}")
+
+
 def check_at_least(config: Any, name: str, low: int) -> None:
     """Refuse a field that is given and below `low`."""
     value = getattr(config, name)
@@ -154,7 +178,7 @@ def check_at_least(config: Any, name: str, low: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What the options depend on, of the model; read from its config.json in row 3."""
+    """What the options depend on, of the model."""
 
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     max_seq_len: int
@@ -171,7 +195,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What the options depend on, of the machine; gathered in row 4."""
+    """What the options depend on, of the machine."""
 
     has_cuda: bool
     free_cpu_bytes: int
@@ -226,7 +250,11 @@ class Capacity:
 
 
 def overlap_enabled() -> bool:
-    return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "") not in ("1", "true")
+    """What the environment says of look-ahead. Raises ConfigError."""
+    value = os.environ.get(DISABLE_OVERLAP, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(DISABLE_OVERLAP, value, one_of((0, 1)))
+    return value != "1"
 
 
 def resolve(
@@ -257,7 +285,7 @@ def resolve(
         device=target,
         dtype=dtype,
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
-        max_seq_len=_resolve_max_seq_len(config, model),
+        max_seq_len=_resolve_max_seq_len(config, model, notes),
         tp=config.tp,
         disable_pynccl=config.disable_pynccl,
         memory_ratio=config.memory_ratio,
@@ -304,16 +332,16 @@ def _resolve_attention(
     return backends[0], backends[-1]
 
 
-def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts) -> int:
-    if config.max_seq_len is None:
+def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:
+    wanted = config.max_seq_len_override
+    if wanted is None:
         return model.max_seq_len
-    if config.max_seq_len > model.max_seq_len and model.max_seq_len_reason:
-        raise ConfigError(
-            "--max-seq-len-override",
-            config.max_seq_len,
-            f"{model.max_seq_len_reason}; allowed: at most {model.max_seq_len}",
-        )
-    return config.max_seq_len
+    if wanted > model.max_seq_len:
+        if model.max_seq_len_reason:
+            reason = f"{model.max_seq_len_reason}; allowed: at most {model.max_seq_len}"
+            refuse(config, "max_seq_len_override", reason)
+        notes.append(f"the model was made for {model.max_seq_len} tokens, not for {wanted}")
+    return wanted
 
 
 def _resolve_num_pages(

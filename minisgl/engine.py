@@ -212,7 +212,6 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     """Locate, read and load the model. Blocks. Raises MinisglError."""
     report = progress or (lambda phase, share: None)
     started = time.monotonic()
-    report("locating the model", 0.0)
     folder = locate_model(config.model, load_format=config.load_format)
     model_config = read_model_config(folder)
     facts = model_config.facts()
@@ -221,6 +220,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
+    report("loading weights", 0.0)
     runner = ModelRunner.load(
         resolved,
         model_config,
@@ -235,7 +235,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     capacity = runner.capacity
     logger.info(
         "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d",
-        folder.name,
+        config.model or folder.name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import operator
 import threading
-from collections.abc import Coroutine, Mapping, Sequence, Sized
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -61,7 +62,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids), in their order.
 
-        `sampling_params`: one for all or one each; the checkpoint's own defaults if None.
+        `sampling_params`: one for all or one each; the checkpoint's own defaults if None. Without
+        max_tokens an answer may take all the room that its prompt leaves.
         `progress` draws a bar on stderr where that is a terminal. Raises MinisglError for the first
         prompt that is refused or fails, and then ends the others.
         """
@@ -70,6 +72,8 @@ class LLM:
             sampling_params = self.engine.defaults.sampling()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(batch)
+        if not all(isinstance(params, SamplingParams) for params in sampling_params):
+            raise InvalidRequestError("sampling_params", "must be SamplingParams, one or a list.")
         if len(sampling_params) != len(batch):
             raise InvalidRequestError(
                 "sampling_params", f"{len(sampling_params)} for {len(batch)} prompts."
@@ -121,7 +125,7 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool
     ) -> list[RequestOutput]:
         encoded = [
-            await self.engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            await self.engine.encode(prompt) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
         streams: list[OutputStream] = []
@@ -181,13 +185,24 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A single prompt is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
-    texts_or_ids: list[Prompt] = []
-    token_ids: list[int] = []
-    for item in prompts:
-        if isinstance(item, Sized):
-            texts_or_ids.append(item)
-        else:
-            token_ids.append(operator.index(item))
-    if token_ids and texts_or_ids:
+    token_ids = [int(item) for item in _iterate(prompts) if isinstance(item, Integral)]
+    batch = [_as_prompt(item) for item in prompts if not isinstance(item, Integral)]
+    if token_ids and batch:
         raise InvalidRequestError("prompts", "either one prompt's token ids, or several prompts.")
-    return [token_ids] if token_ids else texts_or_ids
+    return [token_ids] if token_ids else batch
+
+
+def _as_prompt(item: Any) -> Prompt:
+    """A text, or plain integers from those of any library."""
+    if isinstance(item, str):
+        return item
+    try:
+        return [operator.index(token_id) for token_id in _iterate(item)]
+    except TypeError as error:
+        raise InvalidRequestError("prompts", "must be texts or token ids.") from error
+
+
+def _iterate(items: Any) -> Iterable[Any]:
+    if not isinstance(items, Iterable):
+        raise InvalidRequestError("prompts", "must be texts or token ids.")
+    return items

@@ -170,6 +170,8 @@ class Tokenizer:
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
     """A message with the role and the kind of content that every chat template understands."""
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InvalidRequestError("messages", 'must be objects with a "role" and a "content".')
     plain = dict(message)
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"

@@ -1,6 +1,6 @@
 """Starts a minisgl server on a free port, asks it a question, prints the answer as it comes.
 
-    python scripts/ask.py [OPTIONS OF minisgl serve]
+    python scripts/ask.py [OPTIONS OF minisgl serve, but --host and --port]
 
 The second half of scripts/quickstart.sh, and an example of a client that needs no package.
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(options: list[str]) -> int:
+    # As for Ctrl-C, the server must not outlive this script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not any(option.startswith("--model") for option in options):
         print(demo_note())
     try:
@@ -39,6 +42,9 @@ def main(options: list[str]) -> int:
     except ServerFailedError as failure:
         print(failure.log, end="", file=sys.stderr)
         return failure.exit_code
+    except urllib.error.HTTPError as refusal:
+        print(json.loads(refusal.read())["error"]["message"], file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0
@@ -60,18 +66,21 @@ def running_server(options: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "minisgl", "serve", *options]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     print("Starting the server ...", flush=True)
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, stderr=log) as server:
-        try:
-            while not healthy(url):
-                if server.poll() is not None:
-                    log.seek(0)
-                    raise ServerFailedError(server.returncode, log.read())
-                time.sleep(0.1)
-            print(f"The server listens at {url}.")
-            yield url
-        finally:
-            if server.poll() is None:
-                stop(server)
+    with tempfile.TemporaryFile("w+") as log:
+        # A real model takes its time to load, and says so; the bundled one is quick.
+        stderr = None if options else log
+        with subprocess.Popen(command, stderr=stderr) as server:
+            try:
+                while not healthy(url):
+                    if server.poll() is not None:
+                        log.seek(0)
+                        raise ServerFailedError(server.returncode, log.read())
+                    time.sleep(0.1)
+                print(f"The server listens at {url}.")
+                yield url
+            finally:
+                if server.poll() is None:
+                    stop(server)
     print("The server has stopped.")
 
 

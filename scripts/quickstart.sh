@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets minisgl up in .venv, starts the server, asks it a question and prints the answer as it comes.
 #
-#   scripts/quickstart.sh [OPTIONS OF minisgl serve]
+#   scripts/quickstart.sh [OPTIONS OF minisgl serve, but --host and --port]
 #   scripts/quickstart.sh --chat [OPTIONS OF minisgl chat]     talk to the model in the terminal
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

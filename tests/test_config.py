@@ -58,10 +58,13 @@ def resolved(
         ({"schedule_conservativeness": 0.0}, "--schedule-conservativeness 0.0"),
         ({"num_pages": 1}, r"^--num-pages 1: allowed: 2 or more$"),
         ({"page_size": 0}, "--page-size 0: allowed: 1 or more"),
-        ({"max_seq_len": 0}, "--max-seq-len-override 0"),
+        ({"max_seq_len_override": 0}, "--max-seq-len-override 0"),
         ({"tp": 0}, "--tp 0: allowed: 1 or more"),
         ({"max_prefill_length": 0}, "--max-prefill-length 0"),
         ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),
+        ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),
+        ({"tp": True}, "--tp True: allowed: a whole number"),
+        ({"model": None}, "--model None: allowed: a text"),
     ],
 )
 def test_a_value_that_is_never_right_is_refused_at_once(
@@ -116,11 +119,13 @@ def test_dtype(checkpoint: str, device: DeviceFacts, option: str, expected: str)
 
 def test_the_longest_sequence() -> None:
     assert resolved().max_seq_len == 4096
-    assert resolved(max_seq_len=9000).max_seq_len == 9000
+    longer = resolved(max_seq_len_override=9000)
+    assert longer.max_seq_len == 9000
+    assert "the model was made for 4096 tokens, not for 9000" in longer.notes
     fixed = dataclasses.replace(MODEL, max_seq_len_reason="dynamic rope would turn cached keys")
-    assert resolved(fixed, max_seq_len=100).max_seq_len == 100
+    assert resolved(fixed, max_seq_len_override=100).max_seq_len == 100
     with pytest.raises(ConfigError, match=r"dynamic rope .*at most 4096"):
-        resolved(fixed, max_seq_len=4097)
+        resolved(fixed, max_seq_len_override=4097)
 
 
 def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
@@ -147,3 +152,6 @@ def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert not overlap_enabled()
     monkeypatch.setenv(name, "0")
     assert overlap_enabled()
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ConfigError, match=f"{name} yes: allowed: 0 or 1"):
+        overlap_enabled()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
@@ -39,6 +42,23 @@ def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
         llm.generate(["x"], params)
     with pytest.raises(InvalidRequestError, match="either one"):
         llm.generate([[1, 2], 5, "x"])  # type: ignore[list-item]
+    wrong: list[Any] = [[None], [["x"]], [object()], 7]
+    for prompts in wrong:
+        with pytest.raises(InvalidRequestError, match="must be texts or token ids"):
+            llm.generate(prompts)
+    parameters: Any = {"temperature": 0}
+    with pytest.raises(InvalidRequestError, match="must be SamplingParams"):
+        llm.generate("a", parameters)
+    messages: list[Any] = ["hello", [{"rol": "user"}], ["hello"]]
+    for message in messages:
+        with pytest.raises(InvalidRequestError, match="messages"):
+            llm.chat(message)
+
+
+def test_token_ids_of_other_libraries(llm: LLM) -> None:
+    expected = llm.generate([[1, 2]], GREEDY)[0].token_ids
+    for prompts in (np.array([1, 2]), [np.array([1, 2])], [torch.tensor([1, 2])]):
+        assert llm.generate(cast(Any, prompts), GREEDY)[0].token_ids == expected
 
 
 def test_the_second_turn_computes_only_what_is_new(llm: LLM) -> None:

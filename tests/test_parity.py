@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -37,6 +38,8 @@ from minisgl.runner.runner import ModelRunner
 from minisgl.runner.tables import SampleRows, SlotTables
 from minisgl.scheduler.plan import StepPlan
 
+FOLDER = TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
 NUM_TOKENS = 64
 LENGTHS = (3, 16, 17, 40, 64, 9)
 NOISE = 1e-3  # of the logits' scale: what float32 may change
@@ -54,7 +57,7 @@ class Case:
 @cache
 def case_of(name: str) -> Case:
     spec = spec_named(name)
-    folder = make_checkpoint(spec, Path(mkdtemp()))
+    folder = make_checkpoint(spec, Path(FOLDER.name) / name)
     reference = load_reference(folder)
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(spec.vocab_size, (20,), generator=generator).tolist()
@@ -184,7 +187,7 @@ def test_retraction_changes_no_token(spec: str, overlap: bool) -> None:
         num_pages=40,
         page_size=4,
         schedule_conservativeness=0.02,
-        max_seq_len=156,
+        max_seq_len_override=156,
         overlap=overlap,
     )
     assert stats.counters.num_retractions > 0
@@ -226,7 +229,12 @@ VARIANTS: list[dict[str, Any]] = [
     {"overlap": False},
     {"page_size": 1, "cache_type": "naive", "max_prefill_length": 7},
     {"max_running_requests": 1},
-    {"num_pages": 40, "page_size": 4, "max_seq_len": 156, "schedule_conservativeness": 0.02},
+    {
+        "num_pages": 40,
+        "page_size": 4,
+        "max_seq_len_override": 156,
+        "schedule_conservativeness": 0.02,
+    },
 ]
 
 

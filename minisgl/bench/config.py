@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import check_at_least, option, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 
 GROUP = "Benchmark"
 
@@ -71,14 +71,17 @@ class BenchConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("num_requests", "min_prompt_length", "min_output_length", "repeat"):
             check_at_least(self, name, 1)
         check_at_least(self, "max_prompt_length", self.min_prompt_length or 1)
         check_at_least(self, "max_output_length", self.min_output_length or 1)
         if not 0 <= self.temperature <= 2:
             refuse(self, "temperature", "allowed: 0 to 2")
-        if self.json_file is not None and not Path(self.json_file).parent.is_dir():
-            refuse(self, "json_file", "allowed: a file in a folder that exists")
+        if self.json_file is not None:
+            path = Path(self.json_file)
+            if path.is_dir() or not path.parent.is_dir():
+                refuse(self, "json_file", "allowed: a file in a folder that exists")
 
     def sizes(self, device: str) -> Sizes:
         """What to run on `device`, cpu or cuda."""

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from minisgl.config import option, refuse
+from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
@@ -36,6 +36,7 @@ class ServerConfig:
     strict_fields: bool = option(False, "Refuse request fields that are not known.", group=GROUP)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.host:
             refuse(self, "host", "allowed: a host name or an address")
         if not 0 <= self.port <= 65535:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import json
 import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -28,18 +30,36 @@ FLUSH_SECONDS = 2
 # Longer than the pools of clients keep a connection, so that none is closed under a new request.
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
+LOAD_LOG_SECONDS = 5
+
+Progress = Callable[[str, float], None]
 
 
 async def start_engine(config: EngineConfig) -> Engine:
     """Importing the engine imports torch, which takes seconds: not on the loop."""
 
-    def engine_class() -> Callable[[EngineConfig], Awaitable[Engine]]:
+    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[Engine]]:
         from minisgl.engine import AsyncEngine
 
         return AsyncEngine.start
 
     start = await asyncio.to_thread(engine_class)
-    return await start(config)
+    return await start(config, LoadLog())
+
+
+class LoadLog:
+    """A line of the log for each phase of loading, and now and then while it takes its time."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+        self._next_s = 0.0
+
+    def __call__(self, phase: str, share: float) -> None:
+        """Called from the thread that loads, as often as it likes."""
+        now = time.monotonic()
+        if phase != self._phase or now >= self._next_s:
+            self._phase, self._next_s = phase, now + LOAD_LOG_SECONDS
+            logger.info("%s: %.0f %%", phase.capitalize(), 100 * share)
 
 
 class Process:
@@ -168,6 +188,8 @@ def bind(config: ServerConfig) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("--host", config.host, "not an address of this machine") from error
         raise ConfigError(
             "--port", config.port, f"{error.strerror} on {config.host}; allowed: a free port"
         ) from error

@@ -101,7 +101,9 @@ class Service:
         if wanted is None:
             return names[0]
         if wanted not in names:
-            error = ModelNotFoundError(f"The model {wanted!r} does not exist; there is {names[0]}.")
+            error = ModelNotFoundError(
+                f"The model {wanted!r} does not exist; there is {' and '.join(names)}."
+            )
             error.param = "model"
             raise error
         return wanted

@@ -40,7 +40,7 @@ def test_retraction_changes_no_token(spec: str) -> None:
         num_pages=40,
         page_size=4,
         schedule_conservativeness=0.02,
-        max_seq_len=156,
+        max_seq_len_override=156,
         **ON_GPU,
     )
     assert stats.counters.num_retractions > 0
