@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -20,6 +20,51 @@ class SampleRows:
     slots: Tensor  # [num_samples] int64
     slots_host: tuple[int, ...]
     positions: Tensor  # [num_samples] int64: of the row's token; the sampled one comes behind it
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A plan on the device: int64 all, [n] each."""
+
+    decode_slots: Tensor
+    grant_slots: Tensor
+    grant_columns: Tensor
+    grant_pages: Tensor
+    chunk_slots: Tensor
+    chunk_ends: Tensor
+    token_ids: Tensor  # of the chunks, one behind the other, and so the next two
+    positions: Tensor
+    token_slots: Tensor
+    sampling_slots: Tensor  # of the chunks that sample
+    sampling_rows: Tensor  # their last rows, among all rows of the step
+
+
+def _pack(plan: StepPlan, *, with_decodes: bool) -> list[list[int]]:
+    """The parts of `_Sent`, in its order."""
+    grants = [
+        (grant.slot, column, page)
+        for grant in plan.grants
+        for column, page in enumerate(grant.pages, grant.index)
+    ]
+    sampling: list[tuple[int, int]] = []
+    num_rows = len(plan.decode_slots)
+    for chunk in plan.chunks:
+        num_rows += len(chunk.token_ids)
+        if chunk.samples:
+            sampling.append((chunk.slot, num_rows - 1))
+    return [
+        list(plan.decode_slots) if with_decodes else [],
+        [slot for slot, _, _ in grants],
+        [column for _, column, _ in grants],
+        [page for _, _, page in grants],
+        [chunk.slot for chunk in plan.chunks],
+        [chunk.end for chunk in plan.chunks],
+        [token_id for chunk in plan.chunks for token_id in chunk.token_ids],
+        [position for chunk in plan.chunks for position in range(chunk.start, chunk.end)],
+        [chunk.slot for chunk in plan.chunks for _ in chunk.token_ids],
+        [slot for slot, _ in sampling],
+        [row for _, row in sampling],
+    ]
 
 
 class SlotTables:
@@ -41,80 +86,55 @@ class SlotTables:
 
     def prepare(self, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
         """Apply the plan's page grants and build its inputs. Runs on the compute lane."""
-        new_rows = plan.decode_slots is not self._decode_slots_host
-        grants = [
-            (grant.slot, column, page)
-            for grant in plan.grants
-            for column, page in enumerate(grant.pages, grant.index)
-        ]
-        num_decodes = len(plan.decode_slots)
-        ends = [num_decodes]
-        for chunk in plan.chunks:
-            ends.append(ends[-1] + len(chunk.token_ids))
-        sampling = [
-            (c.slot, end - 1) for c, end in zip(plan.chunks, ends[1:], strict=True) if c.samples
-        ]
-
-        parts: list[list[int]] = [
-            list(plan.decode_slots) if new_rows else [],
-            [grant[0] for grant in grants],
-            [grant[1] for grant in grants],
-            [grant[2] for grant in grants],
-            [chunk.slot for chunk in plan.chunks],
-            [chunk.end for chunk in plan.chunks],
-            [token_id for chunk in plan.chunks for token_id in chunk.token_ids],
-            [position for chunk in plan.chunks for position in range(chunk.start, chunk.end)],
-            [chunk.slot for chunk in plan.chunks for _ in chunk.token_ids],
-            [slot for slot, _ in sampling],
-            [row for _, row in sampling],
-        ]
-        if new_rows or grants or plan.chunks:
-            uploaded = self._lanes.upload(parts)
-        else:
-            uploaded = (self._decode_slots[:0],) * len(parts)
-        decode_slots, grant_slots, columns, pages, chunk_slots, chunk_ends = uploaded[:6]
-        chunk_tokens, chunk_positions, token_slots, sampling_slots, sampling_rows = uploaded[6:]
-
-        if new_rows:
-            self._decode_slots_host, self._decode_slots = plan.decode_slots, decode_slots
-        decode_slots = self._decode_slots
-        if grants:
-            self._page_table.index_put_((grant_slots, columns), pages.to(torch.int32))
-
-        decode_positions = self._lengths[decode_slots]
-        positions = torch.cat((decode_positions, chunk_positions))
-        token_ids = torch.cat((self._last_tokens[decode_slots], chunk_tokens))
-        slots = torch.cat((decode_slots, token_slots))
-        self._lengths.index_copy_(0, decode_slots, decode_positions + 1)
-        self._lengths.index_copy_(0, chunk_slots, chunk_ends)
+        sent = self._send(plan)
+        self._page_table.index_put_((sent.grant_slots, sent.grant_columns), sent.grant_pages.int())
+        decode_positions = self._lengths[sent.decode_slots]
+        positions = torch.cat((decode_positions, sent.positions))
+        token_ids = torch.cat((self._last_tokens[sent.decode_slots], sent.token_ids))
+        slots = torch.cat((sent.decode_slots, sent.token_slots))
+        self._lengths.index_copy_(0, sent.decode_slots, decode_positions + 1)
+        self._lengths.index_copy_(0, sent.chunk_slots, sent.chunk_ends)
 
         row_pages = self._page_table[slots, positions // self._page_size].to(torch.int64)
-        width = self._num_pages(plan.longest_decode)
+        decode_width = self._num_pages(plan.longest_decode)
         chunk_width = self._num_pages(max((chunk.end for chunk in plan.chunks), default=0))
         inputs = StepInputs(
             token_ids=token_ids,
             positions=positions,
             kv_index=row_pages * self._page_size + positions % self._page_size,
             decodes=DecodeRows(
-                page_table=self._page_table[decode_slots, :width],
+                page_table=self._page_table[sent.decode_slots, :decode_width],
                 lengths=(decode_positions + 1).to(torch.int32),
                 longest=plan.longest_decode,
             ),
             chunks=ChunkRows(
-                page_table=self._page_table[chunk_slots, :chunk_width],
+                page_table=self._page_table[sent.chunk_slots, :chunk_width],
                 starts=tuple(chunk.start for chunk in plan.chunks),
                 lengths=tuple(len(chunk.token_ids) for chunk in plan.chunks),
             ),
         )
         if not plan.chunks:
-            return inputs, SampleRows(None, decode_slots, plan.decode_slots, decode_positions)
-        rows = torch.cat((torch.arange(num_decodes, device=positions.device), sampling_rows))
+            return inputs, SampleRows(None, sent.decode_slots, plan.decode_slots, decode_positions)
+        decode_rows = torch.arange(len(plan.decode_slots), device=positions.device)
+        rows = torch.cat((decode_rows, sent.sampling_rows))
+        sampling_chunks = tuple(chunk.slot for chunk in plan.chunks if chunk.samples)
         return inputs, SampleRows(
             rows=rows,
-            slots=torch.cat((decode_slots, sampling_slots)),
-            slots_host=plan.decode_slots + tuple(slot for slot, _ in sampling),
+            slots=torch.cat((sent.decode_slots, sent.sampling_slots)),
+            slots_host=plan.decode_slots + sampling_chunks,
             positions=positions[rows],
         )
+
+    def _send(self, plan: StepPlan) -> _Sent:
+        """What of the plan the device does not know yet; nothing in a steady step of decode."""
+        new_decodes = plan.decode_slots is not self._decode_slots_host
+        if new_decodes or plan.grants or plan.chunks:
+            decode_slots, *rest = self._lanes.upload(_pack(plan, with_decodes=new_decodes))
+            if new_decodes:
+                self._decode_slots_host, self._decode_slots = plan.decode_slots, decode_slots
+            return _Sent(self._decode_slots, *rest)
+        nothing = self._decode_slots[:0]
+        return _Sent(self._decode_slots, *[nothing] * (len(fields(_Sent)) - 1))
 
     def feed(self, samples: SampleRows, token_ids: Tensor) -> None:
         """Make the sampled tokens the inputs of the next step. Runs on the compute lane."""
