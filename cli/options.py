@@ -14,10 +14,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from minisgl.config import option_names
+from minisgl.config import TYPE_NAMES, option_names
 from minisgl.errors import ConfigError
-
-NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def takes_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -73,7 +71,7 @@ def _annotation(spec: Field[Any], annotation: Any) -> Any:
         *option_names(spec),
         help=spec.metadata["help"],
         rich_help_panel=spec.metadata["group"],
-        parser=_number_parser(spec, kind) if kind in NUMBERS else None,
+        parser=_number_parser(spec, kind) if kind in (int, float) else None,
         metavar=None if kind is bool else f"<{kind.__name__}>",
         # A flag is off unless given, and the help says what an empty value means.
         show_default=spec.default is not False and spec.default not in ("", ()),
@@ -88,7 +86,7 @@ def _number_parser(spec: Field[Any], kind: Any) -> Callable[[str], Any]:
         try:
             return kind(value)
         except ValueError:
-            allowed = f"allowed: {NUMBERS[kind]}"
+            allowed = f"allowed: {TYPE_NAMES[kind]}"
             raise ConfigError(option_names(spec)[0], value, allowed) from None
 
     return parse

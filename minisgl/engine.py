@@ -213,6 +213,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     report = progress or (lambda phase, share: None)
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
+    name = config.model or folder.name
     model_config = read_model_config(folder)
     facts = model_config.facts()
     resolved = resolve(config, facts, device_facts(), overlap=overlap_enabled())
@@ -235,7 +236,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     capacity = runner.capacity
     logger.info(
         "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d",
-        config.model or folder.name,
+        name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
@@ -249,9 +250,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
             capacity.max_seq_len,
             resolved.max_seq_len,
         )
-    return Loaded(
-        runner, resolved, capacity, facts, tokenizer, defaults, config.model or folder.name
-    )
+    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name)
 
 
 class AsyncEngine:
@@ -492,7 +491,9 @@ class AsyncEngine:
         if self.failure is not None:
             return
         logger.critical("The engine has failed: %s", error, exc_info=error)
-        reason = error if isinstance(error, MinisglError) else _internal(error)
+        reason = error
+        if not isinstance(error, MinisglError):
+            reason = EngineStoppedError(f"{type(error).__name__}: {error}")
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
         # The scheduler's books may be what is broken: every waiter is told without them.
@@ -548,7 +549,3 @@ class AsyncEngine:
     def audit(self) -> None:
         """Recompute the invariants of scheduler and KV cache; AssertionError if one fails."""
         self._scheduler.audit()
-
-
-def _internal(error: Exception) -> MinisglError:
-    return EngineStoppedError(f"{type(error).__name__}: {error}")

@@ -44,6 +44,13 @@ NUM_TOKENS = 64
 LENGTHS = (3, 16, 17, 40, 64, 9)
 NOISE = 1e-3  # of the logits' scale: what float32 may change
 MAX_EXCUSED = 0.01
+# So few that running requests have to be retracted.
+FEW_PAGES: dict[str, Any] = {
+    "num_pages": 40,
+    "page_size": 4,
+    "max_seq_len_override": 156,
+    "schedule_conservativeness": 0.02,
+}
 
 
 @dataclass(frozen=True)
@@ -182,14 +189,7 @@ def test_one_at_a_time_and_without_look_ahead(spec: str) -> None:
 @pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_retraction_changes_no_token(spec: str, overlap: bool) -> None:
-    stats, _ = check(
-        case_of(spec),
-        num_pages=40,
-        page_size=4,
-        schedule_conservativeness=0.02,
-        max_seq_len_override=156,
-        overlap=overlap,
-    )
+    stats, _ = check(case_of(spec), overlap=overlap, **FEW_PAGES)
     assert stats.counters.num_retractions > 0
 
 
@@ -229,12 +229,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"overlap": False},
     {"page_size": 1, "cache_type": "naive", "max_prefill_length": 7},
     {"max_running_requests": 1},
-    {
-        "num_pages": 40,
-        "page_size": 4,
-        "max_seq_len_override": 156,
-        "schedule_conservativeness": 0.02,
-    },
+    FEW_PAGES,
 ]
 
 

@@ -421,7 +421,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
     abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
     while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
         move = rng.random()
-        live = harness.scheduler.requests()
+        live = [request for request in submitted if not request.finished]
         if move < 0.2 and waiting:
             submitted.append(waiting.pop())
             harness.scheduler.submit(submitted[-1])

@@ -54,8 +54,8 @@ def _decode(
     # Past its end a row reads its last token again: what the cache holds there may be another
     # request's, or not a number, and a mask does not keep NaN out.
     last = lengths.long().unsqueeze(1) - 1
-    slots = _slots(page_table, torch.minimum(positions, last), kv.page_size)
-    k, v = _gather(kv.k, slots), _gather(kv.v, slots)  # [num_rows, longest, kv heads, head_dim]
+    index = _kv_index(page_table, torch.minimum(positions, last), kv.page_size)
+    k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
     out = F.scaled_dot_product_attention(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
@@ -72,10 +72,10 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     num_kv_heads = kv.k.shape[2]
     end = start + length
     positions = torch.arange(end, device=q.device)
-    slots = _slots(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
+    index = _kv_index(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
-    k = _gather(kv.k, slots).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
-    v = _gather(kv.v, slots).transpose(0, 1).unsqueeze(1)
+    k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
+    v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
     block = max(1, _MAX_MASK_ELEMENTS // end)
     for first in range(0, length, block):
         stop = min(first + block, length)
@@ -91,13 +91,13 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
         out[first:stop] = attended.reshape(num_heads, -1, head_dim).transpose(0, 1)
 
 
-def _slots(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where the cache keeps each position, as kv_index counts. Both arguments: [n, ...]."""
+def _kv_index(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where the cache keeps each position, as in StepInputs. Both arguments: [n, ...]."""
     pages = page_table.long().gather(1, positions // page_size)
     return pages * page_size + positions % page_size
 
 
-def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """cache: [pages, page_size, kv heads, head_dim]; returns [*slots.shape, kv heads, head_dim]."""
+def _gather(cache: Tensor, index: Tensor) -> Tensor:
+    """cache: [pages, page_size, kv heads, head_dim]; returns [*index.shape, kv heads, head_dim]."""
     flat = cache.view(-1, *cache.shape[2:])
-    return flat.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[2:])
+    return flat.index_select(0, index.flatten()).view(*index.shape, *cache.shape[2:])

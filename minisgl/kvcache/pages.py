@@ -11,7 +11,6 @@ class PageAllocator:
     """A free list of the pages 1 .. num_pages - 1; page 0 is scratch for padded rows."""
 
     def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
         self._free = list(range(num_pages - 1, SCRATCH_PAGE, -1))
 
     @property

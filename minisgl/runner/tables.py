@@ -87,13 +87,16 @@ class SlotTables:
     def prepare(self, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
         """Apply the plan's page grants and build its inputs. Runs on the compute lane."""
         sent = self._send(plan)
-        self._page_table.index_put_((sent.grant_slots, sent.grant_columns), sent.grant_pages.int())
+        if plan.grants:
+            granted = (sent.grant_slots, sent.grant_columns)
+            self._page_table.index_put_(granted, sent.grant_pages.to(torch.int32))
         decode_positions = self._lengths[sent.decode_slots]
         positions = torch.cat((decode_positions, sent.positions))
         token_ids = torch.cat((self._last_tokens[sent.decode_slots], sent.token_ids))
         slots = torch.cat((sent.decode_slots, sent.token_slots))
         self._lengths.index_copy_(0, sent.decode_slots, decode_positions + 1)
-        self._lengths.index_copy_(0, sent.chunk_slots, sent.chunk_ends)
+        if plan.chunks:
+            self._lengths.index_copy_(0, sent.chunk_slots, sent.chunk_ends)
 
         row_pages = self._page_table[slots, positions // self._page_size].to(torch.int64)
         decode_width = self._num_pages(plan.longest_decode)

@@ -483,11 +483,6 @@ class Scheduler:
         self.kv.drop_written_since(step)
         return failed
 
-    def requests(self) -> list[Request]:
-        """Every request that has not ended, in order of arrival."""
-        entries: list[Waiting | Running] = [*self._waiting, *self._running.values()]
-        return [entry.request for entry in sorted(entries, key=_arrival)]
-
     def audit(self) -> None:
         """Recompute every invariant from scratch; AssertionError if one fails."""
         self.kv.audit(self._step)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import SPECS, load_reference, reference_logits
-from test_parity import SAMPLED, batch, case_of, check, load_engine
+from test_parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.request import SamplingParams
@@ -35,14 +35,7 @@ def test_alone_without_look_ahead_and_without_a_cache(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", NAMES)
 def test_retraction_changes_no_token(spec: str) -> None:
-    stats, _ = check(
-        case_of(spec),
-        num_pages=40,
-        page_size=4,
-        schedule_conservativeness=0.02,
-        max_seq_len_override=156,
-        **ON_GPU,
-    )
+    stats, _ = check(case_of(spec), **FEW_PAGES, **ON_GPU)
     assert stats.counters.num_retractions > 0
 
 
