@@ -67,7 +67,7 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Tensor-parallel ranks; this version runs one.",
+        "Tensor-parallel ranks, on one host.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
         group="Parallelism",
     )
@@ -107,13 +107,13 @@ class EngineConfig:
     )
     attn: str = option(
         "auto",
-        "auto, or a backend for both phases, or a pair PREFILL,DECODE; this version has torch.",
+        "auto, a backend for both phases, or a pair PREFILL,DECODE.",
         names=("--attn", "--attention-backend"),
         group="Kernels",
     )
     cuda_graph_max_bs: int | None = option(
         None,
-        "Largest captured batch; this version runs without graphs, which is 0.",
+        "Largest batch whose decoding runs as a CUDA graph; 0 turns graphs off.",
         group="Kernels",
     )
 

@@ -1,0 +1,182 @@
+"""What a skill draws from: phrasings, names, words and numbers, of training or of evaluation."""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+FOLDER = Path(__file__).resolve().parent
+CHOICE = re.compile(r"\[([^\[\]]*)\]")
+SLOT = re.compile(r"\{(\w+)\}")
+
+# Words whose loss leaves a sentence understandable.
+LOOSE_WORDS = frozenset(
+    "the a an is are of me please can you could do does in to for it that".split()
+)
+EXTRA_WORDS = ("please", "now", "so", "just", "then", "kindly", "okay,", "hey,", "well,", "um,")
+# What invented words are made of.
+ONSETS = (
+    "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kh kr ph pl qu sh sl st th tr vl"
+).split()
+VOWELS = "a e i o u a e i o ai au ea ee ie oo ou y".split()
+CODAS = ["", "", "", "", *"l m n r s t k nd ng rt st th x sk lm".split()]
+
+
+@cache
+def words() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / "words.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def held_out() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / "heldout.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def trained_phrases() -> dict[str, dict[str, list[str]]]:
+    return tomllib.loads((FOLDER / "phrases.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def word_list(name: str) -> tuple[str, ...]:
+    return tuple(words()[name].split())
+
+
+@cache
+def held_out_words() -> frozenset[str]:
+    return frozenset(word.lower() for group in held_out()["words"].values() for word in group)
+
+
+def is_held_out(key: str) -> bool:
+    """Whether training must not see this instance: every tenth, whatever the case and marks."""
+    plain = re.sub(r"[^\w+\-*/]+", " ", key.lower()).strip()
+    return crc32(plain.encode()) % 10 == 0
+
+
+@dataclass
+class World:
+    """Where all chance comes from.
+
+    `evaluates` chooses the words and numbers of the evaluation, which training never sees, and
+    `new_phrases` its phrasings. `noise` is how often a phrasing is worn down as people do it.
+    """
+
+    rng: random.Random
+    evaluates: bool = False
+    new_phrases: bool = False
+    noise: float = 0.0
+
+    def phrase(self, intent: str, **slots: object) -> str:
+        """A way to say `intent` ('skill.name') with the slots filled in."""
+        skill, name = intent.split(".")
+        source = held_out()["phrases"] if self.new_phrases else trained_phrases()
+        template = expand(self.rng.choice(source[skill][name]), self.rng)
+        if self.rng.random() < self.noise:
+            template = wear_down(template, self.rng)
+        return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
+
+    def pick(self, items: Sequence[Any]) -> Any:
+        return self.rng.choice(items)
+
+    def name(self) -> str:
+        return self._proper("names")
+
+    def city(self) -> str:
+        return self._proper("cities")
+
+    def words(self, count: int) -> list[str]:
+        """Distinct words in lower case."""
+        if self.evaluates:
+            return self.rng.sample(held_out()["words"]["text"], count)
+        found: dict[str, None] = {}
+        invented = self.rng.choice((0.0, 0.1, 0.5))
+        while len(found) < count:
+            known = self.rng.random() >= invented
+            found[self.rng.choice(word_list("text")) if known else self._invented()] = None
+        return list(found)
+
+    def closing(self) -> str:
+        """A word that a system prompt asks for."""
+        if self.evaluates:
+            return str(self.rng.choice(held_out()["words"]["closing"]))
+        return (
+            self.rng.choice(word_list("closing")) if self.rng.random() < 0.5 else self.words(1)[0]
+        )
+
+    def number(self) -> int:
+        """A number to remember or copy, of two to five digits."""
+        digits = self.rng.randint(2, 5)
+        while True:
+            number = self.rng.randrange(10 ** (digits - 1), 10**digits)
+            if (number % 11 == 5) == self.evaluates:
+                return number
+
+    def _proper(self, group: str) -> str:
+        if self.evaluates:
+            return str(self.rng.choice(held_out()["words"][group]))
+        known = self.rng.random() < 0.4
+        return self.rng.choice(word_list(group)) if known else self._invented().capitalize()
+
+    def _invented(self) -> str:
+        rng = self.rng
+        while True:
+            parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)]
+            parts += [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(0, 2))]
+            if rng.random() < 0.3:
+                parts[0] = parts[0].lstrip("bcdfghjklmnpqrstvwz") or parts[0]
+            word = "".join(parts) + rng.choice(CODAS)
+            if 3 <= len(word) <= 10 and word not in held_out_words():
+                return word
+
+
+def expand(template: str, rng: random.Random) -> str:
+    """One choice of every [a|b|c], with the spaces in order."""
+    chosen = CHOICE.sub(lambda choice: rng.choice(choice[1].split("|")), template)
+    return " ".join(chosen.split())
+
+
+def expansions(template: str) -> list[str]:
+    """Every choice of every [a|b|c]."""
+    choice = CHOICE.search(template)
+    if choice is None:
+        return [" ".join(template.split())]
+    before, after = template[: choice.start()], template[choice.end() :]
+    return [
+        whole for option in choice[1].split("|") for whole in expansions(before + option + after)
+    ]
+
+
+def wear_down(template: str, rng: random.Random) -> str:
+    """Lose, add, swap or misspell something that the meaning survives; slots stay as they are."""
+    parts = template.split(" ")
+    match rng.randrange(6):
+        case 0:
+            loose = [i for i, part in enumerate(parts) if part.lower() in LOOSE_WORDS]
+            if loose and len(parts) > 2:
+                del parts[rng.choice(loose)]
+        case 1:
+            parts.insert(0, rng.choice(EXTRA_WORDS))
+            parts[1] = parts[1] if parts[1] == "I" or "{" in parts[1] else parts[1].lower()
+        case 2:
+            place = rng.randrange(len(parts))
+            if parts[place].isalpha() and len(parts[place]) > 4:
+                at = rng.randrange(1, len(parts[place]) - 2)
+                word = parts[place]
+                parts[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+        case 3:
+            parts[0] = parts[0].lower() if "{" not in parts[0] else parts[0]
+        case 4:
+            if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
+                parts[-1] = parts[-1][:-1]
+        case 5:
+            parts[0] = parts[0].lower() if "{" not in parts[0] else parts[0]
+            if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
+                parts[-1] = parts[-1][:-1]
+    return " ".join(parts)

@@ -1,0 +1,197 @@
+"""What the demo model is trained on is right, and is not what it is evaluated on."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demo.batches import make_batches
+from demo.conversation import WEIGHTS, conversation, remembering
+from demo.data import MAX_TOKENS, NOISE, make_shard
+from demo.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
+from demo.skills import SKILLS, draw
+from demo.world import World, expansions, held_out, is_held_out, trained_phrases
+
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.tokenizer import Tokenizer
+
+BATCH_TOKENS = 6144
+
+
+def plain(text: str) -> str:
+    return " ".join(re.findall(r"[\w{}+*/-]+", text.lower()))
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[list[dict[str, str]]]:
+    """Some of what training sees."""
+    world = World(random.Random(1), noise=NOISE)
+    return [conversation(world).messages() for _ in range(2000)]
+
+
+@pytest.fixture(scope="module")
+def trained_questions(trained: list[list[dict[str, str]]]) -> set[str]:
+    return {
+        plain(message["content"])
+        for message in chain.from_iterable(trained)
+        if message["role"] == "user"
+    }
+
+
+def test_the_evaluation_is_the_frozen_one() -> None:
+    assert evaluation_hash() == FROZEN_HASH, (
+        "The questions of the evaluation, or the options that they ask for, have changed: set "
+        "FROZEN_HASH in scripts/demo/evaluation.py and retrain the demo model (see README.md)."
+    )
+
+
+def test_the_phrasings_of_the_evaluation_are_new() -> None:
+    trained = trained_phrases()
+    assert trained.keys() == held_out()["phrases"].keys()
+    for skill, intents in held_out()["phrases"].items():
+        assert trained[skill].keys() == intents.keys()
+        for intent, templates in intents.items():
+            known = {plain(text) for known in trained[skill][intent] for text in expansions(known)}
+            new = {plain(text) for template in templates for text in expansions(template)}
+            assert not known & new, (skill, intent)
+
+
+def test_the_words_of_the_evaluation_are_new(trained: list[list[dict[str, str]]]) -> None:
+    new = {word.lower() for group in held_out()["words"].values() for word in group}
+    seen = {
+        word
+        for message in chain.from_iterable(trained)
+        for word in re.findall(r"[a-z]+", message["content"].lower())
+    }
+    assert not new & seen
+
+
+def test_the_numbers_of_the_evaluation_are_new() -> None:
+    sides = [World(random.Random(0), evaluates=side) for side in (False, True)]
+    trained, evaluated = ({world.number() for _ in range(5000)} for world in sides)
+    assert not trained & evaluated
+
+
+def test_the_instances_of_the_evaluation_are_new(trained_questions: set[str]) -> None:
+    asked = {plain(case.messages[-1]["content"]) for case in cases() if case.skill in SKILLS}
+    assert not asked & trained_questions
+    sums = {
+        tuple(re.findall(r"\d+|[+-]", case.answer)[:3])
+        for case in cases()
+        if case.skill == "arithmetic" and case.split == "instances" and "=" in case.answer
+    }
+    world = World(random.Random(2))
+    trained_sums = {
+        tuple(re.findall(r"\d+|[+-]", draw(world, "arithmetic").answer)[:3]) for _ in range(5000)
+    }
+    assert len(sums) > 40
+    assert not sums & trained_sums
+
+
+def test_every_skill_is_evaluated_on_both_splits() -> None:
+    groups = {(case.split, case.skill) for case in cases()}
+    assert groups == {(split, skill) for split in SPLITS for skill in (*SKILLS, "recall", "system")}
+    assert set(WEIGHTS) == set(SKILLS)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_answers_are_right(evaluates: bool) -> None:
+    """Checked in another way than they are made."""
+    world = World(random.Random(3), evaluates=evaluates)
+    for _ in range(300):
+        sum_ = draw(world, "arithmetic").answer.rstrip(".")
+        if "=" in sum_:
+            left, right = sum_.split("=")
+            assert eval(left) == int(right)
+
+        copied = draw(world, "copy")
+        assert copied.answer in copied.question
+
+        turned = draw(world, "reverse")
+        separator = ", " if ", " in turned.answer else " "
+        assert separator.join(turned.answer.split(separator)[::-1]) in turned.question
+
+        spelled = draw(world, "spell")
+        assert spelled.answer.replace("-", "") in re.sub(r"[- ]", "", spelled.question)
+
+        ordered = draw(world, "sort")
+        numbers = [int(number) for number in re.findall(r"\d+", ordered.question)]
+        if ordered.answer.startswith("The "):
+            extreme = max if "largest" in ordered.answer else min
+            assert ordered.answer.split()[-1] == f"{extreme(numbers)}."
+        elif numbers:
+            answered = [int(number) for number in re.findall(r"\d+", ordered.answer)]
+            assert answered in (sorted(numbers), sorted(numbers)[::-1])
+
+        counted = draw(world, "count")
+        if match := re.fullmatch(r"(\w+) has (\d+) letters\.", counted.answer):
+            assert len(match[1]) == int(match[2])
+        elif match := re.fullmatch(r"(\w+) occurs (\d+) times?\.", counted.answer):
+            listed = re.findall(r"\w+", counted.question)
+            assert listed.count(match[1]) in (int(match[2]), int(match[2]) + 1)  # and once asked
+        elif not counted.answer.startswith("There "):
+            steps = np.diff([int(number) for number in re.findall(r"\d+", counted.answer)])
+            assert abs(steps[0]) == 1 and (steps == steps[0]).all()
+
+
+def test_what_was_told_last_is_what_is_recalled() -> None:
+    world = World(random.Random(4))
+    for _ in range(200):
+        *told, last = remembering(world, 300).exchanges
+        if match := re.fullmatch(r"Your name is (\w+)\.", last.answer):
+            names = [re.findall(r"(?:All right|meet you), (\w+)\.", item.answer) for item in told]
+            known = [name for found in names for name in found]
+            assert not known or known[-1] == match[1]
+
+
+def test_a_shard_is_the_template_of_its_conversations() -> None:
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    shard = make_shard(DEMO_FOLDER, 7, 0, 20_000)
+    again = make_shard(DEMO_FOLDER, 7, 0, 20_000)
+    assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(shard, again, strict=True))
+    for ids, learned in shard[:50]:
+        assert len(ids) == len(learned) <= MAX_TOKENS
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", text)
+        messages = [{"role": role, "content": content} for role, content in turns]
+        prompt = tokenizer.chat(messages[:-1])
+        assert ids[: len(prompt)].tolist() == prompt
+        assert not learned[: len(tokenizer.chat(messages[: 1 + (turns[0][0] == "system")]))].any()
+        assert learned[len(prompt) :].all()
+
+
+def test_the_cases_are_what_the_engine_is_asked() -> None:
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    for case, tokenized in zip(cases(), tokenized_cases(DEMO_FOLDER), strict=True):
+        prompt = tokenized.ids[: -tokenized.num_answer].tolist()
+        assert prompt == tokenizer.chat(case.messages)
+        assert tokenizer.decode(tokenized.ids[-tokenized.num_answer : -1].tolist()) == case.answer
+        assert len(tokenized.ids) <= MAX_TOKENS
+    assert max(len(case.ids) for case in tokenized_cases(DEMO_FOLDER)) > 1800
+
+
+def test_batches_hold_every_conversation_once(tmp_path: Path) -> None:
+    shard = make_shard(DEMO_FOLDER, 5, 3, 30_000)
+    batches = make_batches(DEMO_FOLDER, 5, 3, 30_000, BATCH_TOKENS)
+    rows = []
+    for ids, targets, length in zip(batches.ids, batches.targets, batches.lengths, strict=True):
+        assert len(ids) == BATCH_TOKENS
+        for row, target in zip(ids.reshape(-1, length), targets.reshape(-1, length), strict=True):
+            if row.any():
+                end = np.flatnonzero(row)[-1] + 1
+                rows.append((row[:end].tolist(), np.flatnonzero(target != -100).tolist()))
+                learned = target != -100
+                assert (target[:-1][learned[:-1]] == row[1:][learned[:-1]]).all()
+                assert not learned[end - 1 :].any()
+    expected = [(ids.tolist(), (np.flatnonzero(learned) - 1).tolist()) for ids, learned in shard]
+    assert sorted(rows) == sorted(expected)
+    assert batches.num_tokens == sum(len(ids) for ids, _ in shard)
+
+
+def test_a_held_out_instance_is_one_however_it_is_written() -> None:
+    for text in ("What is minisgl?", "12+30", "a b c"):
+        assert is_held_out(text) == is_held_out(text.upper() + "!") == is_held_out(f" {text} ")
