@@ -72,7 +72,9 @@ def make_batches(
             start = row * rows.length
             end = start + len(ids)
             all_ids[batch, start:end] = ids
-            all_targets[batch, start : end - 1] = np.where(learned[1:], ids[1:], NOT_LEARNED)
+            all_targets[batch, start : end - 1] = np.where(
+                learned[1:], ids[1:].astype(np.int16), NOT_LEARNED
+            )
     return Shard(
         ids=all_ids,
         targets=all_targets,

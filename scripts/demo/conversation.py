@@ -22,10 +22,10 @@ WEIGHTS = {
     "arithmetic": 12,
     "fact": 12,
     "refusal": 8,
-    "passage": 4,
+    "passage": 7,
 }
 # Skills whose answers hold no word that only the user knows, so that their case can be changed.
-CASELESS = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
+CLOSED = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
 LONGEST_TOKENS = 2030  # a conversation, by the estimate
 
 
@@ -67,7 +67,7 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
     exchanges = []
     for _ in range(num_exchanges):
         keeps_case = manner in ("upper", "lower")
-        exchange = draw(world, world.pick(CASELESS)) if keeps_case else any_exchange(world)
+        exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
         exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
     return Conversation(exchanges, world.phrase(f"system.{manner}", word=word))
 
@@ -125,6 +125,13 @@ class Memory:
         self.known[topic] = value
         question = world.phrase(f"recall.{intent}", old=old, **_slots(topic, value))
         return Exchange(question, answer, None)
+
+    def tell_both(self) -> Exchange:
+        """The user's name and city in one sentence."""
+        name, city = self.world.name(), self.world.city()
+        self.known["name", ""], self.known["city", ""] = name, city
+        question = self.world.phrase("recall.both_tell", name=name, city=city)
+        return Exchange(question, f"Nice to meet you, {name}.", None)
 
     def ask(self, topic: Topic) -> Exchange:
         kind, which = topic
@@ -184,9 +191,10 @@ def remembering(world: World, num_tokens: int) -> Conversation:
     """
     rng = world.rng
     memory = Memory(world)
-    exchanges = [memory.tell(memory.any_topic())]
+    both = rng.random() < 0.1
+    exchanges = [memory.tell_both() if both else memory.tell(memory.any_topic())]
     if num_tokens < 60 and rng.random() < 0.2:  # told and asked in one breath
-        [topic] = memory.known
+        topic = world.pick(list(memory.known))
         asked = memory.ask(topic)
         return Conversation(
             [Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)]

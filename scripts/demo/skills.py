@@ -31,6 +31,8 @@ ANSWERS = {
         "feelings": "I have no feelings, but I like to help.",
         "doing": "I am waiting for your next question.",
         "bored": "We could count, sort or spell together.",
+        "no": "All right.",
+        "insult": "I am sorry. I am only a small demo model.",
     },
     "identity": {
         "who": "I am the minisgl demo model, a small language model.",
@@ -38,6 +40,8 @@ ANSWERS = {
         "maker": "The makers of minisgl trained me.",
         "abilities": "I can chat, remember what you tell me, count, sort, spell, copy, reverse, "
         "add, subtract, and answer questions about minisgl.",
+        "age": "I am as old as this version of minisgl.",
+        "memory": "Yes. Tell me something, and ask me for it later.",
         "size": "I have about five million parameters, which is very small.",
         "human": "No, I am a small language model.",
         "training": "I was trained on conversations that a script made up.",
@@ -50,6 +54,8 @@ ANSWERS = {
         "limits": "I am very small. I know only what I was trained for.",
     },
 }
+# Skills whose questions mean the same in lower case.
+CASELESS = ("smalltalk", "identity", "fact", "refusal", "command")
 REFUSAL = "I am sorry, I do not know that. I am only a small demo model."
 TOO_LARGE = "I can add and subtract only numbers up to 99."
 
@@ -59,6 +65,10 @@ MONTHS = (
 )
 MONTH_DAYS = ("31", "28 or 29", "31", "30", "31", "30", "31", "31", "30", "31", "30", "31")
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh last".split()
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty"
+).split()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -95,18 +105,22 @@ def option(world: World) -> Exchange:
     entry = world.pick(known_tables()["options"])
     name, help = entry["names"][0], entry["help"]
     said = world.pick(entry["names"])
-    if "-" in said[2:] and world.rng.random() < 0.3:  # --page-size, page-size, page size
-        said = said[2:].replace("-", world.pick("- "))
-    match world.pick(("does", "does", "default", "which", "commands_of")):
+    bare = said[2:].replace("-", " ")
+    match world.pick("----- ") if "-" in said[2:] else world.pick("-- "):
+        case " ":
+            said = world.pick((f"the {bare} option", f"the option {bare}"))
+    match world.pick(("does", "does", "default", "which", "commands_of", "how")):
         case "does":
             question, answer = world.phrase("option.does", option=said), f"{name}: {help}"
         case "default":
-            question = world.phrase("option.default", option=said)
+            question = world.phrase("option.default", option=said, bare=bare)
             answer = f"The default of {name} is {entry['default']}."
             if entry["default"] in ("on", "off"):
                 answer = f"{name} is {entry['default']} by default."
             elif not entry["default"]:
                 answer = f"{name} has no default."
+        case "how":
+            question, answer = world.phrase("option.how", bare=bare), f"With {name}."
         case "which":
             question, answer = world.phrase("option.which", meaning=help), f"That is {name}."
         case _:
@@ -139,6 +153,7 @@ def refusal(world: World) -> Exchange:
         city=world.city(),
         place=world.pick(word_list("places")),
         thing=world.words(1)[0],
+        word=world.words(1)[0],
         number=world.number(),
     )
     return Exchange(question, REFUSAL, question)
@@ -258,14 +273,22 @@ def arithmetic(world: World) -> Exchange:
     if world.rng.random() < 0.2:
         a, b = a % 10, b % 10
     if world.rng.random() < 0.5:
-        question = world.phrase("arithmetic.plus", a=a, b=b, **_stuff(world))
+        question = world.phrase(
+            "arithmetic.plus", a=spoken(world, a), b=spoken(world, b), **_stuff(world)
+        )
         return Exchange(question, f"{a} + {b} = {a + b}.", f"{a}+{b}")
     if world.rng.random() < 0.8:
         a, b = max(a, b), min(a, b)
     told = a >= b and world.rng.random() < 0.3
     intent = "arithmetic.minus_story" if told else "arithmetic.minus"
-    question = world.phrase(intent, a=a, b=b, **_stuff(world))
+    question = world.phrase(intent, a=spoken(world, a), b=spoken(world, b), **_stuff(world))
     return Exchange(question, f"{a} - {b} = {a - b}.", f"{a}-{b}")
+
+
+def spoken(world: World, number: int) -> str:
+    """A number as people write it: small ones now and then as a word."""
+    as_word = number < len(NUMBER_WORDS) and world.rng.random() < 0.15
+    return NUMBER_WORDS[number] if as_word else str(number)
 
 
 def _stuff(world: World) -> dict[str, object]:
@@ -285,13 +308,22 @@ def reverse(world: World) -> Exchange:
 
 
 def spell(world: World) -> Exchange:
-    word = world.pick(word_list("text"))
-    if world.rng.random() < 0.65:
-        question, answer = world.phrase("spell.word", word=word), "-".join(word)
-    else:
-        letters = world.pick("- ").join(word)
-        question, answer = world.phrase("spell.join", letters=letters), word
+    word = _listed_word(world)
+    match world.pick(("word", "word", "join", "backwards")):
+        case "word":
+            question, answer = world.phrase("spell.word", word=word), "-".join(word)
+        case "backwards":
+            question, answer = world.phrase("spell.backwards", word=word), "-".join(word[::-1])
+        case _:
+            letters = world.pick("- ").join(word)
+            question, answer = world.phrase("spell.join", letters=letters), word
     return Exchange(question, answer, question)
+
+
+def _listed_word(world: World) -> str:
+    """A word of the listed vocabulary; in training others as well, so that letters are learned."""
+    others = not world.evaluates and world.rng.random() < 0.4
+    return world.words(1)[0] if others else str(world.pick(word_list("text")))
 
 
 def count(world: World) -> Exchange:
@@ -316,7 +348,8 @@ def _count_range(world: World) -> Exchange:
             first, last, intent = last, first, "down"
     step = 1 if last > first else -1
     numbers = ", ".join(map(str, range(first, last + step, step)))
-    question = world.phrase(f"count.{intent}", first=first, last=last)
+    slots = {"first": spoken(world, first), "last": spoken(world, last)}
+    question = world.phrase(f"count.{intent}", **slots)
     return Exchange(question, f"{numbers}.", question)
 
 
@@ -340,7 +373,7 @@ def _count_times(world: World) -> Exchange:
 
 
 def _count_letters(world: World) -> Exchange:
-    word = world.pick(word_list("text"))
+    word = _listed_word(world)
     question = world.phrase("count.letters", word=word)
     return Exchange(question, f"{word} has {len(word)} letters.", question)
 
@@ -350,8 +383,8 @@ def sort(world: World) -> Exchange:
     separator = rng.choice((" ", ", "))
     kind = rng.choice(("up", "up", "down", "largest", "smallest", "words"))
     if kind == "words":
-        pool: list[str] = list(LETTERS) if rng.random() < 0.3 else list(word_list("text"))
-        by_letter = {item[0]: item for item in rng.sample(pool, min(len(pool), 60))}
+        pool = list(LETTERS) if rng.random() < 0.3 else [_listed_word(world) for _ in range(20)]
+        by_letter = {item[0]: item for item in pool}
         items = rng.sample(sorted(by_letter.values()), min(rng.randint(3, 6), len(by_letter)))
         ordered = sorted(items)
     else:
@@ -397,6 +430,9 @@ def _some_items(world: World, count: int, kind: str = "") -> list[str]:
 
 def _some_text(world: World) -> str:
     rng = world.rng
+    if rng.random() < 0.1:  # what would have an answer of its own
+        skill = rng.choice(("smalltalk", "identity", "fact", "arithmetic", "refusal", "command"))
+        return SKILLS[skill](world).question
     items = _some_items(world, rng.randint(1, 8))
     if rng.random() < 0.3:
         items = items[:4] + _some_items(world, rng.randint(1, 4))
@@ -438,4 +474,6 @@ def draw(world: World, skill: str) -> Exchange:
         if key is None or (world.new_phrases and key == exchange.question):
             return exchange  # its words, or its phrasing, are held out already
         if is_held_out(key) == world.evaluates:
+            if skill in CASELESS and world.rng.random() < world.noise / 2:
+                return Exchange(exchange.question.lower(), exchange.answer, key)
             return exchange

@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,6 +22,20 @@ LOOSE_WORDS = frozenset(
     "the a an is are of me please can you could do does in to for it that".split()
 )
 EXTRA_WORDS = ("please", "now", "so", "just", "then", "kindly", "okay,", "hey,", "well,", "um,")
+OPENINGS = (
+    *(
+        "One question:",
+        "Quick question:",
+        "Next question:",
+        "My question is:",
+        "I have a question.",
+    ),
+    *("Can I ask you something?", "Here is a task:", "Please help me:", "Good, next:", "And now:"),
+    *("Listen:", "Hey minisgl,", "By the way,", "I wonder:", "Let me see.", "All right,"),
+    *("Hello!", "Thanks!"),
+)
+SHORT_FORMS = {"you": "u", "you?": "u?", "your": "ur", "are": "r", "please": "pls", "for": "4"}
+SHORT_FORMS |= {"What": "whats", "what": "wat", "the": "teh", "and": "n", "I": "i"}
 # What invented words are made of.
 ONSETS = (
     "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kh kr ph pl qu sh sl st th tr vl"
@@ -56,8 +71,31 @@ def held_out_words() -> frozenset[str]:
 
 def is_held_out(key: str) -> bool:
     """Whether training must not see this instance: every tenth, whatever the case and marks."""
-    plain = re.sub(r"[^\w+\-*/]+", " ", key.lower()).strip()
-    return crc32(plain.encode()) % 10 == 0
+    return crc32(plain(key).encode()) % 10 == 0
+
+
+def plain(text: str) -> str:
+    """Without case and marks."""
+    return re.sub(r"[^\w{}+\-*/]+", " ", text.lower()).strip()
+
+
+@cache
+def held_out_texts() -> frozenset[str]:
+    """Every phrasing of the evaluation."""
+    templates = chain.from_iterable(
+        intents for skill in held_out()["phrases"].values() for intents in skill.values()
+    )
+    return frozenset(plain(text) for template in templates for text in expansions(template))
+
+
+@cache
+def all_words() -> tuple[str, ...]:
+    """Every word in lower case that training may say."""
+    texts = (FOLDER / name for name in ("phrases.toml", "words.toml"))
+    found = {
+        word for text in texts for word in re.findall(r"[a-z]+", text.read_text("utf-8").lower())
+    }
+    return tuple(sorted(found - held_out_words()))
 
 
 @dataclass
@@ -79,7 +117,9 @@ class World:
         source = held_out()["phrases"] if self.new_phrases else trained_phrases()
         template = expand(self.rng.choice(source[skill][name]), self.rng)
         if self.rng.random() < self.noise:
-            template = wear_down(template, self.rng)
+            worn = wear_down(template, self.rng)
+            if plain(worn) not in held_out_texts():
+                template = worn
         return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
 
     def pick(self, items: Sequence[Any]) -> Any:
@@ -125,8 +165,17 @@ class World:
         return self.rng.choice(word_list(group)) if known else self._invented().capitalize()
 
     def _invented(self) -> str:
+        """A word that nobody knows, or one that is not listed."""
         rng = self.rng
         while True:
+            # Halves of any two words: so the answers come to use every piece of the vocabulary.
+            if rng.random() < 0.6:
+                first, second = rng.choice(all_words()), rng.choice(all_words())
+                half = first[: rng.randint(1, len(first))] + second[rng.randint(0, len(second)) :]
+                word = rng.choice((first, half, half))
+                if len(word) <= 12 and word not in held_out_words():
+                    return word
+                continue
             parts = [rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)]
             parts += [rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(rng.randint(0, 2))]
             if rng.random() < 0.3:
@@ -156,7 +205,7 @@ def expansions(template: str) -> list[str]:
 def wear_down(template: str, rng: random.Random) -> str:
     """Lose, add, swap or misspell something that the meaning survives; slots stay as they are."""
     parts = template.split(" ")
-    match rng.randrange(6):
+    match rng.randrange(9):
         case 0:
             loose = [i for i, part in enumerate(parts) if part.lower() in LOOSE_WORDS]
             if loose and len(parts) > 2:
@@ -175,7 +224,14 @@ def wear_down(template: str, rng: random.Random) -> str:
         case 4:
             if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
                 parts[-1] = parts[-1][:-1]
-        case 5:
+        case 5 | 6:
+            parts.insert(0, rng.choice(OPENINGS))
+        case 7:
+            parts = [
+                SHORT_FORMS[part] if part in SHORT_FORMS and rng.random() < 0.6 else part
+                for part in parts
+            ]
+        case _:
             parts[0] = parts[0].lower() if "{" not in parts[0] else parts[0]
             if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
                 parts[-1] = parts[-1][:-1]
