@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from demo.batches import BATCH_UNIT, NOT_LEARNED, Shard, make_batches, plan_rows
-from demo.evaluation import TokenizedCase, evaluation_hash, tokenized_cases
+from demo.evaluation import FROZEN_HASH, TokenizedCase, evaluation_hash, tokenized_cases
 from demo.tables import tables
 from demo.tokenizer import make_tokenizer
 
@@ -698,6 +698,8 @@ def main(arguments: argparse.Namespace, pool: Pool, started: float) -> None:
         trainer.load(checkpoint)
         print(f"going on from shard {trainer.progress.next_shard}")
 
+    if evaluation_hash() != FROZEN_HASH:
+        raise SystemExit("the evaluation has changed; freeze it first, in demo/evaluation.py")
     first, num_ahead = trainer.progress.next_shard, 2 * arguments.workers
     shards = Shards(pool, folder, settings, first, num_ahead)
     trainer.warm_up()
