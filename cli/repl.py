@@ -14,7 +14,7 @@ from importlib import metadata
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, MinisglError, UnsupportedModelError
-from minisgl.models.hub import demo_note
+from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason
 
 from .answer import Answer
@@ -66,7 +66,7 @@ def banner(engine: AsyncEngine, *, is_demo: bool) -> Iterator[str]:
     )
     yield " · ".join(facts)
     if is_demo:
-        yield demo_note()
+        yield DEMO_NOTE
     yield "/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves."
 
 

@@ -19,9 +19,9 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minisgl.models.hub import demo_note
+from minisgl.models.hub import DEMO_NOTE
 
-QUESTION = "Tell me a short story about a fox."
+QUESTION = "Hello! What is minisgl?"
 MAX_TOKENS = 64
 STOP_TIMEOUT_S = 30
 # The server is on this machine: no proxy from the environment should come between.
@@ -32,7 +32,7 @@ def main(options: list[str]) -> int:
     # As for Ctrl-C, the server must not outlive this script.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if not any(option.startswith("--model") for option in options):
-        print(demo_note())
+        print(DEMO_NOTE)
     try:
         with running_server(options) as url:
             print(f"\n> {QUESTION}")

@@ -649,7 +649,7 @@ def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
     generation = {"do_sample": False, "eos_token_id": [END_ID, PAD_ID], "pad_token_id": PAD_ID}
     write("generation_config.json", generation, indent=2)
     described = {"evaluation": evaluation_hash(), "tables": tables()}
-    write("minisgl.json", {"demo": True, "trained": True, **described})
+    write("minisgl.json", described, indent=1)
     progress = trainer.progress
     write(
         "training.json",
@@ -669,7 +669,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the bundled demo model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=300)
+    parser.add_argument("--shards", type=int, default=240)
     parser.add_argument("--shard-tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int, default=8 * BATCH_UNIT)
     parser.add_argument("--minutes", type=float, default=8.5, help="then leave a checkpoint")

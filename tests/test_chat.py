@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, InvalidRequestError
-from minisgl.models.hub import demo_note
+from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.conversation import Conversation, keep_seen
@@ -450,7 +450,7 @@ def test_in_a_pipe_there_are_only_answers() -> None:
     )
     # What the model says is its own affair, so only what the REPL adds is looked for.
     assert "TTFT" not in result.stdout + result.stderr
-    assert demo_note() not in result.stdout
+    assert DEMO_NOTE not in result.stdout
     assert "/help" not in result.stdout
     assert "\x1b" not in result.stdout
     assert len(result.stdout) > 2

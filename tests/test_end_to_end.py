@@ -17,7 +17,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind
 from minisgl.server.service import Service
 
-HELLO: Any = [{"role": "user", "content": "Hello, who are you?"}]
+HELLO: Any = [{"role": "user", "content": "Hello, who are you, and what can you do for me today?"}]
 
 
 @asynccontextmanager
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_in_mid_stream_frees_its_pages() -> None:
         stream = await client.completions.create(
             model="demo",
             prompt="Hello",
-            max_tokens=3000,
+            max_tokens=1900,
             stream=True,
             extra_body={"ignore_eos": True},
         )

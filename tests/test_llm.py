@@ -13,7 +13,7 @@ import torch
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,9 @@ def test_texts_and_token_ids_one_or_many(llm: LLM) -> None:
 
 
 def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=1 + n % 5) for n in range(40)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + n % 5, ignore_eos=True) for n in range(40)
+    ]
     outputs = llm.generate([[n, 1, 2] for n in range(40)], params)
     assert [len(output.token_ids) for output in outputs] == [1 + n % 5 for n in range(40)]
     with pytest.raises(InvalidRequestError, match="40 for 1 prompts"):

@@ -193,6 +193,14 @@ def test_max_tokens_zero_scores_the_prompt_and_ends() -> None:
     assert harness.endings["score"] == 1
 
 
+def test_a_request_that_ends_with_its_first_token_has_its_prompt_scored() -> None:
+    harness = Harness(max_prefill_length=5)
+    request = make_request("short", list(range(13)), 1, prompt_logprobs=0)
+    harness.run(request)
+    assert request.num_output_tokens == 1
+    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+
+
 def test_prompt_scores_survive_retraction() -> None:
     harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_prefill_length=4)
     requests = [

@@ -19,6 +19,12 @@ DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+# What people should know about it, in one sentence.
+DEMO_NOTE = (
+    "This is the bundled demo model, small and with few skills; --model takes a real one, as a "
+    "folder or a Hugging Face id."
+)
+
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
 # Folders hold other formats of the same weights, and so does Mistral's consolidated file.
 _IGNORED = ["*/*", "consolidated*"]
@@ -44,13 +50,6 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"There is no folder {name}.")
     return _download(name, with_weights=load_format != "dummy")
-
-
-def demo_note() -> str:
-    """What people should know about the bundled demo model, in one sentence."""
-    trained = read_json(DEMO_FOLDER / "minisgl.json")["trained"]
-    nature = "is small" if trained else "is untrained and answers with noise"
-    return f"The bundled demo model {nature}; --model takes a folder or a Hugging Face id."
 
 
 def safetensors_files(folder: Path) -> list[Path]:

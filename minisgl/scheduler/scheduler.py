@@ -436,6 +436,9 @@ class Scheduler:
         rows = launched.decoding
         if launched.sampling_chunks:
             rows = rows + launched.sampling_chunks
+        for index, scores in result.prompt_logprobs.items():
+            if launched.chunks[index].active:
+                launched.chunks[index].request.prompt_logprobs += scores
         progressed: list[Request] = []
         finished: list[Request] = []
         finished_status = RequestStatus.FINISHED
@@ -457,9 +460,6 @@ class Scheduler:
                 request = rows[row].request
                 if len(request.logprobs) < request.num_output_tokens:
                     request.logprobs.append(logprobs)
-        for index, scores in result.prompt_logprobs.items():
-            if launched.chunks[index].active:
-                launched.chunks[index].request.prompt_logprobs += scores
         for running in launched.completed_prompts:
             if running.active:
                 finished.append(running.request)

@@ -18,7 +18,7 @@ import uvicorn
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models.hub import demo_note
+from minisgl.models.hub import DEMO_NOTE
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.service import Engine, Service
@@ -133,7 +133,7 @@ class Process:
         logger.info("Serving %s at %s", ", ".join(self._service.model_names()), url)
         logger.info("Try it: %s", _example(url, with_key=self._config.api_key is not None))
         if not self._engine_config.model:
-            logger.info("%s", demo_note())
+            logger.info("%s", DEMO_NOTE)
 
 
 class Server(uvicorn.Server):

@@ -1,0 +1,142 @@
+"""The demo model as an instrument: what was told early in a long chat comes back word for word,
+whatever the engine does with the pages in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from demo.conversation import remembering
+from demo.evaluation import Case, cases
+from demo.world import World
+from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl.attention.base import StepInputs
+from minisgl.runner.tables import SampleRows, SlotTables
+from minisgl.scheduler.plan import StepPlan
+
+GREEDY = SamplingParams(temperature=0)
+LONG = sorted(
+    (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
+    key=lambda case: -sum(len(message["content"]) for message in case.messages),
+)[:8]
+# So few that running requests have to be retracted.
+FEW_PAGES: dict[str, Any] = {
+    "page_size": 4,
+    "num_pages": 520,
+    "max_seq_len_override": 2040,
+    "schedule_conservativeness": 0.02,
+}
+
+
+@contextmanager
+def loaded(**options: Any) -> Iterator[LLM]:
+    with LLM(device="cpu", **options) as llm:
+        yield llm
+        llm.engine.audit()
+
+
+def answers(llm: LLM, asked: list[Case], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    return llm.generate([tokenizer.chat(case.messages) for case in asked], params)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"page_size": 1}, id="page size 1"),
+        pytest.param({"page_size": 64}, id="page size 64"),
+        pytest.param({"page_size": 16, "max_prefill_length": 100}, id="chunks of 100"),
+        pytest.param({"page_size": 8, "max_prefill_length": 333}, id="chunks of 333"),
+        pytest.param({"cache_type": "naive"}, id="no prefix cache"),
+        pytest.param({"max_running_requests": 1}, id="one at a time"),
+    ],
+)
+def test_facts_survive(options: dict[str, Any]) -> None:
+    with loaded(**options) as llm:
+        for _ in range(2):  # with a cold cache and a warm one
+            outputs = answers(llm, LONG)
+            assert [output.text for output in outputs] == [case.answer for case in LONG]
+        assert min(len(output.prompt_token_ids) for output in outputs) > 1200
+        is_warm = options.get("cache_type") != "naive"
+        assert all((output.num_cached_tokens > 1000) == is_warm for output in outputs)
+
+
+def test_facts_survive_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", "1")
+    with loaded() as llm:
+        assert [output.text for output in answers(llm, LONG)] == [case.answer for case in LONG]
+
+
+def test_facts_survive_retraction() -> None:
+    """The answers are made to run on, so that the pages give out in the middle of them."""
+    running_on = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    with loaded(**FEW_PAGES) as llm:
+        asked = [case for case in cases() if case.skill in ("recall", "passage")]
+        asked = [case for case in asked if case.split == "instances" and len(case.messages) < 6]
+        outputs = answers(llm, asked, running_on)
+        assert llm.engine.stats().counters.num_retractions > 0
+    for case, output in zip(asked, outputs, strict=True):
+        assert output.text.startswith(case.answer)
+
+
+def test_a_chat_of_many_turns() -> None:
+    """Live, with the model's own words in front of each question, and then all of it cold."""
+    # So that it never says a word that the evaluation knows to be hard.
+    chat = remembering(World(random.Random(11)), 1500).exchanges
+    messages: list[dict[str, str]] = []
+    prompts: list[list[int]] = []
+    said: list[str] = []
+    with loaded() as llm:
+        for exchange in chat:
+            messages.append({"role": "user", "content": exchange.question})
+            output = llm.chat(messages, GREEDY)
+            messages.append({"role": "assistant", "content": output.text})
+            prompts.append(output.prompt_token_ids)
+            said.append(output.text)
+            # All of the last turn but its last, unfinished page.
+            known = len(prompts[-2]) if len(prompts) > 1 else 0
+            assert output.num_cached_tokens >= known - 16
+    recalled = [
+        (exchange.answer, text)
+        for exchange, text in zip(chat, said, strict=True)
+        if exchange.answer.startswith(("Your ", "You live"))
+    ]
+    assert len(prompts[-1]) > 1000 and len(recalled) > 4
+    assert all(right == text for right, text in recalled)
+    with loaded(cache_type="naive", page_size=1) as llm:
+        assert [output.text for output in llm.generate(prompts, GREEDY)] == said
+
+
+Prepare = Callable[[SlotTables, StepPlan], tuple[StepInputs, SampleRows]]
+
+
+def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["Walter", "Lydia"]
+    questions = [f"My name is {name}. What is my name?" for name in names]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    original: Prepare = SlotTables.prepare
+
+    def swap_first_pages(self: SlotTables, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
+        if len(plan.decode_slots) == 2 and not swapped:
+            first, second = plan.decode_slots
+            self._page_table[[first, second], 0] = self._page_table[[second, first], 0]
+            swapped.append(plan.step)
+        return original(self, plan)
+
+    def told() -> list[str]:
+        with loaded(cache_type="naive", page_size=16) as llm:
+            tokenizer = llm.engine.tokenizer
+            assert tokenizer is not None
+            prompts = [tokenizer.chat(chat) for chat in chats]
+            return [output.text for output in llm.generate(prompts, GREEDY)]
+
+    swapped: list[int] = []
+    assert told() == [f"Your name is {name}." for name in names]
+    monkeypatch.setattr(SlotTables, "prepare", swap_first_pages)
+    assert told() == [f"Your name is {name}." for name in names[::-1]]
+    assert swapped
