@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, InvalidRequestError
-from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.conversation import Conversation, keep_seen
@@ -350,14 +349,14 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 async def test_a_later_turn_computes_only_what_is_new() -> None:
     """The bundled model's nonsense is seldom cut by the tokenizer as the model cut it."""
-    async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
+    """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
         assert engine.tokenizer is not None
         conversation = Conversation(engine.tokenizer)
         num_seen = 0
         for turn in range(4):
             prompt = conversation.ask("Tell me more.")
             answer = Answer(num_prompt_tokens=len(prompt), asked_at=0.0)
-            async for delta in engine.submit(prompt, SamplingParams(seed=turn, max_tokens=60)):
+            async for delta in engine.submit(prompt, SamplingParams(temperature=2.0, seed=turn, max_tokens=60)):
                 answer.add(delta, 0.0)
             # The last token of an answer has no keys and values yet.
             assert answer.num_cached_tokens == max(0, num_seen - 1)
@@ -395,24 +394,22 @@ def left(terminal: pexpect.spawn) -> int | None:
     return terminal.exitstatus
 
 
-def stop_an_answer(terminal: pexpect.spawn, question: str) -> tuple[int, int]:
-    """How many tokens of the prompt were cached, and how many it has.
-
-    Rarely the nonsense ends by itself before; Ctrl-C at the prompt then does no harm.
-    """
-    terminal.send(question + "\r")
+def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
+    """How many tokens of the prompt were cached, and how many it has."""
+    terminal.send("Count from 1 to 99.\r")
     # The prompt has given the terminal back and the answer has begun.
     terminal.expect(r"\x1b\[\?2004l(?=[\s\S]{20})")
     terminal.send(CTRL_C)
     terminal.expect(r"(\d+) of (\d+) prompt tokens cached")
+    assert "98, 99." not in terminal.before
     num_cached, num_prompt = (int(group) for group in terminal.match.groups())
     at_prompt(terminal)
     return num_cached, num_prompt
 
 
 def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
-    _, num_prompt = stop_an_answer(terminal, "Tell me a story.")
-    num_cached, num_second_prompt = stop_an_answer(terminal, "Go on.")
+    _, num_prompt = stop_an_answer(terminal)
+    num_cached, num_second_prompt = stop_an_answer(terminal)
     assert num_second_prompt > num_cached >= num_prompt
 
     terminal.send("/rest\r")
@@ -421,7 +418,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     terminal.send("/reset\r")
     terminal.expect("A new conversation")
     at_prompt(terminal)
-    assert stop_an_answer(terminal, "Go on.")[1] < num_second_prompt
+    assert stop_an_answer(terminal)[1] < num_second_prompt
 
     terminal.send("/exit\r")
     assert left(terminal) == 0
@@ -448,9 +445,5 @@ def test_in_a_pipe_there_are_only_answers() -> None:
         text=True,
         check=True,
     )
-    # What the model says is its own affair, so only what the REPL adds is looked for.
     assert "TTFT" not in result.stdout + result.stderr
-    assert DEMO_NOTE not in result.stdout
-    assert "/help" not in result.stdout
-    assert "\x1b" not in result.stdout
-    assert len(result.stdout) > 2
+    assert result.stdout == "Hello! How can I help you?\n" * 2
