@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -348,15 +349,16 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 async def test_a_later_turn_computes_only_what_is_new() -> None:
-    """The bundled model's nonsense is seldom cut by the tokenizer as the model cut it."""
     """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
+    params = SamplingParams(temperature=2.0, max_tokens=60)
+    async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
         assert engine.tokenizer is not None
         conversation = Conversation(engine.tokenizer)
         num_seen = 0
         for turn in range(4):
             prompt = conversation.ask("Tell me more.")
             answer = Answer(num_prompt_tokens=len(prompt), asked_at=0.0)
-            async for delta in engine.submit(prompt, SamplingParams(temperature=2.0, seed=turn, max_tokens=60)):
+            async for delta in engine.submit(prompt, dataclasses.replace(params, seed=turn)):
                 answer.add(delta, 0.0)
             # The last token of an answer has no keys and values yet.
             assert answer.num_cached_tokens == max(0, num_seen - 1)
