@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, InvalidRequestError
+from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.conversation import Conversation, keep_seen
@@ -379,6 +380,7 @@ def terminal() -> Iterator[pexpect.spawn]:
         dimensions=(50, 200),
         timeout=120,
     )
+    child.expect_exact(DEMO_NOTE)
     child.expect("Ctrl-D leaves")
     at_prompt(child)
     yield child

@@ -118,12 +118,3 @@ def right_of(asked: tuple[Case, ...], answers: list[str], split: str) -> float:
         if case.split == split
     ]
     return sum(right) / len(right)
-
-
-def test_the_readme_names_what_it_says_to_newcomers() -> None:
-    """The quickstart's question has an answer."""
-    question = re.search('QUESTION = "(.*)"', (ROOT / "scripts" / "ask.py").read_text())
-    assert question is not None
-    with LLM() as llm:
-        answer = llm.chat([{"role": "user", "content": question[1]}]).text
-    assert answer == "minisgl is a compact and fast inference engine for language models."

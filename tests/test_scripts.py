@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.models.hub import DEMO_NOTE
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 
@@ -27,7 +29,10 @@ def test_ask_starts_a_server_prints_its_answer_and_stops_it() -> None:
     assert result.returncode == 0, result.stderr
     _, _, conversation = result.stdout.partition("\n> ")
     _, *answer, last_line = conversation.splitlines()
-    assert "".join(answer).strip()
+    known = "minisgl is a compact and fast inference engine for language models."
+    assert "".join(answer) == known
+    assert DEMO_NOTE in result.stdout
+    assert DEMO_NOTE in result.stderr  # where the server says it
     assert last_line == "The server has stopped."
 
 
