@@ -188,6 +188,8 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_layer_weights: int  # in the matrices of all layers
+    num_head_weights: int  # in the matrix that makes logits
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

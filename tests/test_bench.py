@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import minisgl
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, Sizes, Span
 from minisgl.bench.driver import RequestRecord, RunRecord, run_offline
-from minisgl.bench.report import Distribution, Figures, percentile
+from minisgl.bench.limits import Peak, Work, measure_peak
+from minisgl.bench.report import Distribution, Figures, Limit, percentile
 from minisgl.bench.workload import Job, make_workload
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, ContextLengthError
+from minisgl.models.config import read_model_config
 from minisgl.request import SamplingParams
 
 # -- the workload ---------------------------------------------------------------------------------
@@ -130,6 +133,88 @@ def test_figures_of_a_run() -> None:
     assert figures.ttft_s.mean == 1.25
     assert figures.e2e_s.mean == 2.75
     assert figures.tpot_s == Distribution(0.5, 0.5, 0.5, 0.5), "one token has no time between"
+
+
+def read_facts(folder: Path, **fields: object) -> ModelFacts:
+    config = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "vocab_size": 151936}
+    config |= {"torch_dtype": "bfloat16", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6}
+    config |= {"num_key_value_heads": 8, "hidden_act": "silu", "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return read_model_config(folder).facts()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "layers", "heads", "limit"),
+    [(1024, 3072, 28, 16, 36_000), (5120, 17408, 40, 40, 8_250)],
+)
+def test_the_limit_of_the_standard_workload_on_one_h200(
+    tmp_path: Path, hidden: int, intermediate: int, layers: int, heads: int, limit: int
+) -> None:
+    """Counted by hand for Qwen3-0.6B and 14B, at a bandwidth and a peak once measured there."""
+    model = read_facts(
+        tmp_path,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
+    jobs = make_workload(STANDARD, vocab_size=151936, temperature=0.6, seed=0)
+    requests = [
+        RequestRecord(
+            submitted_s=0.0,
+            first_token_s=1.0,
+            last_token_s=10.0,
+            num_prompt_tokens=len(job.prompt_token_ids),
+            num_cached_tokens=0,
+            num_output_tokens=job.params.max_tokens or 0,
+        )
+        for job in jobs
+    ]
+    num_steps = max(request.num_output_tokens for request in requests)
+    run = RunRecord(requests, num_steps=num_steps, num_retractions=0)
+    peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
+    figures = Figures.of(run)
+    reached = Limit.of(figures, peak, Work.of(run, model, "bfloat16"))
+    assert figures.num_output_tokens / reached.seconds == pytest.approx(limit, rel=0.02)
+    assert reached.share == pytest.approx(reached.seconds / 10)
+
+
+def test_cached_tokens_are_read_and_not_computed(tmp_path: Path) -> None:
+    model = read_facts(
+        tmp_path,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+    )
+
+    def work(num_cached_tokens: int) -> Work:
+        request = RequestRecord(
+            submitted_s=0.0,
+            first_token_s=1.0,
+            last_token_s=2.0,
+            num_prompt_tokens=10,
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=3,
+        )
+        return Work.of(RunRecord([request], num_steps=3, num_retractions=0), model, "float32")
+
+    cold, warm = work(0), work(8)
+    per_token = model.kv_bytes_per_token("float32")
+    # Two decoded tokens read 11 and 12 tokens; prompt and decoded tokens are written.
+    assert cold.kv_bytes == (11 + 12 + 10 + 2) * per_token
+    assert warm.kv_bytes == (11 + 12 + 2 + 2) * per_token
+    assert cold.weight_bytes == warm.weight_bytes
+    pairs = 4 * model.num_layers * model.num_heads * model.head_dim
+    assert cold.prefill_operations == 10 * 2 * model.num_layer_weights + 55 * pairs
+    assert warm.prefill_operations == 2 * 2 * model.num_layer_weights + (9 + 10) * pairs
+
+
+def test_the_peak_is_measured_on_the_spot() -> None:
+    cpu = torch.device("cpu")
+    peak = measure_peak(cpu, torch.float32, copied_bytes=1 << 20, matrix_size=128)
+    assert 1e8 < peak.bytes_per_s < 1e13
+    assert 1e8 < peak.operations_per_s < 1e14
 
 
 def test_outputs_of_one_token_have_no_time_per_token() -> None:

@@ -13,9 +13,10 @@ from rich.console import Console
 import minisgl
 from minisgl.bench.config import BenchConfig, Sizes
 from minisgl.bench.driver import run_offline
-from minisgl.bench.report import Figures, Report, print_figures
+from minisgl.bench.limits import Peak, Work, measure_peak
+from minisgl.bench.report import Figures, Limit, Report, print_figures
 from minisgl.bench.workload import MAX_TOKEN_ID, make_workload
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, ResolvedConfig
 from minisgl.engine import AsyncEngine
 from minisgl.llm import UNBOUNDED_QUEUE
 from minisgl.runner.facts import device_name
@@ -31,6 +32,7 @@ async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int
     async with engine:
         sizes = config.sizes(engine.config.device)
         _introduce(console, engine, config, sizes)
+        peak = _measure_peak(engine.config)
         gc.collect()  # as a server does before its first request
         gc.freeze()
         for repetition in range(1, config.repeat + 1):
@@ -49,6 +51,10 @@ async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int
                 f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
                 f"{figures.output_tokens_per_s:,.1f} output tok/s"
             )
+        limit = None
+        if peak is not None:
+            work = Work.of(run, engine.model, engine.config.dtype)
+            limit = Limit.of(figures, peak, work)
         report = Report(
             versions={
                 "minisgl": minisgl.__version__,
@@ -62,12 +68,19 @@ async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int
             engine_options=asdict(engine.config),
             capacity=asdict(engine.capacity),
             figures=figures,
+            limit=limit,
             run=run,
         )
-    print_figures(console, figures)
+    print_figures(console, figures, limit)
     if config.json_file is not None:
         report.write(Path(config.json_file))
     return 0
+
+
+def _measure_peak(config: ResolvedConfig) -> Peak | None:
+    if config.device != "cuda":
+        return None
+    return measure_peak(torch.device(config.device), getattr(torch, config.dtype))
 
 
 def _introduce(console: Console, engine: AsyncEngine, config: BenchConfig, sizes: Sizes) -> None:

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from minisgl.bench.config import Sizes
 from minisgl.bench.driver import RunRecord
+from minisgl.bench.limits import Peak, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,21 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What the hardware would have allowed."""
+
+    peak: Peak
+    work: Work
+    seconds: float
+    share: float  # of it that the run reached
+
+    @classmethod
+    def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
+        seconds = work.seconds(peak)
+        return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything that somebody needs to compare the figures, or to measure them again."""
 
@@ -93,18 +109,33 @@ class Report:
     engine_options: dict[str, Any]  # with nothing left to choose
     capacity: dict[str, int]
     figures: Figures
+    limit: Limit | None  # None on a CPU, whose caches hold what a GPU reads from memory
     run: RunRecord
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
-def print_figures(console: Console, figures: Figures) -> None:
+def print_figures(console: Console, figures: Figures, limit: Limit | None) -> None:
     console.print(_totals(figures))
     console.print(_latencies(figures))
+    if limit is not None:
+        console.print(_explain(figures, limit))
     console.print(
         f"{figures.output_tokens_per_s:,.1f} output tok/s: {figures.num_output_tokens:,} tokens "
         f"of {figures.num_requests} requests in {figures.elapsed_s:.2f} s"
+    )
+
+
+def _explain(figures: Figures, limit: Limit) -> str:
+    work, peak = limit.work, limit.peak
+    return (
+        f"{limit.share:.1%} of the hardware's limit of "
+        f"{figures.num_output_tokens / limit.seconds:,.0f} output tok/s: "
+        f"{work.weight_bytes / 1e12:.2f} TB of weights and {work.kv_bytes / 1e12:.2f} TB of KV "
+        f"cache at {peak.bytes_per_s / 1e12:.2f} TB/s, "
+        f"{work.prefill_operations / 1e15:.2f} POP of prefill at "
+        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s"
     )
 
 

@@ -64,6 +64,8 @@ class ModelConfig:
 
     def facts(self) -> ModelFacts:
         """What the engine's options depend on."""
+        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and o, of k and v
+        per_layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
         return ModelFacts(
             dtype=self.dtype,
             max_seq_len=self.max_seq_len,
@@ -73,6 +75,8 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            num_layer_weights=self.num_layers * per_layer,
+            num_head_weights=self.hidden_size * self.vocab_size,
         )
 
 
