@@ -16,291 +16,39 @@ import math
 import multiprocessing
 import os
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo.batches import BATCH_UNIT, NOT_LEARNED, Shard, make_batches, plan_rows
-from demo.evaluation import FROZEN_HASH, TokenizedCase, evaluation_hash, tokenized_cases
+from demo.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo.evaluation import FROZEN_HASH, SPLITS, TokenizedCase, evaluation_hash, tokenized_cases
+from demo.model import Model, Shape, hugging_face_config, named_weights
+from demo.muon import Muon
 from demo.tables import tables
-from demo.tokenizer import make_tokenizer
-
-VOCAB = 2048
-HIDDEN = 256
-LAYERS = 8
-HEADS = 4
-KV_HEADS = 2
-HEAD_DIM = 64
-INTERMEDIATE = 512
-MAX_POSITIONS = 2048
-ROPE_THETA = 10000.0
-RMS_EPS = 1e-6
-PAD_ID, END_ID = 0, 2
+from demo.tokenizer import END_ID, END_OF_TEXT_ID, make_tokenizer
 
 BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
-MUON_RATE = 0.02
-MUON_DECAY = 0.01
-MUON_MOMENTUM = 0.95
-ADAM_RATE = 3e-3
+MUON_LR = 0.02
+ADAM_LR = 3e-3
 ADAM_BETAS = (0.9, 0.95)
-WARM_UP = 0.01  # of the run
-COOL_DOWN = 0.50
+WARMUP = 0.01  # of the run
+COOLDOWN = 0.50
 
 REPORT_EVERY = 10  # shards
-LATEST_SHARD_S = 600.0  # a worker that was killed never answers; this ends the wait
+SHARD_TIMEOUT_S = 600.0  # a worker that was killed never answers; this ends the wait
 
-# The name of each parameter here, and in a Hugging Face checkpoint.
-LAYER_NAMES = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "input_norm": "input_layernorm",
-    "post_norm": "post_attention_layernorm",
-}
-MODEL_NAMES = {"embed": "embed_tokens", "norm": "norm"}
+CHECKPOINT = "checkpoint.pt"
+FINISHED = "training.json"  # written last: where it is, the model is finished
 
-
-# The model. All that it does to single tokens is in three functions over a flat batch, whose shape
-# never changes: each is compiled once, for all layers. Only attention knows about rows.
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    x32 = x.float()
-    return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + RMS_EPS)).to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: dimension i turns with dimension i + half. x is [n, heads, head_dim]."""
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def before_attention(
-    x: Tensor,
-    input_norm: Tensor,
-    qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, each [n, heads, head_dim]."""
-    heads = F.linear(rms_norm(x, input_norm), qkv).unflatten(-1, (-1, HEAD_DIM))
-    q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-    return rotate(rms_norm(q, q_norm), cos, sin), rotate(rms_norm(k, k_norm), cos, sin), v
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Causal, inside each row of `length` tokens: the padding at its right needs no mask."""
-    q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return mixed.transpose(1, 2).reshape(-1, HEADS * HEAD_DIM)
-
-
-def after_attention(
-    x: Tensor, mixed: Tensor, o: Tensor, post_norm: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    x = x + F.linear(mixed, o)
-    gate, up = F.linear(rms_norm(x, post_norm), gate_up).chunk(2, dim=-1)
-    return x + F.linear(F.silu(gate) * up, down)
-
-
-def head(x: Tensor, norm: Tensor, embed: Tensor) -> Tensor:
-    """Logits, [n, vocab]."""
-    return F.linear(rms_norm(x, norm), embed)
-
-
-def summed_loss(x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor) -> Tensor:
-    logits = head(x, norm, embed).float()
-    return F.cross_entropy(logits, targets.long(), ignore_index=NOT_LEARNED, reduction="sum")
-
-
-@dataclass(frozen=True)
-class Regions:
-    """The functions that may be compiled."""
-
-    before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
-    after_attention: Callable[..., Tensor] = after_attention
-    summed_loss: Callable[..., Tensor] = summed_loss
-
-
-EAGER = Regions()
-
-
-def compiled() -> Regions:
-    # Weights come in as arguments, so that no layer differs from another in what is compiled.
-    return Regions(
-        torch.compile(before_attention, dynamic=False),
-        torch.compile(after_attention, dynamic=False),
-        torch.compile(summed_loss, dynamic=False),
-    )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer's weights as the forward pass wants them: rounded, joined where that saves work."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    q_norm: Tensor
-    k_norm: Tensor
-    o: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-
-class Model(nn.Module):
-    """Weights in float32, computing in `dtype`.
-
-    A kind of weight is one parameter, stacked over the layers: the optimizers then have a dozen
-    large tensors to work on instead of ninety small ones.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        generator = torch.Generator().manual_seed(seed)
-
-        def matrices(num_rows: int, num_columns: int) -> nn.Parameter:
-            shape = (LAYERS, num_rows, num_columns)
-            return nn.Parameter(torch.randn(shape, generator=generator) * num_columns**-0.5)
-
-        self.embed = nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=generator) * 0.02)
-        self.q = matrices(HEADS * HEAD_DIM, HIDDEN)
-        self.k = matrices(KV_HEADS * HEAD_DIM, HIDDEN)
-        self.v = matrices(KV_HEADS * HEAD_DIM, HIDDEN)
-        self.gate = matrices(INTERMEDIATE, HIDDEN)
-        self.up = matrices(INTERMEDIATE, HIDDEN)
-        # Zero: at the start each layer hands on what it got.
-        self.o = nn.Parameter(torch.zeros(LAYERS, HIDDEN, HEADS * HEAD_DIM))
-        self.down = nn.Parameter(torch.zeros(LAYERS, HIDDEN, INTERMEDIATE))
-        self.input_norm = nn.Parameter(torch.ones(LAYERS, HIDDEN))
-        self.post_norm = nn.Parameter(torch.ones(LAYERS, HIDDEN))
-        self.q_norm = nn.Parameter(torch.ones(LAYERS, HEAD_DIM))
-        self.k_norm = nn.Parameter(torch.ones(LAYERS, HEAD_DIM))
-        self.norm = nn.Parameter(torch.ones(HIDDEN))
-
-        frequencies = ROPE_THETA ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-        angles = torch.arange(MAX_POSITIONS)[:, None] * frequencies
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def layers(self) -> list[Layer]:
-        # unbind, since its gradient is one stack; that of indexing is a whole stack per layer.
-        qkv = torch.cat((self.q, self.k, self.v), dim=1)
-        gate_up = torch.cat((self.gate, self.up), dim=1)
-        stacks = (
-            self.input_norm, qkv, self.q_norm, self.k_norm, self.o, self.post_norm, gate_up,
-            self.down,
-        )  # fmt: skip
-        kinds = [stack.to(self.dtype).unbind() for stack in stacks]
-        return [Layer(*weights) for weights in zip(*kinds, strict=True)]
-
-    def hidden(self, ids: Tensor, embed: Tensor, length: int, regions: Regions) -> Tensor:
-        """[n, hidden] after the last layer; ids is [n], rows of `length` one after another."""
-        num_rows = len(ids) // length
-        cos, sin = self.cos[:length].repeat(num_rows, 1), self.sin[:length].repeat(num_rows, 1)
-        x = F.embedding(ids.int(), embed)
-        for layer in self.layers():
-            q, k, v = regions.before_attention(
-                x, layer.input_norm, layer.qkv, layer.q_norm, layer.k_norm, cos, sin
-            )
-            mixed = attention(q, k, v, length)
-            x = regions.after_attention(
-                x, mixed, layer.o, layer.post_norm, layer.gate_up, layer.down
-            )
-        return x
-
-    def loss(self, ids: Tensor, targets: Tensor, length: int, regions: Regions) -> Tensor:
-        """The summed loss of a batch."""
-        embed = self.embed.to(self.dtype)
-        x = self.hidden(ids, embed, length, regions)
-        return regions.summed_loss(x, self.norm.to(self.dtype), embed, targets)
-
-    @torch.no_grad()
-    def logits(self, ids: Tensor) -> Tensor:
-        """[rows, length, vocab] for ids [rows, length] of any size, so never compiled."""
-        embed = self.embed.to(self.dtype)
-        x = self.hidden(ids.flatten(), embed, ids.shape[1], EAGER)
-        return head(x, self.norm.to(self.dtype), embed).unflatten(0, ids.shape)
-
-
-# The optimizers.
-
-
-def orthogonalized(stack: Tensor) -> Tensor:
-    """Each wide matrix with its singular values brought near 1, by five Newton-Schulz steps."""
-    x = stack.bfloat16()
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        square = x @ x.mT
-        polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x
-
-
-class Muon:
-    """Nesterov momentum, orthogonalized: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon/
-
-    For stacks of matrices. Those of one shape, lying or standing, are done in one go.
-    """
-
-    def __init__(self, stacks: Sequence[nn.Parameter]) -> None:
-        self.stacks = stacks
-        self.momenta = [torch.zeros_like(stack) for stack in stacks]
-        self.same_shape: dict[tuple[int, ...], list[int]] = {}
-        for number, stack in enumerate(stacks):
-            self.same_shape.setdefault(tuple(sorted(stack.shape[1:])), []).append(number)
-
-    @torch.no_grad()
-    def step(self, rate: float) -> None:
-        for numbers in self.same_shape.values():
-            updates = orthogonalized(torch.cat([self.lying_update(n) for n in numbers]))
-            for number, update in zip(numbers, updates.split(LAYERS), strict=True):
-                stack = self.stacks[number]
-                _, rows, columns = stack.shape
-                stack.mul_(1 - rate * MUON_DECAY)
-                stack.add_(
-                    update.mT if rows > columns else update,
-                    alpha=-rate * max(1.0, rows / columns) ** 0.5,
-                )
-                stack.grad = None
-
-    def lying_update(self, number: int) -> Tensor:
-        gradient, momentum = self.stacks[number].grad, self.momenta[number]
-        assert gradient is not None
-        momentum.lerp_(gradient, 1 - MUON_MOMENTUM)
-        update = gradient.lerp(momentum, MUON_MOMENTUM)
-        return update.mT if update.shape[1] > update.shape[2] else update
-
-
-def rate_at(progress: float) -> float:
-    """The share of the full learning rate, `progress` going from 0 to 1 over the run."""
-    return min(1.0, progress / WARM_UP, (1.0 - progress) / COOL_DOWN)
-
-
-# The run.
+Scores = dict[tuple[str, str], float]  # the share of right answers by (skill, split)
 
 
 @dataclass(frozen=True)
@@ -311,7 +59,7 @@ class Settings:
     shards: int
     shard_tokens: int
     batch_tokens: int
-    shape: tuple[int, ...] = (VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE)
+    shape: Shape = field(default_factory=Shape)
 
 
 @dataclass
@@ -322,30 +70,70 @@ class Progress:
     seconds: float = 0.0
     # the part of it in which there was no data
     waited_s: float = 0.0
+    # one entry a shard
     curve: list[dict[str, float]] = field(default_factory=list)
+
+
+# Data.
+
+
+class ShardQueue:
+    """The shards in order. Workers make the next ones while one is trained on."""
+
+    def __init__(
+        self, pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
+    ) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.settings = settings
+        self.indices = iter(range(first, settings.shards))
+        self.pending: deque[AsyncResult[Shard]] = deque()
+        for _ in range(num_ahead):
+            self.request_next()
+
+    def request_next(self) -> None:
+        settings = self.settings
+        for index in self.indices:
+            arguments = (
+                self.folder, settings.seed, index, settings.shard_tokens, settings.batch_tokens
+            )  # fmt: skip
+            self.pending.append(self.pool.apply_async(make_batches, arguments))
+            return
+
+    def get(self) -> Shard:
+        self.request_next()
+        return self.pending.popleft().get(SHARD_TIMEOUT_S)
+
+
+# Training.
+
+
+def lr_scale(progress: float) -> float:
+    """The share of the full learning rate, `progress` going from 0 to 1 over the run."""
+    return min(1.0, progress / WARMUP, (1.0 - progress) / COOLDOWN)
 
 
 class Trainer:
     """The model, its two optimizers, and how far they are."""
 
-    def __init__(self, settings: Settings, device: torch.device, regions: Regions) -> None:
+    def __init__(self, settings: Settings, device: torch.device, compiles: bool = False) -> None:
         self.settings = settings
         self.device = device
-        self.regions = regions
         self.progress = Progress()
         # bfloat16 is slow on most CPUs. The weights stay in float32 either way.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = Model(settings.seed, dtype).to(device)
+        self.model = Model(settings.shape, settings.seed, dtype, compiles).to(device)
+        # Muon is for the matrices of the layers, which alone are stacked to three dimensions.
         self.muon = Muon([p for p in self.model.parameters() if p.ndim == 3])
         self.others = [p for p in self.model.parameters() if p.ndim < 3]
         self.adam = torch.optim.AdamW(
-            self.others, lr=ADAM_RATE, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+            self.others, lr=ADAM_LR, betas=ADAM_BETAS, weight_decay=0.0, fused=True
         )
 
     def warm_up(self) -> None:
         """Compiles, on a batch of nothing, while the workers make the first shards."""
         nothing = torch.zeros(self.settings.batch_tokens, dtype=torch.int16, device=self.device)
-        self.model.loss(nothing, nothing, MAX_POSITIONS, self.regions).backward()
+        self.model.loss(nothing, nothing, self.settings.shape.max_positions).backward()
         self.model.zero_grad()
 
     def train(self, shard: Shard) -> float:
@@ -357,9 +145,7 @@ class Trainer:
             step = range(start, min(start + BATCHES_PER_STEP, num_batches))
             num_learned = max(1, sum(shard.num_learned[batch] for batch in step))
             for batch in step:
-                loss = self.model.loss(
-                    ids[batch], targets[batch], shard.lengths[batch], self.regions
-                )
+                loss = self.model.loss(ids[batch], targets[batch], shard.lengths[batch])
                 (loss / num_learned).backward()
                 total += loss.detach()
             # The middle of the step: neither the first nor the last one has a rate of zero.
@@ -373,11 +159,11 @@ class Trainer:
         return tensor.to(self.device, non_blocking=True)
 
     def step(self, shard_progress: float) -> None:
-        share = rate_at((self.progress.next_shard + shard_progress) / self.settings.shards)
-        self.muon.step(MUON_RATE * share)
+        scale = lr_scale((self.progress.next_shard + shard_progress) / self.settings.shards)
+        self.muon.step(MUON_LR * scale)
         nn.utils.clip_grad_norm_(self.others, 1.0)
         for group in self.adam.param_groups:
-            group["lr"] = ADAM_RATE * share
+            group["lr"] = ADAM_LR * scale
         self.adam.step()
         self.adam.zero_grad()
 
@@ -394,85 +180,30 @@ class Trainer:
         unfinished.replace(path)
 
     def load(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+        state = torch.load(path, map_location=self.device, weights_only=True)
         if state["settings"] != asdict(self.settings):
-            raise SystemExit(f"{path} is of another run: {state['settings']}")
+            raise SystemExit(
+                f"{path} is of a run with other settings; go on with those, or train in another "
+                f"folder: {state['settings']}"
+            )
         self.progress = Progress(**state["progress"])
         self.model.load_state_dict(state["model"])
         self.muon.momenta = state["muon"]
         self.adam.load_state_dict(state["adam"])
 
 
-class Shards:
-    """The shards in order, the workers being busy with the next ones from the start."""
-
-    def __init__(
-        self, pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
-    ) -> None:
-        self.pool = pool
-        self.folder = folder
-        self.settings = settings
-        self.ahead: deque[AsyncResult[Shard]] = deque()
-        self.asked = first
-        for _ in range(num_ahead):
-            self.ask()
-
-    def ask(self) -> None:
-        settings = self.settings
-        if self.asked < settings.shards:
-            sizes = settings.shard_tokens, settings.batch_tokens
-            arguments = (self.folder, settings.seed, self.asked, *sizes)
-            self.ahead.append(self.pool.apply_async(make_batches, arguments))
-            self.asked += 1
-
-    def next(self) -> Shard:
-        self.ask()
-        return self.ahead.popleft().get(LATEST_SHARD_S)
-
-
-class Reporter:
-    """A line of progress every few shards."""
-
-    def __init__(self, trainer: Trainer, started: float) -> None:
-        self.trainer = trainer
-        self.started = started
-        self.num_tokens = trainer.progress.num_tokens
-        self.seconds = trainer.progress.seconds
-        self.waited_s = trainer.progress.waited_s
-
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self.started
-
-    def report(self) -> None:
-        progress, settings = self.trainer.progress, self.trainer.settings
-        seconds = progress.seconds - self.seconds
-        print(
-            f"shard {progress.next_shard:4d}/{settings.shards}"
-            f"  {progress.num_tokens / 1e6:7.1f} M tokens"
-            f"  loss {progress.curve[-1]['loss']:.4f}"
-            f"  rate {MUON_RATE * rate_at(progress.next_shard / settings.shards):.4f}"
-            f"  {(progress.num_tokens - self.num_tokens) / seconds / 1e6:6.3f} M tokens/s"
-            f"  waited {(progress.waited_s - self.waited_s) / seconds:4.0%}"
-            f"  {self.elapsed_s():5.0f} s",
-            flush=True,
-        )
-        self.num_tokens, self.seconds = progress.num_tokens, progress.seconds
-        self.waited_s = progress.waited_s
-
-
-def run(
+def train_until(
+    deadline: float,
     trainer: Trainer,
-    shards: Shards,
-    reporter: Reporter,
-    minutes: float,
-    evaluate_every: int,
-    evaluate_now: Callable[[], object],
-) -> bool:
-    """Trains until the last shard is done (True), or the time is up (False)."""
+    shards: ShardQueue,
+    cases: Sequence[TokenizedCase],
+    eval_every: int,
+) -> None:
+    """Trains until the last shard is done or the time is up, at least on one shard."""
     progress, last = trainer.progress, trainer.settings.shards
     while progress.next_shard < last:
         started = time.monotonic()
-        shard = shards.next()
+        shard = shards.get()
         progress.waited_s += time.monotonic() - started
         loss = trainer.train(shard)
         if not math.isfinite(loss):
@@ -489,102 +220,68 @@ def run(
         )
         progress.next_shard += 1
         done = progress.next_shard
-        if done == 1 or done == last or done % REPORT_EVERY == 0:
-            reporter.report()
-        if evaluate_every and done % evaluate_every == 0 and done < last:
-            evaluate_now()
-        if reporter.elapsed_s() > 60 * minutes and done < last:
-            return False
-    return True
+        if done % REPORT_EVERY == 0 or done in (1, last):
+            report(progress, last)
+        if eval_every and done % eval_every == 0 and done < last:
+            print_scores(evaluate(trainer.model, cases, trainer.settings.batch_tokens))
+        if time.monotonic() > deadline:
+            return
 
 
-# The evaluation.
+def report(progress: Progress, num_shards: int) -> None:
+    print(
+        f"shard {progress.next_shard:4d}/{num_shards}"
+        f"  {progress.num_tokens / 1e6:7.1f} M tokens"
+        f"  loss {progress.curve[-1]['loss']:.4f}"
+        f"  rate {MUON_LR * lr_scale(progress.next_shard / num_shards):.4f}"
+        f"  {progress.num_tokens / progress.seconds / 1e6:6.3f} M tokens/s"
+        f"  {progress.seconds:5.0f} s, {progress.waited_s:.0f} s of it without data",
+        flush=True,
+    )
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How many cases of each (skill, split) there are, and how many are right."""
+# Evaluation.
 
-    num_cases: Counter[tuple[str, str]]
-    num_right: Counter[tuple[str, str]]
 
-    def accuracy(self, skill: str, split: str) -> float:
-        return self.num_right[skill, split] / self.num_cases[skill, split]
-
-    def print(self) -> None:
-        skills = list(dict.fromkeys(skill for skill, _ in self.num_cases))
-        splits = list(dict.fromkeys(split for _, split in self.num_cases))
-        width = max(len(skill) for skill in [*skills, "all"])
-        print(f"  {'':{width}}" + "".join(f"{split:>16}" for split in splits))
-        for skill in skills:
-            cells = "".join(self.cell([(skill, split)]) for split in splits)
-            print(f"  {skill:{width}}{cells}")
-        cells = "".join(self.cell([(skill, split) for skill in skills]) for split in splits)
-        print(f"  {'all':{width}}{cells}", flush=True)
-
-    def cell(self, parts: Sequence[tuple[str, str]]) -> str:
-        num_cases = sum(self.num_cases[part] for part in parts)
-        if not num_cases:
-            return f"{'-':>16}"
-        return f"{sum(self.num_right[part] for part in parts) / num_cases:10.1%}{num_cases:6d}"
-
-    def as_json(self) -> list[dict[str, object]]:
-        return [
-            {
-                "skill": skill,
-                "split": split,
-                "cases": self.num_cases[skill, split],
-                "accuracy": round(self.accuracy(skill, split), 4),
-            }
-            for skill, split in self.num_cases
-        ]
+def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
+    """By skill, and for `all` of them together."""
+    right: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    right_of_all: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    predictions = predicted_answers(model, cases, batch_tokens)
+    for case, predicted in zip(cases, predictions, strict=True):
+        is_right = np.array_equal(predicted, case.ids[-case.num_answer :])
+        right[case.skill, case.split].append(is_right)
+        right_of_all["all", case.split].append(is_right)
+    return {group: sum(found) / len(found) for group, found in (right | right_of_all).items()}
 
 
 def predicted_answers(
     model: Model, cases: Sequence[TokenizedCase], batch_tokens: int
 ) -> list[npt.NDArray[np.int64]]:
-    """The likeliest token at each place of each answer, given all that is right before it."""
-    predicted: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)] * len(cases)
-    for rows in plan_rows([len(case.ids) for case in cases], batch_tokens):
-        ids = np.full((len(rows.members), rows.length), PAD_ID, np.int64)
-        for row, member in zip(ids, rows.members, strict=True):
-            row[: len(cases[member].ids)] = cases[member].ids
-        likeliest = model.logits(torch.from_numpy(ids).to(model.embed.device)).argmax(-1)
-        for row, member in zip(likeliest.cpu().numpy(), rows.members, strict=True):
-            end = len(cases[member].ids) - 1
-            predicted[member] = row[end - cases[member].num_answer : end].copy()
-    return predicted
-
-
-def evaluate(
-    model: Model, cases: Sequence[TokenizedCase], batch_tokens: int, wrong_path: Path
-) -> Scores:
-    """Scores the held-out cases, prints the table, and writes the wrong ones.
+    """The likeliest token at each place of each answer, given all that is right before it.
 
     Nothing is generated: greedy decoding gives the right answer exactly if, at each place of it,
     the likeliest token after the right ones is the right one. One forward pass tells.
     """
-    scores = Scores(Counter(), Counter())
-    with wrong_path.open("w") as wrong_file:
-        for case, predicted in zip(
-            cases, predicted_answers(model, cases, batch_tokens), strict=True
-        ):
-            right = np.array_equal(predicted, case.ids[-case.num_answer :])
-            scores.num_cases[case.skill, case.split] += 1
-            scores.num_right[case.skill, case.split] += right
-            if not right:
-                wrong = {
-                    "split": case.split,
-                    "skill": case.skill,
-                    "ids": case.ids.tolist(),
-                    "predicted": predicted.tolist(),
-                }
-                wrong_file.write(json.dumps(wrong) + "\n")
-    scores.print()
-    return scores
+    predicted: dict[int, npt.NDArray[np.int64]] = {}
+    for rows in plan_rows([len(case.ids) for case in cases], batch_tokens):
+        ids = np.full((len(rows.members), rows.length), END_OF_TEXT_ID, np.int64)
+        for row, member in zip(ids, rows.members, strict=True):
+            row[: len(cases[member].ids)] = cases[member].ids
+        likeliest = model.logits(torch.from_numpy(ids).to(model.embed.device)).argmax(-1)
+        for row, member in zip(likeliest.cpu().numpy(), rows.members, strict=True):
+            end = len(cases[member].ids) - 1  # the token at a place is predicted one before it
+            predicted[member] = row[end - cases[member].num_answer : end]
+    return [predicted[member] for member in range(len(cases))]
 
 
-# What is left behind.
+def print_scores(scores: Scores) -> None:
+    for skill in dict.fromkeys(skill for skill, _ in scores):
+        shares = [f"{split} {scores[skill, split]:6.1%}" for split in SPLITS]
+        print(f"  {skill:12}{'  '.join(shares)}", flush=True)
+
+
+# The finished model.
 
 
 @torch.no_grad()
@@ -594,75 +291,46 @@ def round_weights(model: Model) -> None:
         parameter.copy_(parameter.bfloat16())
 
 
-def named_weights(model: Model) -> dict[str, Tensor]:
-    """Under the Hugging Face names. The embedding is the head too, and is saved once."""
-    weights = {
-        f"model.{theirs}.weight": getattr(model, ours) for ours, theirs in MODEL_NAMES.items()
-    }
-    for ours, theirs in LAYER_NAMES.items():
-        for number, weight in enumerate(getattr(model, ours)):
-            weights[f"model.layers.{number}.{theirs}.weight"] = weight
-    return {name: weight.detach().bfloat16().cpu().clone() for name, weight in weights.items()}
-
-
-def config() -> dict[str, object]:
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dtype": "bfloat16",
-        "eos_token_id": END_ID,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
-        "intermediate_size": INTERMEDIATE,
-        "layer_types": ["full_attention"] * LAYERS,
-        "max_position_embeddings": MAX_POSITIONS,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": KV_HEADS,
-        "pad_token_id": PAD_ID,
-        "rms_norm_eps": RMS_EPS,
-        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "transformers_version": "5.23.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": VOCAB,
-    }
-
-
 def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
     def write(name: str, content: object, indent: int | None = None) -> None:
         (folder / name).write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
         (folder / name).chmod(0o644)
 
-    weights = folder / "model.safetensors"
-    save_file(named_weights(trainer.model), weights, metadata={"format": "pt"})
-    weights.chmod(0o644)
-    write("config.json", config(), indent=2)
-    generation = {"do_sample": False, "eos_token_id": [END_ID, PAD_ID], "pad_token_id": PAD_ID}
+    weights = {
+        name: weight.bfloat16().cpu() for name, weight in named_weights(trainer.model).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    write("config.json", hugging_face_config(trainer.settings.shape), indent=2)
+    generation = {
+        "do_sample": False,
+        "eos_token_id": [END_ID, END_OF_TEXT_ID],
+        "pad_token_id": END_OF_TEXT_ID,
+    }
     write("generation_config.json", generation, indent=2)
     described = {"evaluation": evaluation_hash(), "tables": tables()}
     write("minisgl.json", described, indent=1)
     progress = trainer.progress
     write(
-        "training.json",
+        FINISHED,
         {
             "settings": asdict(trainer.settings),
             "tokens": progress.num_tokens,
             "seconds": round(progress.seconds, 1),
             "waited_s": round(progress.waited_s, 1),
             "evaluation": evaluation_hash(),
-            "scores": scores.as_json(),
+            "scores": [
+                {"skill": skill, "split": split, "accuracy": round(share, 4)}
+                for (skill, split), share in scores.items()
+            ],
             "curve": progress.curve,
         },
     )
+    # Done with: it would give the same model again.
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+# The command.
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -683,50 +351,56 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main(arguments: argparse.Namespace, pool: Pool, started: float) -> None:
+def main() -> None:
+    started = time.monotonic()
+    arguments = parse_arguments()
+    folder: Path = arguments.folder
+    if (folder / FINISHED).exists():
+        raise SystemExit(f"{folder} holds a finished model: train in another folder, or remove it")
+    if evaluation_hash() != FROZEN_HASH:
+        raise SystemExit("the evaluation has changed; freeze it first, in demo/evaluation.py")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "tokenizer.json").exists():
+        make_tokenizer(folder)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core is enough
+    # Forked, so that no worker spends seconds on importing torch, and before CUDA is touched.
+    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+        train(arguments, pool, deadline=started + 60 * arguments.minutes)
+
+
+def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
     folder: Path = arguments.folder
     settings = Settings(
         arguments.seed, arguments.shards, arguments.shard_tokens, arguments.batch_tokens
     )
-    if arguments.device == "auto":
-        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would compile for each shape of batch
-    regions = EAGER if arguments.no_compile else compiled()
-    trainer = Trainer(settings, torch.device(arguments.device), regions)
-    checkpoint = folder / "checkpoint.pt"
+    trainer = Trainer(settings, torch.device(device), compiles=not arguments.no_compile)
+    checkpoint = folder / CHECKPOINT
     if checkpoint.exists():
         trainer.load(checkpoint)
         print(f"going on from shard {trainer.progress.next_shard}")
 
-    if evaluation_hash() != FROZEN_HASH:
-        raise SystemExit("the evaluation has changed; freeze it first, in demo/evaluation.py")
-    first, num_ahead = trainer.progress.next_shard, 2 * arguments.workers
-    shards = Shards(pool, folder, settings, first, num_ahead)
+    shards = ShardQueue(pool, folder, settings, trainer.progress.next_shard, 2 * arguments.workers)
     trainer.warm_up()
     cases = tokenized_cases(folder)
-    reporter = Reporter(trainer, started)
-    print(f"ready to train on {trainer.device} after {reporter.elapsed_s():.0f} s", flush=True)
-
-    def evaluate_now() -> Scores:
-        return evaluate(trainer.model, cases, settings.batch_tokens, folder / "wrong.jsonl")
-
-    if not run(trainer, shards, reporter, arguments.minutes, arguments.eval_every, evaluate_now):
+    print(f"ready to train on {trainer.device}", flush=True)
+    train_until(deadline, trainer, shards, cases, arguments.eval_every)
+    if trainer.progress.next_shard < settings.shards:
         trainer.save(checkpoint)
         print(f"{checkpoint}: run again to go on from shard {trainer.progress.next_shard}")
         return
+
     round_weights(trainer.model)
-    write_model(folder, trainer, evaluate_now())
+    scores = evaluate(trainer.model, cases, settings.batch_tokens)
+    print_scores(scores)
+    write_model(folder, trainer, scores)
     num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     print(f"{folder}: {num_parameters / 1e6:.2f} M parameters")
 
 
 if __name__ == "__main__":
-    started = time.monotonic()
-    arguments = parse_arguments()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    if not (arguments.folder / "tokenizer.json").exists():
-        make_tokenizer(arguments.folder)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core is enough
-    # Forked, so that no worker spends seconds on importing torch, and before CUDA is touched.
-    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
-        main(arguments, pool, started)
+    main()
