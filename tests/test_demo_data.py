@@ -14,16 +14,12 @@ from demo.batches import make_batches
 from demo.conversation import WEIGHTS, conversation, remembering
 from demo.data import MAX_TOKENS, NOISE, make_shard
 from demo.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
-from demo.skills import SKILLS, draw
-from demo.world import World, expansions, held_out, is_held_out, trained_phrases
+from demo.skills import SKILLS, Exchange, draw
+from demo.world import World, expansions, held_out, is_held_out, plain, trained_phrases
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.tokenizer import Tokenizer
 
 BATCH_TOKENS = 6144
-
-
-def plain(text: str) -> str:
-    return " ".join(re.findall(r"[\w{}+*/-]+", text.lower()))
 
 
 @pytest.fixture(scope="module")
@@ -123,24 +119,53 @@ def test_the_answers_are_right(evaluates: bool) -> None:
             word = word[::-1]
         assert word in re.sub(r"[- ]", "", spelled.question)
 
-        ordered = draw(world, "sort")
-        numbers = [int(number) for number in re.findall(r"\d+", ordered.question)]
-        if ordered.answer.startswith("The "):
-            extreme = max if "largest" in ordered.answer else min
-            assert ordered.answer.split()[-1] == f"{extreme(numbers)}."
-        elif numbers:
-            answered = [int(number) for number in re.findall(r"\d+", ordered.answer)]
-            assert answered in (sorted(numbers), sorted(numbers)[::-1])
+        check_sorted(draw(world, "sort"))
+        check_counted(draw(world, "count"))
+        fact = draw(world, "fact").answer
+        if match := re.fullmatch(r"(\w+) comes (after|before) (\w+)\.", fact):
+            order = next(order for order in ORDERS if match[1] in order)
+            step = order.index(match[1]) - order.index(match[3])
+            assert step % len(order) == (1 if match[2] == "after" else len(order) - 1)
 
-        counted = draw(world, "count")
-        if match := re.fullmatch(r"(\w+) has (\d+) letters\.", counted.answer):
-            assert len(match[1]) == int(match[2])
-        elif match := re.fullmatch(r"(\w+) occurs (\d+) times?\.", counted.answer):
-            listed = re.findall(r"\w+", counted.question)
-            assert listed.count(match[1]) in (int(match[2]), int(match[2]) + 1)  # and once asked
-        elif not counted.answer.startswith("There "):
-            steps = np.diff([int(number) for number in re.findall(r"\d+", counted.answer)])
-            assert abs(steps[0]) == 1 and (steps == steps[0]).all()
+
+ORDERS = (
+    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
+    (
+        "January February March April May June July August September October November December"
+    ).split(),
+    list("abcdefghijklmnopqrstuvwxyz"),
+    [str(number) for number in range(100)],
+)
+DOWNWARDS = "descending|large(st)? to small|high to low|downwards|(largest|biggest) first|beginning"
+
+
+def check_sorted(exchange: Exchange) -> None:
+    numbers = [int(number) for number in re.findall(r"\d+", exchange.question)]
+    if match := re.fullmatch(r"The (largest|smallest) is (\d+)\.", exchange.answer):
+        assert int(match[2]) == (max if match[1] == "largest" else min)(numbers)
+    elif numbers:
+        downwards = re.search(DOWNWARDS, exchange.question, re.IGNORECASE) is not None
+        answered = [int(number) for number in re.findall(r"\d+", exchange.answer)]
+        assert answered == sorted(numbers, reverse=downwards)
+    else:
+        answered_words = re.findall(r"\w+", exchange.answer)
+        assert answered_words == sorted(answered_words)
+        assert set(answered_words) <= set(re.findall(r"\w+", exchange.question))
+
+
+def check_counted(exchange: Exchange) -> None:
+    """The items of a question are its key; letters and steps are in the answer itself."""
+    items = re.findall(r"\w+", exchange.key or "")
+    if match := re.fullmatch(r"(\w+) has (\d+) letters\.", exchange.answer):
+        assert len(match[1]) == int(match[2])
+    elif match := re.fullmatch(r"(\w+) occurs (\d+) times?\.", exchange.answer):
+        assert items.count(match[1]) == int(match[2])
+    elif match := re.fullmatch(r"There (?:are|is) (\d+) \w+\.", exchange.answer):
+        assert len(items) == int(match[1])
+    else:
+        steps = np.diff([int(number) for number in re.findall(r"\d+", exchange.answer)])
+        assert abs(steps[0]) == 1 and (steps == steps[0]).all()
+        assert re.search("down|backwards", exchange.question) is None or steps[0] == -1
 
 
 def test_what_was_told_last_is_what_is_recalled() -> None:

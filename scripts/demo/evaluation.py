@@ -1,7 +1,8 @@
 """The held-out evaluation: questions that training never saw, each with its one right answer.
 
-Split 'instances' asks in phrasings of the training for names, cities, numbers, words and pairs
-that it never saw; split 'phrasings' asks for such things in phrasings that it never saw.
+Split 'instances' asks in phrasings of the training for names, cities, words, numbers, sums and
+lists that it never saw, and for known facts in questions that it never saw word for word. Split
+'phrasings' asks for all of that in phrasings that it never saw.
 """
 
 from __future__ import annotations

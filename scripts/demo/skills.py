@@ -76,7 +76,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Exchange:
     question: str
     answer: str
-    key: str | None  # what tells the instance apart; None where its words already do
+    # What tells the instance apart. None where its words already do, as names and numbers to
+    # remember, which are from lists of their own in training and evaluation.
+    key: str | None
 
 
 # -- closed skills: the question decides ----------------------------------------------------------

@@ -102,8 +102,10 @@ def all_words() -> tuple[str, ...]:
 class World:
     """Where all chance comes from.
 
-    `evaluates` chooses the words and numbers of the evaluation, which training never sees, and
-    `new_phrases` its phrasings. `noise` is how often a phrasing is worn down as people do it.
+    `evaluates` chooses names, places, words and numbers from the lists of the evaluation, which
+    training never sees, and of what has no such list the instances that are held out.
+    `new_phrases` chooses the phrasings that training never sees. `noise` is how often a phrasing
+    is worn down, as people do it.
     """
 
     rng: random.Random
