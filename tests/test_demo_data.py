@@ -121,8 +121,9 @@ def test_the_answers_are_right(evaluates: bool) -> None:
 
         check_sorted(draw(world, "sort"))
         check_counted(draw(world, "count"))
-        fact = draw(world, "fact").answer
-        if match := re.fullmatch(r"(\w+) comes (after|before) (\w+)\.", fact):
+        fact = draw(world, "fact")
+        if match := re.fullmatch(r"(\w+) comes (after|before) (\w+)\.", fact.answer):
+            assert (match[2] == "before") == ("before" in fact.question)
             order = next(order for order in ORDERS if match[1] in order)
             step = order.index(match[1]) - order.index(match[3])
             assert step % len(order) == (1 if match[2] == "after" else len(order) - 1)
