@@ -123,7 +123,7 @@ def test_the_answers_are_right(evaluates: bool) -> None:
         check_counted(draw(world, "count"))
         fact = draw(world, "fact")
         if match := re.fullmatch(r"(\w+) comes (after|before) (\w+)\.", fact.answer):
-            assert (match[2] == "before") == ("before" in fact.question)
+            assert (match[2] == "before") == ("before" in fact.question.lower())
             order = next(order for order in ORDERS if match[1] in order)
             step = order.index(match[1]) - order.index(match[3])
             assert step % len(order) == (1 if match[2] == "after" else len(order) - 1)
