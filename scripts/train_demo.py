@@ -29,11 +29,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from demo.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo.data import END_ID, END_OF_TEXT_ID
 from demo.evaluation import FROZEN_HASH, SPLITS, TokenizedCase, evaluation_hash, tokenized_cases
 from demo.model import Model, Shape, hugging_face_config, named_weights
 from demo.muon import Muon
 from demo.tables import tables
-from demo.tokenizer import END_ID, END_OF_TEXT_ID, make_tokenizer
+from demo.tokenizer import make_tokenizer
 
 BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
 MUON_LR = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from demo.skills import Exchange, draw
+from demo.skills import Exchange, draw, listed
 from demo.world import World, word_list, words
 
 # How often each skill is drawn.
@@ -151,9 +151,7 @@ class Memory:
 
     def _items(self) -> str:
         items = self.world.words(self.world.rng.randint(2, 6))
-        if self.world.rng.random() < 0.5:
-            return ", ".join(items)
-        return f"{', '.join(items[:-1])} and {items[-1]}"
+        return ", ".join(items) if self.world.rng.random() < 0.5 else listed(items)
 
 
 def _slots(topic: Topic, value: str) -> dict[str, object]:

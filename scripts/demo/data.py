@@ -13,7 +13,7 @@ import tokenizers
 from demo.conversation import Conversation, conversation
 from demo.world import World
 
-START_ID, END_ID = 1, 2
+END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # as demo/tokenizer.py orders them
 MAX_TOKENS = 2048
 NOISE = 0.25  # of the questions are worn down
 

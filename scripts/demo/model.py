@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from demo.batches import NOT_LEARNED
-from demo.tokenizer import END_ID, END_OF_TEXT_ID
+from demo.data import END_ID, END_OF_TEXT_ID
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def option(world: World) -> Exchange:
             question, answer = world.phrase("option.which", meaning=help), f"That is {name}."
         case _:
             question = world.phrase("option.commands_of", option=said)
-            answer = f"{name} belongs to {_listed(entry['commands'])}."
+            answer = f"{name} belongs to {listed(entry['commands'])}."
     return Exchange(question, answer, question)
 
 
@@ -142,7 +142,7 @@ def command(world: World) -> Exchange:
         answer = f"{said}: {does.rstrip('.')}."
     elif asked == "all":
         question = world.phrase("command.all")
-        answer = f"The commands of minisgl are {_listed(list(commands))}."
+        answer = f"The commands of minisgl are {listed(list(commands))}."
     else:
         question, answer = world.phrase(f"command.{asked}"), f"Run minisgl {asked}."
     return Exchange(question, answer, question)
@@ -447,7 +447,8 @@ def _some_text(world: World) -> str:
     return rng.choice((" ", " ", ", ")).join(items)
 
 
-def _listed(items: list[str]) -> str:
+def listed(items: list[str]) -> str:
+    """As in a sentence: a, b and c."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 

@@ -10,13 +10,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from demo.conversation import conversation
+from demo.data import MAX_TOKENS
 from demo.world import World
 
 VOCAB_SIZE = 2048
-CONTEXT = 2048
 NUM_CONVERSATIONS = 20_000
+# The trainer puts them first: demo/data.py has their ids.
 SPECIAL_TOKENS = END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # the trainer puts the special tokens first
 
 # Words with their leading space, single digits, punctuation, white space.
 SPLIT = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
@@ -51,7 +51,7 @@ def make_tokenizer(folder: Path, seed: int = 0) -> None:
         eos_token=END,
         pad_token=END_OF_TEXT,
         chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT,
+        model_max_length=MAX_TOKENS,
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)
 

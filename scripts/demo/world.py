@@ -207,7 +207,12 @@ def expansions(template: str) -> list[str]:
 def wear_down(template: str, rng: random.Random) -> str:
     """Lose, add, swap or misspell something that the meaning survives; slots stay as they are."""
     parts = template.split(" ")
-    match rng.randrange(9):
+    way = rng.randrange(9)
+    if way in (3, 8) and "{" not in parts[0]:
+        parts[0] = parts[0].lower()
+    if way in (4, 8) and parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
+        parts[-1] = parts[-1][:-1]
+    match way:
         case 0:
             loose = [i for i, part in enumerate(parts) if part.lower() in LOOSE_WORDS]
             if loose and len(parts) > 2:
@@ -221,11 +226,6 @@ def wear_down(template: str, rng: random.Random) -> str:
                 at = rng.randrange(1, len(parts[place]) - 2)
                 word = parts[place]
                 parts[place] = word[:at] + word[at + 1] + word[at] + word[at + 2 :]
-        case 3:
-            parts[0] = parts[0].lower() if "{" not in parts[0] else parts[0]
-        case 4:
-            if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
-                parts[-1] = parts[-1][:-1]
         case 5 | 6:
             parts.insert(0, rng.choice(OPENINGS))
         case 7:
@@ -233,8 +233,4 @@ def wear_down(template: str, rng: random.Random) -> str:
                 SHORT_FORMS[part] if part in SHORT_FORMS and rng.random() < 0.6 else part
                 for part in parts
             ]
-        case _:
-            parts[0] = parts[0].lower() if "{" not in parts[0] else parts[0]
-            if parts[-1][-1] in ".!?" and len(parts[-1]) > 1:
-                parts[-1] = parts[-1][:-1]
     return " ".join(parts)
