@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """What a backend that plans a step must know before the first layer runs."""
+
+    num_heads: int  # of this rank, as the next
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype  # of queries, keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +40,7 @@ class DecodeRows:
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     longest: int  # max(lengths) or an upper bound of it, known on the host
+    lengths_host: Sequence[int] | None = None  # the same as lengths, where the host knows them
 
     @property
     def num_rows(self) -> int:
@@ -73,12 +87,31 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class PlansSteps(Protocol):
+    """A backend with work to do once a step, on the host, that all layers share.
+
+    Then `decode` and `prefill` take the rows that were planned last.
+    """
+
+    def plan_decode(self, rows: DecodeRows) -> None: ...
+
+    def plan_prefill(self, rows: ChunkRows) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """The pair of backends that a model calls."""
 
     prefill_backend: AttentionBackend
     decode_backend: AttentionBackend
+
+    def begin(self, inputs: StepInputs) -> None:
+        """Called once a step, before the first layer and on its stream; outside a CUDA graph."""
+        if inputs.decodes.num_rows and isinstance(self.decode_backend, PlansSteps):
+            self.decode_backend.plan_decode(inputs.decodes)
+        if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):
+            self.prefill_backend.plan_prefill(inputs.chunks)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, inputs: StepInputs, scale: float

@@ -1,0 +1,260 @@
+"""Paged attention with FlashInfer's kernels (Ye et al., arXiv 2501.01005).
+
+FlashInfer is an optional package, and compiles its kernels with nvcc at first use: only
+`backends` imports this module, and only when one of its backends is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import flashinfer
+import torch
+from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+from torch import Tensor
+
+from minisgl.attention.base import AttentionShape, ChunkRows, DecodeRows, LayerKV
+
+# Query heads per KV head whose decode is bound by memory on CUDA cores. Above, tensor cores win:
+# measured on an H200 at 2 and 4 against 5 and 8.
+CUDA_CORE_GROUPS = frozenset((1, 2, 3, 4))
+
+# A step runs, the next one is queued, and one is to spare.
+STEPS_IN_FLIGHT = 3
+# What FlashInfer recommends.
+WORKSPACE_BYTES = 128 << 20
+# Queries of one tile, at most, and blocks per multiprocessor of the prefill kernel for Ampere.
+_QUERY_TILE = 128
+_BLOCKS_PER_SM = 2
+
+
+class FlashInferAttention:
+    """Implements AttentionBackend and PlansSteps, in float16 and bfloat16.
+
+    A plan is made on the host and copied to the device from pinned memory. It never waits, but
+    the copy may be queued behind earlier steps; so each step plans into a wrapper of its own, and
+    comes back to it when `steps_in_flight` later ones have been planned. By then the caller must
+    have seen it end.
+    """
+
+    def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
+        self._shape = shape
+        self._decodes = _Rotation(self._make_decode_wrapper, steps_in_flight)
+        self._chunks = _Rotation(self._make_prefill_wrapper, steps_in_flight)
+        # Holds partial results within one kernel, hence one is enough for all wrappers.
+        self._scratch: Tensor | None = None
+
+    def plan_decode(self, rows: DecodeRows) -> None:
+        """Queue the plan of a step's decode rows. Raises ValueError without `lengths_host`."""
+        if rows.lengths_host is None:
+            raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
+        shape = self._shape
+        pages = list_pages(rows.page_table, rows.lengths_host, shape.page_size)
+        self._decodes.next(rows).plan(
+            pages.indptr,
+            pages.indices,
+            pages.last_lengths,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.page_size,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            sm_scale=1.0,
+            seq_lens=pages.lengths,
+        )
+
+    def plan_prefill(self, rows: ChunkRows) -> None:
+        """Queue the plan of a step's chunks."""
+        shape = self._shape
+        ends = [start + length for start, length in zip(rows.starts, rows.lengths, strict=True)]
+        pages = list_pages(rows.page_table, ends, shape.page_size, rows.lengths)
+        self._chunks.next(rows).plan(
+            pages.query_indptr,
+            pages.indptr,
+            pages.indices,
+            pages.last_lengths,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.page_size,
+            causal=True,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+            sm_scale=1.0,
+            seq_lens=pages.lengths,
+            max_token_per_sequence=max(rows.lengths),
+        )
+
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        return _run(self._decodes.planned(rows), q, kv, scale)
+
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        return _run(self._chunks.planned(rows), q, kv, scale)
+
+    def _make_decode_wrapper(self, device: torch.device) -> Any:
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._scratch_on(device), "NHD", use_tensor_cores=group not in CUDA_CORE_GROUPS
+        )
+
+    def _make_prefill_wrapper(self, device: torch.device) -> Any:
+        # auto: fa3 on sm_90, and fa2 elsewhere.
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._scratch_on(device), "NHD", backend="auto"
+        )
+
+    def _scratch_on(self, device: torch.device) -> Tensor:
+        if self._scratch is None:
+            num_bytes = _scratch_bytes(self._shape, device)
+            self._scratch = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return self._scratch
+
+
+class TrtllmAttention:
+    """Decode without a plan, by TensorRT-LLM's kernels: XQA on Hopper. Fit for CUDA graphs.
+
+    It reads page table and lengths on the device. The grid follows from the number of rows and the
+    width of the page table, so a captured step is good for every length that its table can hold.
+    Pages have 16, 32 or 64 tokens. TensorRT-LLM's prefill over pages is for Blackwell; chunks go
+    the way of FlashInferAttention.
+
+    XQA lets the kernel behind it start before it has itself waited for the one before it. That one
+    must not be read before its own wait by a kernel launched right behind decode.
+    """
+
+    def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
+        self._prefill = FlashInferAttention(shape, steps_in_flight=steps_in_flight)
+        # Its first 8 MiB are counters. A kernel finds them zero and leaves them so; hence nobody
+        # else may write here.
+        self._workspace: Tensor | None = None
+
+    def plan_decode(self, rows: DecodeRows) -> None:
+        """Nothing to plan; but the workspace must be there before anything is captured."""
+        if self._workspace is None:
+            device = rows.page_table.device
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def plan_prefill(self, rows: ChunkRows) -> None:
+        """Queue the plan of a step's chunks."""
+        self._prefill.plan_prefill(rows)
+
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        out: Tensor = trtllm_batch_decode_with_kv_cache(
+            q.contiguous(),  # the kernel takes pointers of these three, and no strides
+            (kv.k, kv.v),
+            self._workspace,
+            rows.page_table.contiguous(),
+            rows.lengths.contiguous(),
+            max_seq_len=rows.page_table.shape[1] * kv.page_size,
+            bmm1_scale=scale,
+            bmm2_scale=1.0,
+            kv_layout="NHD",
+        )
+        return out
+
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        return self._prefill.prefill(q, kv, rows, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """The pages of a step's rows, one list behind the other. All int32; on the host but for
+    `indices`, in pinned memory if the device is a GPU."""
+
+    indptr: Tensor  # [num_rows + 1]: where each row's pages begin
+    indices: Tensor  # [indptr[-1]], on the device
+    last_lengths: Tensor  # [num_rows]: tokens in a row's last page
+    lengths: Tensor  # [num_rows]: tokens attended to
+    query_indptr: Tensor  # [num_rows + 1]: where each row's queries begin
+
+
+def list_pages(
+    page_table: Tensor,
+    lengths: Sequence[int],
+    page_size: int,
+    num_queries: Sequence[int] | None = None,
+) -> PageLists:
+    """The defined columns of `page_table`, [n, max_pages], row by row. Does not wait for it.
+
+    lengths: tokens of each row; num_queries: queries of each, if not one.
+    """
+    counts = [-(-length // page_size) for length in lengths]
+    begins = list(itertools.accumulate(counts, initial=0))
+    width = page_table.shape[1]
+    # From a page's place in the lists to its place in the flattened table.
+    shifts = [row * width - begin for row, begin in enumerate(begins[:-1])]
+    parts = (
+        begins,
+        [(length - 1) % page_size + 1 for length in lengths],
+        lengths,
+        list(itertools.accumulate(num_queries or [1] * len(lengths), initial=0)),
+        counts,
+        shifts,
+    )
+    packed = torch.tensor(
+        [value for part in parts for value in part],
+        dtype=torch.int32,
+        pin_memory=page_table.is_cuda,
+    )
+    sizes = [len(part) for part in parts]
+    indptr, last_lengths, host_lengths, query_indptr, _, _ = packed.split(sizes)
+    on_device = packed.to(page_table.device, non_blocking=True).split(sizes)
+    places = torch.arange(begins[-1], dtype=torch.int32, device=page_table.device)
+    places += torch.repeat_interleave(on_device[5], on_device[4], output_size=begins[-1])
+    return PageLists(
+        indptr=indptr,
+        indices=page_table.flatten().index_select(0, places),
+        last_lengths=last_lengths,
+        lengths=host_lengths,
+        query_indptr=query_indptr,
+    )
+
+
+class _Rotation:
+    """FlashInfer's wrappers, each with pinned and device buffers of its own, taken in turn."""
+
+    def __init__(self, make: Callable[[torch.device], Any], size: int) -> None:
+        self._make = make
+        self._size = size
+        self._wrappers: deque[Any] = deque()
+        self._rows: DecodeRows | ChunkRows | None = None
+
+    def next(self, rows: DecodeRows | ChunkRows) -> Any:
+        """The wrapper to plan `rows` with: the one that was used longest ago."""
+        self._rows = rows
+        if len(self._wrappers) < self._size:
+            self._wrappers.append(self._make(rows.page_table.device))
+        else:
+            self._wrappers.rotate(-1)
+        return self._wrappers[-1]
+
+    def planned(self, rows: DecodeRows | ChunkRows) -> Any:
+        """The wrapper that `rows` were planned with. Raises RuntimeError if others were since."""
+        if rows is not self._rows:
+            raise RuntimeError("Attention.begin must plan a step's rows before its first layer")
+        return self._wrappers[-1]
+
+
+def _run(wrapper: Any, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+    """The plan was made with a scale of one, and q_scale is a factor of it: hence, the scale."""
+    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
+    return out
+
+
+def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:
+    """Room for the partial results of the kernel that has most: prefill by fa2, keys split."""
+    if device.type != "cuda":
+        return WORKSPACE_BYTES
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    group = shape.num_heads // shape.num_kv_heads
+    num_queries = group * _BLOCKS_PER_SM * num_sms * _QUERY_TILE
+    return max(WORKSPACE_BYTES, num_queries * (shape.head_dim + 1) * 4 + 256)

@@ -1,0 +1,227 @@
+"""What one kernel costs on a GPU, beside the torch code that it stands for.
+
+python scripts/bench_kernels.py
+python scripts/bench_kernels.py --models Qwen3-0.6B --rows 1 256 --only norm --no-pdl
+
+Each figure is a median over replays of a CUDA graph of 20 calls, so the host's time is not in it. A
+call follows another of its kind on the same tensors: up to some 50 MB they stay in the L2 cache,
+and the figure is what launching and latency cost; above, it is a bandwidth. `limit` is the time
+that the bytes take at 4.28 TB/s, or the operations at 800 TFLOP/s, as measured on an H200.
+
+A kernel is added as a function from `Problem` to cases, named in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from dummy_config import MODELS
+from torch import Tensor
+
+from minisgl.attention.base import Attention, ChunkRows, DecodeRows, LayerKV, StepInputs
+from minisgl.layers import mlp
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rope import RotaryEmbedding
+
+CALLS, REPLAYS, WARM_UP = 20, 25, 3
+BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
+PAGE_SIZE, MAX_SEQ_LEN = 16, 40960
+HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The dimensions that a case is made for."""
+
+    model: str
+    num_rows: int
+    dtype: torch.dtype
+    pdl: bool
+
+    def size(self, name: str) -> int:
+        return int(MODELS[self.model][name])
+
+    @property
+    def normed_heads(self) -> bool:
+        return MODELS[self.model]["model_type"] == "qwen3"
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call to be timed. Both callables can be captured in a CUDA graph."""
+
+    name: str
+    run: Callable[[], object]
+    reference: Callable[[], object] | None  # the torch code, where there is some worth a time
+    num_bytes: int  # that must be read and written at least
+    num_operations: int = 0  # where they, not the bytes, set the limit
+
+
+def norm_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+
+    size, pdl = problem.size("hidden_size"), problem.pdl
+    norm = filled_norm(problem, size)
+    x, residual = problem.random(problem.num_rows, size), problem.random(problem.num_rows, size)
+    yield Case(
+        "rms_norm",
+        lambda: rms_norm(x, norm.weight, norm.eps, pdl=pdl),
+        lambda: norm(x),
+        nbytes(x, x, norm.weight),
+    )
+    delta = x * 1e-3  # the residual takes it up at each call
+    yield Case(
+        "add_rms_norm",
+        lambda: add_rms_norm(delta, residual, norm.weight, norm.eps, pdl=pdl),
+        lambda: norm.add(delta, residual),
+        nbytes(x, x, x, x, norm.weight),
+    )
+
+
+def activation_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.triton_activation import silu_mul
+
+    gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
+    yield Case(
+        "silu_mul",
+        lambda: silu_mul(gate_up, pdl=problem.pdl),
+        lambda: mlp.silu_mul(gate_up),
+        nbytes(gate_up) * 3 // 2,
+    )
+
+
+def heads_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.triton_heads import turn_and_store
+
+    num_rows, head_dim = problem.num_rows, problem.size("head_dim")
+    num_kv_heads = problem.size("num_key_value_heads")
+    counts = (problem.size("num_attention_heads"), num_kv_heads, num_kv_heads)
+    qkv = problem.random(num_rows, sum(counts) * head_dim)
+    positions = torch.arange(num_rows, device="cuda") + 1000
+    kv_index = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
+    pages = (num_rows // PAGE_SIZE + 2, PAGE_SIZE, num_kv_heads, head_dim)
+    kv = LayerKV(problem.random(*pages), problem.random(*pages))
+    frequencies = torch.logspace(0, -6, head_dim // 2, device="cuda")
+    rope = RotaryEmbedding(frequencies, MAX_SEQ_LEN)
+    q_norm, k_norm = filled_norm(problem, head_dim), filled_norm(problem, head_dim)
+    weights = (q_norm.weight, k_norm.weight) if problem.normed_heads else (None, None)
+    decodes = DecodeRows(qkv.new_empty(num_rows, 0), qkv.new_empty(num_rows), longest=0)
+    chunks = ChunkRows(qkv.new_empty(0, 0), (), ())
+    inputs = StepInputs(positions, positions, kv_index, decodes, chunks)
+    rotation, attention = rope(positions), Attention(NoAttention(), NoAttention())
+
+    def reference() -> Tensor:
+        q, k, v = qkv.view(num_rows, -1, head_dim).split(counts, dim=1)
+        if problem.normed_heads:
+            q, k = q_norm(q), k_norm(k)
+        return attention(rotation.apply(q), rotation.apply(k), v, kv, inputs, 1.0)
+
+    yield Case(
+        "turn_and_store",
+        lambda: turn_and_store(
+            qkv, positions, rope.table, kv_index, kv.k, kv.v, *weights, 1e-6, pdl=problem.pdl
+        ),
+        reference,
+        nbytes(qkv, qkv, positions, kv_index) + num_rows * head_dim * 4,
+    )
+
+
+FAMILIES: dict[str, Callable[[Problem], Iterator[Case]]] = {
+    "norm": norm_cases,
+    "activation": activation_cases,
+    "heads": heads_cases,
+}
+
+
+class NoAttention:
+    """Returns the queries, so that the write to the cache is all that is timed."""
+
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+        return q
+
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+        return q
+
+
+def filled_norm(problem: Problem, size: int) -> RMSNorm:
+    norm = RMSNorm(size, eps=1e-6).to("cuda", problem.dtype)
+    norm.weight.copy_(problem.random(size))
+    return norm
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def time_s(run: Callable[[], object]) -> float:
+    """Seconds of one call: the median over replays, each of a graph of several calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):  # compiles, too
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            run()
+    for _ in range(WARM_UP):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def report(case: Case, num_rows: int) -> None:
+    took_s = time_s(case.run)
+    limit_s = max(case.num_bytes / BYTES_PER_S, case.num_operations / OPERATIONS_PER_S)
+    line = f"{case.name:16}{num_rows:>7}{took_s * 1e6:>10.2f}{limit_s * 1e6:>10.2f}"
+    line += f"{case.num_bytes / took_s / 1e12:>8.2f}"
+    rate = case.num_operations / took_s / 1e12
+    line += f"{rate:>9.0f}" if rate else " " * 9
+    if case.reference is not None:
+        reference_s = time_s(case.reference)
+        line += f"{reference_s * 1e6:>10.2f}{reference_s / took_s:>7.1f}x"
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    models = ["Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B"]
+    rows = [1, 8, 32, 256, 2048, 16384]
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=models)
+    parser.add_argument("--rows", nargs="+", type=int, default=rows)
+    parser.add_argument("--only", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--no-pdl", dest="pdl", action="store_false", help="no launches overlap")
+    args = parser.parse_args()
+
+    torch.set_grad_enabled(False)
+    print(f"{torch.cuda.get_device_name()}, {args.dtype}, overlapping launches: {args.pdl}")
+    for model in args.models:
+        print(f"\n{model}")
+        print(HEADER)
+        for family in args.only:
+            for num_rows in args.rows:
+                problem = Problem(model, num_rows, getattr(torch, args.dtype), args.pdl)
+                for case in FAMILIES[family](problem):
+                    report(case, num_rows)
+
+
+if __name__ == "__main__":
+    main()

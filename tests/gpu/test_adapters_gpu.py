@@ -1,0 +1,231 @@
+"""The adapters on a GPU, with the packages themselves, against TorchAttention in float32."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from paged import page_table
+from torch import Tensor
+
+from minisgl.attention.backends import available_backends, make_attention
+from minisgl.attention.base import (
+    Attention,
+    AttentionShape,
+    ChunkRows,
+    DecodeRows,
+    LayerKV,
+    StepInputs,
+)
+from minisgl.attention.torch_backend import TorchAttention
+
+pytestmark = pytest.mark.gpu
+
+ERRORS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(ERRORS), ids=str)
+NAMES = pytest.mark.parametrize("name", ["fi", "trtllm", "fa"])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer of one step. Slots that no request wrote hold large numbers."""
+
+    kv: LayerKV
+    shape: AttentionShape
+    q: Tensor
+    inputs: StepInputs
+
+    @staticmethod
+    def of(
+        lengths: list[int],
+        chunks: list[tuple[int, int]],
+        page_size: int,
+        heads: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> Step:
+        """lengths: of the decode rows; chunks: (tokens before it, tokens in it)."""
+        torch.manual_seed(0)
+        num_heads, num_kv_heads, head_dim = heads
+        device = torch.device("cuda")
+        sums = lengths + [sum(chunk) for chunk in chunks]
+        counts = [math.ceil(length / page_size) for length in sums]
+        free = random.Random(1).sample(range(1, sum(counts) + 2), sum(counts))
+        pages = [[free.pop() for _ in range(count)] for count in counts]
+        shape = (sum(counts) + 2, page_size, num_kv_heads, head_dim)
+        caches = torch.randn(2, *shape, device=device).to(dtype)
+        for row, length in zip(pages, sums, strict=True):
+            if length % page_size:
+                caches[:, row[-1], length % page_size :] = 1000
+        caches[:, 0] = 1000
+        decodes = DecodeRows(
+            page_table(pages[: len(lengths)]).to(device),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            max(lengths, default=0),
+            lengths_host=lengths,
+        )
+        starts, num_queries = zip(*chunks, strict=True) if chunks else ((), ())
+        rows = ChunkRows(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return Step(
+            kv=LayerKV(*caches),
+            shape=AttentionShape(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                dtype=dtype,
+            ),
+            q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
+                dtype
+            ),
+            inputs=StepInputs(nothing, nothing, nothing, decodes, rows),
+        )
+
+    def attend(self, attention: Attention, kv: LayerKV, q: Tensor) -> Tensor:
+        num_decodes = self.inputs.decodes.num_rows
+        scale = 1.5 * self.shape.head_dim**-0.5  # peaked, and not the packages' default
+        parts = []
+        if num_decodes:
+            decode = attention.decode_backend.decode
+            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, scale))
+        if num_decodes < len(q):
+            prefill = attention.prefill_backend.prefill
+            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, scale))
+        return torch.cat(parts)
+
+    def expected(self) -> Tensor:
+        """From float32 copies of the same numbers."""
+        reference = TorchAttention()
+        kv = LayerKV(self.kv.k.float(), self.kv.v.float())
+        return self.attend(Attention(reference, reference), kv, self.q.float())
+
+
+def require(name: str, heads: tuple[int, int, int], page_size: int) -> None:
+    names, missing = available_backends(torch.cuda.get_device_capability(), heads[2], "bfloat16")
+    for part in name.split(","):
+        if part not in names:
+            pytest.skip(missing[part])
+    if "trtllm" in name and page_size not in (16, 32, 64):
+        pytest.skip("trtllm has pages of 16, 32 or 64 tokens")
+    if "fa" in name.split(","):
+        from minisgl.attention.flash_backend import FlashAttention
+
+        if page_size % FlashAttention().page_multiple:
+            pytest.skip("flash-attn 2 has pages of a multiple of 256 tokens")
+
+
+def check_close(out: Tensor, expected: Tensor) -> None:
+    assert out.shape == expected.shape and out.isfinite().all()
+    error = (out.float() - expected).abs().max()
+    assert error < ERRORS[out.dtype] * expected.abs().max().clamp(min=1)
+
+
+def check(name: str, step: Step) -> None:
+    require(name, (0, 0, step.shape.head_dim), step.shape.page_size)
+    prefill, *decode = name.split(",")
+    attention = make_attention(prefill, decode[0] if decode else prefill, step.shape)
+    attention.begin(step.inputs)
+    for _ in range(2):
+        check_close(step.attend(attention, step.kv, step.q), step.expected())
+
+
+@NAMES
+@DTYPES
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (64, 8), (28, 4), (8, 8)], ids=str)
+def test_mixed_steps(name: str, dtype: torch.dtype, page_size: int, heads: tuple[int, int]) -> None:
+    lengths = [1, 15, 16, 17, 64, 65, 800, 3000]
+    chunks = [(0, 1), (0, 130), (64, 64), (511, 2), (1000, 300)]
+    check(name, Step.of(lengths, chunks, page_size, (*heads, 128), dtype))
+
+
+@NAMES
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_head_dims(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    page_size = 256 if name == "fa" else 64
+    check(name, Step.of([5, 700], [(60, 70)], page_size, (16, 4, head_dim), dtype))
+
+
+@NAMES
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [20_000], [3 * i + 1 for i in range(256)]])
+def test_decode_alone(name: str, lengths: list[int]) -> None:
+    page_size = 256 if name == "fa" else 64
+    check(name, Step.of(lengths, [], page_size, (32, 8, 128), torch.bfloat16))
+
+
+@NAMES
+@pytest.mark.parametrize("chunks", [[(0, 1)], [(63, 1), (64, 1)], [(0, 8192)], [(4096, 1000)]])
+def test_chunks_alone(name: str, chunks: list[tuple[int, int]]) -> None:
+    page_size = 256 if name == "fa" else 64
+    check(name, Step.of([], chunks, page_size, (32, 8, 128), torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["fi,trtllm", "trtllm,fi", "torch,fi", "fi,torch"])
+def test_pairs(name: str) -> None:
+    check(name, Step.of([5, 700], [(60, 70)], 64, (16, 8, 128), torch.bfloat16))
+
+
+def busy(seconds: float = 0.3) -> None:
+    """Keep the stream occupied, so that what is queued behind waits."""
+    torch.cuda._sleep(int(seconds * 1.5e9))
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (40, 8)], ids=str)
+def test_plans_neither_wait_nor_overwrite_each_other(heads: tuple[int, int]) -> None:
+    """Three steps are planned and queued while the stream is held up."""
+    require("fi", (*heads, 128), 64)
+    lengths = [[700, 5], [64, 1300], [1, 2000]]
+    chunks = [[(0, 100)], [(640, 7)], [(5, 64)]]
+    steps = [
+        Step.of(n, c, 64, (*heads, 128), torch.bfloat16)
+        for n, c in zip(lengths, chunks, strict=True)
+    ]
+    attention = make_attention("fi", "fi", steps[0].shape)
+    for step in steps:  # compile, and make every wrapper
+        attention.begin(step.inputs)
+        step.attend(attention, step.kv, step.q)
+    torch.cuda.synchronize()
+    busy()
+    held = torch.cuda.Event()
+    held.record()
+    outputs = []
+    for step in steps:
+        attention.begin(step.inputs)
+        outputs.append(step.attend(attention, step.kv, step.q))
+    assert not held.query(), "planning waited for the device"
+    for out, step in zip(outputs, steps, strict=True):
+        check_close(out, step.expected())
+
+
+@pytest.mark.parametrize("name", ["trtllm", "fa"])
+@pytest.mark.parametrize("num_rows", [1, 7, 64])
+def test_decode_in_a_graph_with_other_lengths(name: str, num_rows: int) -> None:
+    """Captured once over the widest table, replayed for short and long rows."""
+    page_size = 256 if name == "fa" else 64
+    heads = (16, 8, 128)
+    require(name, heads, page_size)
+    longest = 4096
+    make: Callable[[int], list[int]] = lambda length: [  # noqa: E731
+        max(1, length - 3 * row) for row in range(num_rows)
+    ]
+    step = Step.of(make(longest), [], page_size, heads, torch.bfloat16)
+    attention = make_attention(name, name, step.shape)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        attention.begin(step.inputs)
+        step.attend(attention, step.kv, step.q)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step.attend(attention, step.kv, step.q)
+    for length in (longest, 100, 1, 65, 2000, longest):
+        step.inputs.decodes.lengths.copy_(torch.tensor(make(length), dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        check_close(out, step.expected())

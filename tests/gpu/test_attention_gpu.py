@@ -1,0 +1,133 @@
+"""The Triton kernels on a GPU: every dtype, long rows, large batches and CUDA graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attention_cases import (
+    Shape,
+    assert_close,
+    check_decode,
+    check_prefill,
+    in_float32,
+    paged_cache,
+)
+
+from minisgl.attention.base import ChunkRows, DecodeRows
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.triton_backend import TritonAttention
+from minisgl.kernels.triton_attention import DecodeTiles
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+GROUPS = [1, 2, 4, 5, 7, 8, 16]
+LANES = DecodeTiles(block_n=32, num_warps=4, num_stages=4, use_dot=False, min_share=128)
+BY_LANES = TritonAttention(LANES)
+
+
+def cuda(group: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Shape:
+    return Shape(group, head_dim, page_size, num_kv_heads=4, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_every_head_size_and_page_size(head_dim: int, page_size: int, dtype: torch.dtype) -> None:
+    shape = cuda(4, head_dim, page_size, dtype)
+    check_decode(TritonAttention(), shape, [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 1000])
+    check_prefill(TritonAttention(), shape, [(0, 1), (0, 64), (63, 66), (300, 129), (1000, 1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group(group: int, dtype: torch.dtype) -> None:
+    shape = cuda(group, 128, 16, dtype)
+    check_decode(TritonAttention(), shape, [1, 31, 32, 33, 500, 2047])
+    check_prefill(TritonAttention(), shape, [(0, 300), (17, 40), (511, 2), (5, 1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_decode_on_cuda_cores(head_dim: int, group: int, dtype: torch.dtype) -> None:
+    shape = cuda(group, head_dim, 16, dtype)
+    check_decode(BY_LANES, shape, [1, 31, 32, 33, 128, 129, 500, 2047])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 8, 33, 256])
+def test_batches(num_rows: int, dtype: torch.dtype) -> None:
+    draw = random.Random(num_rows)
+    lengths = [draw.randint(1, 1500) for _ in range(num_rows)]
+    check_decode(TritonAttention(), cuda(2, 128, 64, dtype), lengths)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_beside_short_ones(dtype: torch.dtype) -> None:
+    for page_size in (1, 64):
+        shape = cuda(4, 128, page_size, dtype)
+        check_decode(TritonAttention(), shape, [32768, 1, 100, 20001])
+        check_prefill(TritonAttention(), shape, [(32000, 65), (0, 3000), (7000, 1)])
+
+
+def test_the_same_bits_every_time() -> None:
+    """Whichever split of a row arrives last."""
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    kv, table = paged_cache(shape, [3000, 700, 129] * 5)
+    lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")
+    rows, q, backend = DecodeRows(table, lengths, 3000), shape.queries(15), TritonAttention()
+    first = backend.decode(q, kv, rows, shape.scale)
+    for _ in range(200):
+        assert torch.equal(backend.decode(q, kv, rows, shape.scale), first)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    draw = random.Random(0)
+    longest = [draw.randint(1, 4000) for _ in range(15)] + [32768]
+    kv, full_table = paged_cache(shape, longest)
+    limits = torch.tensor(longest, device="cuda")
+    table = torch.zeros_like(full_table[:num_rows])  # the scratch page, as of padded rows
+    lengths = torch.ones(num_rows, dtype=torch.int32, device="cuda")
+    q = shape.queries(num_rows)
+    backend, rows = TritonAttention(), DecodeRows(table, lengths, 32768)
+    kv.k[0], kv.v[0] = 0, 0
+    backend.decode(q, kv, rows, shape.scale)  # compiles, and makes the workspace
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.decode(q, kv, rows, shape.scale)
+    for turn in range(6):
+        # The longest row first, whole: then everything that it left behind must not matter.
+        order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
+        order = order.to("cuda")
+        shares = torch.rand(num_rows, device="cuda") if turn else 1
+        table.copy_(full_table[order])
+        lengths.copy_((limits[order] * shares).clamp(min=1))
+        q.copy_(torch.randn_like(q))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
+        assert torch.equal(out, backend.decode(q, kv, rows, shape.scale))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_device_is_never_waited_for() -> None:
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    kv, table = paged_cache(shape, [300, 40])
+    lengths = torch.tensor([300, 40], dtype=torch.int32, device="cuda")
+    q, chunks, backend = shape.queries(2), shape.queries(60), TritonAttention()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            backend.decode(q, kv, DecodeRows(table, lengths, 300), shape.scale)
+            rows = ChunkRows(table, (260, 20), (40, 20))
+            backend.prefill(chunks, kv, rows, shape.scale)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

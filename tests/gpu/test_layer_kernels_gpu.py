@@ -1,0 +1,118 @@
+"""The Triton kernels of the layers on a GPU, at the sizes of real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from layer_cases import Heads, check_add_rms_norm, check_heads, check_rms_norm, check_silu_mul, send
+
+from minisgl.kernels.triton_activation import silu_mul
+from minisgl.kernels.triton_heads import turn_and_store
+from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ROWS = [1, 3, 17, 256, 1023, 2048]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 100, 1024, 2560, 4096, 5120, 8192])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_rms_norm(num_rows, size, dtype, GPU)
+    check_add_rms_norm(num_rows, size, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [37, 3072, 9728, 14336, 17408])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_silu_mul(num_rows, size, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(14, 2, 64), (16, 8, 128), (40, 8, 128), (64, 8, 128), (5, 1, 128), (32, 8, 96), (8, 4, 256)],
+)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_heads(
+    num_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    check_heads(num_rows, Heads(num_heads, num_kv_heads, head_dim, normed), 16, dtype, GPU)
+
+
+def test_places_past_two_to_the_31() -> None:
+    """Rows so far into a tensor that their distance from its start needs 64 bits."""
+    num_rows, size = 2**31 // 51200 + 20, 25600
+    gate_up = torch.randn(num_rows, 2 * size, device=GPU, dtype=torch.bfloat16)
+    out = silu_mul(gate_up)
+    assert torch.equal(out[-9:], silu_mul(gate_up[-9:].contiguous()))
+
+
+def test_the_kv_cache_past_two_to_the_31() -> None:
+    num_heads, head_dim, page_size = 8, 128, 16
+    num_pages = 2**31 // (page_size * num_heads * head_dim) + 2
+    shape = (2, num_pages, page_size, num_heads, head_dim)
+    k_cache, v_cache = torch.zeros(shape, dtype=torch.bfloat16, device=GPU)
+    qkv, table = torch.randn(1, 3 * num_heads * head_dim), torch.ones(4, head_dim)
+    last = torch.tensor([num_pages * page_size - 1])
+    qkv_there, table_there, zero, slot = send(
+        GPU, qkv.bfloat16(), table, torch.zeros_like(last), last
+    )
+    turn_and_store(qkv_there, zero, table_there, slot, k_cache, v_cache)
+    value = qkv_there[0, -num_heads * head_dim :].view(num_heads, head_dim)
+    assert torch.equal(v_cache[-1, -1], value)
+
+
+def test_overlapping_launches_in_a_graph() -> None:
+    """A chain in which each kernel reads what the one before wrote, with every launch overlapping
+    the next, gives to the bit what it gives without."""
+    num_rows, num_heads, head_dim, num_layers = 48, 16, 128, 30
+    size = num_heads * head_dim
+    x, weight, table = send(
+        GPU,
+        torch.randn(num_rows, size).bfloat16(),
+        (1 + 0.1 * torch.randn(size)).bfloat16(),
+        torch.rand(64, head_dim),
+    )
+    rows = torch.arange(num_rows)
+    head_weight, positions, slots = send(GPU, torch.ones(head_dim).bfloat16(), rows, rows + 16)
+    caches = torch.zeros(2, 4, 16, 1, head_dim, dtype=torch.bfloat16, device=GPU)
+    gate, keys = x.flip(0).contiguous(), x[:, : 2 * head_dim].contiguous()
+    residual = torch.empty_like(x)
+
+    def chain(*, pdl: bool) -> torch.Tensor:
+        residual.copy_(x)
+        delta = rms_norm(residual, weight, 1e-6, pdl=pdl)
+        for _ in range(num_layers):
+            normed, _ = add_rms_norm(delta, residual, weight, 1e-6, pdl=pdl)
+            qkv = torch.cat((normed, keys), dim=1)
+            q = turn_and_store(
+                qkv, positions, table, slots, *caches, head_weight, head_weight, 1e-6, pdl=pdl
+            )
+            normed, _ = add_rms_norm(q.flatten(1), residual, weight, 1e-6, pdl=pdl)
+            normed = rms_norm(normed, weight, 1e-6, pdl=pdl)
+            delta = silu_mul(torch.cat((gate, normed), dim=1), pdl=pdl)
+        return torch.cat((delta, residual))
+
+    wanted = chain(pdl=False).clone()
+    chain(pdl=True)  # compiled before it is captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(pdl=True)
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got, wanted)

@@ -1,0 +1,81 @@
+"""The Triton kernels of the layers: on a GPU where there is one, or else in Triton's interpreter.
+
+bfloat16 is left to tests/gpu, since the interpreter's is not exact.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton")
+
+from layer_cases import Heads, check_add_rms_norm, check_heads, check_rms_norm, check_silu_mul
+
+from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options
+
+pytestmark = [
+    # What overflows on the way becomes 0 or infinity in numpy too, but it says so.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16]
+SIZES = [64, 100, 1000, 1024, 1536]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_rms_norm(num_rows, size, dtype, DEVICE)
+    check_add_rms_norm(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 96, 1024, 1500])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_silu_mul(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 4, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128), (40, 8, 128), (6, 2, 96), (4, 1, 256)],
+)
+@pytest.mark.parametrize(("num_rows", "page_size"), [(1, 16), (3, 1), (17, 4)])
+def test_heads(
+    num_rows: int,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(num_heads, num_kv_heads, head_dim, normed)
+    check_heads(num_rows, heads, page_size, dtype, DEVICE)
+
+
+def test_many_rows() -> None:
+    """The programs that take more at a time, with some left over at the end."""
+    num_rows = MANY_ROWS + 3
+    check_rms_norm(num_rows, 100, torch.float16, DEVICE)
+    check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
+    check_silu_mul(num_rows, 100, torch.float16, DEVICE)
+
+
+def test_no_rows() -> None:
+    check_rms_norm(0, 64, torch.float32, DEVICE)
+    check_heads(0, Heads(4, 2, 64, True), 16, torch.float32, DEVICE)
+
+
+def test_launches_overlap_on_no_cpu() -> None:
+    assert pdl_options(torch.device("cpu"), True) == {"pdl": False}

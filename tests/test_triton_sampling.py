@@ -1,0 +1,238 @@
+"""The Triton sampling kernels in Triton's interpreter, against the torch reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from sampling_cases import FULL, MIXED, PLAIN, Batch, random_logits
+
+from minisgl.kernels import triton_sampling as kernels
+from minisgl.kernels.philox import philox4x32, uniform
+from minisgl.kernels.triton_sampling import SampleWorkspace, sample, sample_full
+from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABS = (5, 97, 1000, 2048, 5000)
+
+
+@triton.jit
+def _noise_kernel(words, gumbel, most, rank, seed, index, first, QUADS: tl.constexpr):  # noqa: N803
+    quads = first + tl.arange(0, QUADS)
+    drawn = kernels._words(seed, index, quads)
+    ids = kernels._ids(quads) - first * 4
+    tl.store(words + ids, drawn.to(tl.int64))
+    noise = kernels._gumbel(drawn)
+    tl.store(gumbel + ids, noise)
+    tl.store(most + ids, kernels._most_gumbel(drawn))
+    ranks = kernels._rank(noise, ids)
+    tl.store(rank + ids, tl.where(kernels._value_of(ranks) == noise, kernels._id_of(ranks), -1))
+
+
+@triton.jit
+def _weight_kernel(gaps, weights, SIZE: tl.constexpr):  # noqa: N803
+    place = tl.arange(0, SIZE)
+    tl.store(weights + place, kernels._weight(tl.load(gaps + place)))
+
+
+@triton.jit
+def _most_kernel(words, gumbel, most, SIZE: tl.constexpr):  # noqa: N803
+    place = tl.arange(0, SIZE)
+    drawn = tl.load(words + place).to(tl.uint32)
+    tl.store(gumbel + place, kernels._gumbel(drawn))
+    tl.store(most + place, kernels._most_gumbel(drawn))
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
+@pytest.mark.parametrize(("index", "first"), [(0, 0), (7, 128), (2**31 - 1, 37_000)])
+def test_words_and_noise_are_those_of_the_reference(seed: int, index: int, first: int) -> None:
+    count = 256
+    words = torch.empty(count, dtype=torch.int64, device=DEVICE)
+    gumbel, most = torch.empty(2, count, device=DEVICE)
+    ids = torch.empty(count, dtype=torch.int32, device=DEVICE)
+    _noise_kernel[(1,)](words, gumbel, most, ids, seed, index, first, QUADS=count // 4)
+    quads, zero = first + torch.arange(count // 4), torch.zeros(1, dtype=torch.int64)
+    key = (torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([(seed >> 32) & 0xFFFFFFFF]))
+    wanted = philox4x32((quads, torch.tensor([index]), zero, zero), key)
+    assert torch.equal(words.cpu(), torch.stack(wanted, dim=-1).flatten())
+    numbers = uniform(torch.tensor([seed]), torch.tensor([index]), (first + count // 4) * 4)
+    expected = -(-numbers[0, first * 4 :].log()).log()
+    torch.testing.assert_close(gumbel.cpu(), expected, atol=2e-6, rtol=1e-6)
+    assert (most >= gumbel).all()
+    assert torch.equal(ids.cpu(), torch.arange(count, dtype=torch.int32))
+
+
+def test_the_bound_holds_and_is_tight_for_the_largest_words() -> None:
+    size = 4096
+    for top in (0, 2**32 - size * 512, 2**32 - 1 - size, 2**31):
+        step = 512 if top in (0, 2**32 - size * 512) else 1
+        words = top + torch.arange(size, device=DEVICE) * step
+        gumbel, most = torch.empty(2, size, device=DEVICE)
+        _most_kernel[(1,)](words, gumbel, most, SIZE=size)
+        assert (most >= gumbel + 5e-5).all()
+        if top == 2**32 - size * 512:
+            assert (most[:-64] - gumbel[:-64]).max() < 0.08
+
+
+def test_weights_are_those_of_the_reference() -> None:
+    gaps = torch.cat([-torch.rand(4092) * 29, torch.tensor([0.0, -0.0, -torch.inf, -1e30])])
+    weights = torch.empty(4096, dtype=torch.int64, device=DEVICE)
+    _weight_kernel[(1,)](gaps.to(DEVICE), weights, SIZE=4096)
+    wanted = (gaps.double().exp() * 2.0**40).long()
+    assert weights[-4:].tolist() == [2**40, 2**40, 0, 0]
+    close = (weights.cpu() - wanted).abs() <= wanted * 2.0**-22 + 1
+    assert close.all()
+
+
+@pytest.mark.parametrize("vocab_size", VOCABS)
+@pytest.mark.parametrize("kind", PLAIN)
+def test_tokens_are_those_of_the_reference(kind: str, vocab_size: int) -> None:
+    logits = random_logits(9, vocab_size, seed=vocab_size).to(DEVICE)
+    batch = Batch.of(PLAIN[kind], 9, logits)
+    assert batch.check(batch.run()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_read_as_they_are(dtype: torch.dtype) -> None:
+    batch = Batch.of(MIXED, 17, random_logits(17, 1000, dtype=dtype).to(DEVICE))
+    assert batch.check(batch.run()) == 0
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5000), (3, 97), (17, 2100)])
+def test_a_row_is_the_same_alone_and_in_any_batch(rows: int, vocab_size: int) -> None:
+    batch = Batch.of(MIXED, rows, random_logits(rows, vocab_size, seed=3, scale=1.0).to(DEVICE))
+    tokens = batch.run()
+    assert batch.check(tokens) == 0
+    for row in range(rows):
+        assert batch.run(rows=[row]) == tokens[row]
+    order = list(range(rows))[::-1]
+    assert torch.equal(batch.run(rows=order), tokens[order])
+
+
+def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may have one tile or all of a row."""
+    batch = Batch.of(MIXED, 6, random_logits(6, 9000, seed=5).to(DEVICE))
+    tokens = batch.run()
+    for programs in (6, 12):
+        monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+        assert torch.equal(batch.run(), tokens)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5, 50.0])
+def test_equal_logits_are_taken_by_their_ids(value: float) -> None:
+    logits = torch.full((len(MIXED), 1000), value, device=DEVICE)
+    batch = Batch.of(MIXED, len(MIXED), logits)
+    assert batch.check(batch.run()) == 0
+    greedy = Batch.of([SamplingParams(temperature=0)], 2, logits[:2])
+    assert greedy.run().tolist() == [0, 0]
+
+
+def test_two_values_with_the_cut_among_the_equals() -> None:
+    """The k-th token, and the one that reaches top_p, have hundreds of equals."""
+    logits = torch.zeros(12, 4500, device=DEVICE)
+    logits[:, 1234::1500] = 2.0
+    params = [
+        SamplingParams(top_k=5),
+        SamplingParams(top_k=66),
+        SamplingParams(top_k=5, top_p=0.8),
+        SamplingParams(top_k=80, top_p=0.97),
+        SamplingParams(top_p=0.02),
+        SamplingParams(top_p=0.9),
+    ]
+    batch = Batch.of(params, 12, logits)
+    assert batch.check(batch.run()) == 0
+
+
+def test_all_but_one_token_masked() -> None:
+    logits = torch.full((len(MIXED), 300), -torch.inf, device=DEVICE)
+    logits[:, 250] = -5.0
+    assert Batch.of(MIXED, len(MIXED), logits).run().tolist() == [250] * len(MIXED)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan])
+def test_nothing_to_choose_from_is_never_an_id_beyond(value: float) -> None:
+    logits = torch.full((len(MIXED), 300), value, device=DEVICE)
+    tokens = Batch.of(MIXED, len(MIXED), logits).run()
+    assert ((tokens >= 0) & (tokens < 300)).all()
+
+
+def test_samples_spread_over_what_is_kept() -> None:
+    """The noise belongs to the seed and index: distinct ones draw distinct tokens."""
+    logits = torch.zeros(32, 128, device=DEVICE)
+    batch = Batch.of([SamplingParams(top_k=4)], 32, logits)
+    tokens = batch.run()
+    assert batch.check(tokens) == 0
+    assert set(tokens.tolist()) == set(range(4))
+
+
+class TestFull:
+    @pytest.mark.parametrize("vocab_size", VOCABS)
+    def test_tokens_history_and_logprobs(self, vocab_size: int) -> None:
+        batch = Batch.of(FULL, 12, random_logits(12, vocab_size, seed=8).to(DEVICE))
+        space = SampleWorkspace(12, vocab_size, batch.logits.device, full=True)
+        tokens = torch.empty(12, dtype=torch.int64, device=DEVICE)
+        history = batch.sampler._history
+        assert history is not None
+        for step in range(3):
+            wanted = batch.perturbed()
+            before = history.output_counts.clone()
+            sample_full(
+                batch.logits, batch.slots, batch.output_index, batch.tables(), space, tokens
+            )
+            after = history.output_counts.clone()
+            history.output_counts.copy_(before)
+            assert batch.check(tokens) == 0, step
+            assert torch.equal(wanted.argmax(-1), tokens)
+            batch.check_scores(space, tokens)
+            history.count(batch.slots, tokens)
+            for row, slot in enumerate(batch.slots.tolist()):
+                if batch.sampler._needs[slot].penalties:
+                    assert torch.equal(after[slot], history.output_counts[slot]), row
+            batch.output_index.add_(1)
+
+    def test_plain_rows_are_those_of_the_plain_variant(self) -> None:
+        batch = Batch.of(MIXED, 17, random_logits(17, 700, seed=9).to(DEVICE))
+        assert torch.equal(batch.run(full=True), batch.run())
+
+    def test_scores_are_the_same_alone_and_batched(self) -> None:
+        batch = Batch.of(FULL, 6, random_logits(6, 5000, seed=4).to(DEVICE))
+        space = SampleWorkspace(6, 5000, batch.logits.device, full=True)
+        tokens = torch.empty(6, dtype=torch.int64, device=DEVICE)
+        args = (batch.logits, batch.slots, batch.output_index)
+        scores = sample_full(*args, batch.tables(), space, tokens)
+        alone = SampleWorkspace(1, 5000, batch.logits.device, full=True)
+        for row in (0, 4, 5):
+            batch_of_one = [tensor[row, None] for tensor in args]
+            single = sample_full(*batch_of_one, batch.tables(), alone, tokens.new_empty(1))
+            assert torch.equal(single.top_logprobs[0, :1], scores.top_logprobs[row, :1])
+
+    def test_the_widest_request_and_its_masks(self) -> None:
+        vocab_size = 2 * MAX_LOGIT_BIAS
+        bias = dict.fromkeys(range(MAX_LOGIT_BIAS), -50.0)
+        params = SamplingParams(temperature=0, logit_bias=bias, min_tokens=2)
+        logits = torch.zeros(4, vocab_size, device=DEVICE)
+        logits[:, [1, 3]] = 90.0  # stop tokens, biased as well
+        batch = Batch.of([params], 4, logits)
+        tokens = batch.run(full=True)  # of output indices 0 to 3
+        assert tokens.tolist() == [MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, 1, 1]
+        assert batch.check(tokens) == 0
+
+
+def test_a_workspace_serves_smaller_batches_and_any_order_of_calls() -> None:
+    logits = random_logits(9, 2500, seed=2).to(DEVICE)
+    batch = Batch.of(MIXED, 9, logits)
+    tables, space = batch.tables(), SampleWorkspace(9, 2500, logits.device)
+    for rows in (9, 2, 9, 1):
+        tokens = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+        index = batch.output_index[:rows]
+        sample(logits[:rows], batch.slots[:rows], index, tables, space, tokens)
+        assert torch.equal(tokens, batch.run(rows=range(rows)))
