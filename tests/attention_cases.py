@@ -85,7 +85,7 @@ def check_prefill(
     """chunks: (tokens before it, tokens in it)."""
     kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed)
     starts, lengths = zip(*chunks, strict=True)
-    rows = ChunkRows(table, starts, lengths)
+    rows = ChunkRows.of(table, starts, lengths)
     q = shape.queries(rows.num_rows)
     out = backend.prefill(q, kv, rows, shape.scale)
     assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.scale), shape)

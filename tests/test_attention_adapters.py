@@ -23,7 +23,12 @@ from test_torch_attention import Cache
 from torch import Tensor
 
 from minisgl.attention import backends
-from minisgl.attention.backends import available_backends, make_attention
+from minisgl.attention.backends import (
+    available_backends,
+    choose,
+    flash_page_multiple,
+    make_attention,
+)
 from minisgl.attention.base import (
     Attention,
     AttentionBackend,
@@ -35,6 +40,7 @@ from minisgl.attention.base import (
     StepInputs,
 )
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import ATTENTION_BACKENDS
 
 SCALE = 0.3
 
@@ -430,7 +436,7 @@ class Case:
                 lengths_host=lengths,
             ),
             chunk_q=torch.randn(sum(num_queries), num_heads, head_dim),
-            chunks=ChunkRows(
+            chunks=ChunkRows.of(
                 page_table(cache.pages[len(lengths) :]),
                 tuple(start for start, _ in chunks),
                 num_queries,
@@ -598,15 +604,13 @@ def test_a_plan_stays_until_its_step_has_run(
 
 
 def test_rows_must_have_been_planned(packages: Callable[..., None]) -> None:
-    packages("fa3")
     case, other = (Case.of([5], [(0, 5)], 16, (2, 2, 16)) for _ in range(2))
-    for name in ("fi", "fa"):
-        attention = make_attention(name, name, case.shape)
-        with pytest.raises(RuntimeError, match="begin"):
-            case.attend(attention)
-        attention.begin(other.inputs())
-        with pytest.raises(RuntimeError, match="begin"):
-            case.attend(attention)
+    attention = make_attention("fi", "fi", case.shape)
+    with pytest.raises(RuntimeError, match="begin"):
+        case.attend(attention)
+    attention.begin(other.inputs())
+    with pytest.raises(RuntimeError, match="begin"):
+        case.attend(attention)
 
 
 def test_a_host_plan_needs_host_lengths(packages: Callable[..., None]) -> None:
@@ -704,21 +708,34 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_available_on_hopper(everything: None) -> None:
-    names, missing = available_backends((9, 0), 128, "bfloat16")
-    assert names == ("trtllm", "fi", "fa", "triton", "torch") and missing == {}
+    found = available_backends((9, 0), 128, 2)
+    assert found.prefill == ("fi", "trtllm", "triton", "fa", "torch")
+    assert found.decode == ("triton", "trtllm", "fa", "fi", "torch")
+    assert found.missing == {}
 
 
 def test_available_on_ampere(everything: None) -> None:
-    names, missing = available_backends((8, 0), 128, "float16")
-    assert names == ("fi", "fa", "triton", "torch")
-    assert missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
+    found = available_backends((8, 0), 128, 4)
+    assert found.prefill == ("fi", "triton", "fa", "torch")
+    assert found.decode == ("triton", "fa", "fi", "torch")
+    assert found.missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
 
 
 def test_available_for_odd_models(everything: None) -> None:
-    assert available_backends((9, 0), 96, "bfloat16")[0] == ("fa", "triton", "torch")
-    assert available_backends((9, 0), 128, "float32")[0] == ("triton", "torch")
-    names, missing = available_backends((7, 5), 128, "float16")
-    assert names == ("torch",) and "8.0" in missing["fi"]
+    found = available_backends((9, 0), 96, 7)
+    assert found.prefill == found.decode == ("triton", "fa", "torch")
+    found = available_backends((7, 5), 128, 1)
+    assert found.prefill == found.decode == ("torch",) and "8.0" in found.missing["fi"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("compute_capability", [None, (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("group", [1, 8, 64])
+def test_every_order_has_all_backends(
+    phase: str, compute_capability: tuple[int, int] | None, group: int
+) -> None:
+    order = choose(phase, compute_capability, group)
+    assert sorted(order) == sorted(ATTENTION_BACKENDS) and order[-1] == "torch"
 
 
 def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -726,33 +743,43 @@ def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError(f"{name} was imported")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    names, missing = available_backends(None, 128, "bfloat16")
-    assert names == ("torch",)
-    assert missing["fi"] == "fi needs a GPU" and len(missing) == 4
+    found = available_backends(None, 128, 2)
+    assert found.prefill == found.decode == ("torch",)
+    assert found.missing["fi"] == "fi needs a GPU" and len(found.missing) == 4
 
 
 def test_each_gap_has_its_reason(everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_finds_nvcc", lambda: False)
     installed = {"flashinfer", "triton", "flash_attn"}
     monkeypatch.setattr(backends, "_is_installed", lambda module: module in installed)
-    assert "nvcc" in available_backends((9, 0), 128, "bfloat16")[1]["fi"]
+    assert "nvcc" in available_backends((9, 0), 128, 2).missing["fi"]
     installed.add("flashinfer_jit_cache")  # kernels that come compiled
-    assert "fi" in available_backends((9, 0), 128, "bfloat16")[0]
+    assert "fi" in available_backends((9, 0), 128, 2).prefill
 
     for name, _ in FLASH.values():
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    names, missing = available_backends((9, 0), 128, "bfloat16")
-    assert names == ("triton", "torch")
-    assert missing["fa"].startswith("flash-attn does not import: no generation")
-    assert missing["fi"].startswith("flashinfer-python does not import: ")
+    found = available_backends((9, 0), 128, 2)
+    assert found.prefill == found.decode == ("triton", "torch")
+    assert found.missing["fa"].startswith("flash-attn does not import: no generation")
+    assert found.missing["fi"].startswith("flashinfer-python does not import: ")
 
     installed.clear()
-    names, missing = available_backends((9, 0), 128, "bfloat16")
-    assert names == ("torch",)
-    assert missing == {
+    found = available_backends((9, 0), 128, 2)
+    assert found.prefill == found.decode == ("torch",)
+    assert found.missing == {
         "fa": "flash-attn is not installed",
         "fi": "flashinfer-python is not installed",
         "trtllm": "flashinfer-python is not installed",
         "triton": "triton is not installed",
     }
+
+
+@pytest.mark.parametrize(
+    ("installed", "multiple"), [((), 1), (("fa2",), 256), (("fa2", "fa3"), 1)], ids=str
+)
+def test_page_multiple(
+    packages: Callable[..., None], installed: tuple[str, ...], multiple: int
+) -> None:
+    packages(*installed)
+    assert flash_page_multiple() == multiple

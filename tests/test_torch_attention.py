@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def check_prefill(
     cache = Cache([sum(chunk) for chunk in chunks], page_size, num_kv_heads, head_dim, dtype)
     starts, lengths = zip(*chunks, strict=True)
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
-    rows = ChunkRows(page_table(cache.pages), starts, lengths)
+    rows = ChunkRows.of(page_table(cache.pages), starts, lengths)
     out = TorchAttention().prefill(q, cache.kv, rows, scale=0.3)
     assert out.shape == q.shape and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
@@ -141,6 +142,28 @@ def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_backend, "_MAX_MASK_ELEMENTS", 1)
     check_decode([3, 17, 40], 16, (2, 2, 64))
     check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64))
+
+
+def test_the_arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer keys than rows and more, one head and several."""
+    monkeypatch.setattr(torch_backend, "_attend_fused", torch_backend._attend_plainly)
+    for heads in ((1, 1, 8), (2, 4, 64), (3, 7, 64)):
+        check_decode([1, 33, 200], 16, heads)
+        check_prefill([(0, 33), (57, 20), (32, 1), (100, 29)], 16, heads)
+    check_decode([1, 33, 200], 16, (2, 4, 64), torch.bfloat16)
+    check_prefill([(0, 33), (57, 20)], 16, (2, 4, 64), torch.bfloat16)
+
+
+def test_chunks_that_only_the_device_knows() -> None:
+    """Without the host's figures, with empty chunks, and with rows that belong to no chunk."""
+    torch.manual_seed(0)
+    cache = Cache([40, 5, 17], 16, 2, 64, torch.float32)
+    q = torch.randn(30, 4, 64)
+    known = ChunkRows.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
+    unknown = replace(known, starts=(), lengths=(), num_rows=30)
+    expected = TorchAttention().prefill(q[:22], cache.kv, known, scale=0.3)
+    out = TorchAttention().prefill(q, cache.kv, unknown, scale=0.3)
+    assert torch.equal(out[:22], expected)
 
 
 def test_many_rows() -> None:

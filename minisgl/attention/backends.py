@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.attention.base import Attention, AttentionBackend, AttentionShape
@@ -14,9 +15,25 @@ from minisgl.config import ATTENTION_BACKENDS
 
 ComputeCapability = tuple[int, int]
 
-# Best first. On Hopper trtllm decodes by XQA, without a plan, and prefills as fi does.
-_ON_HOPPER = ("trtllm", "fi", "fa", "triton", "torch")
-_ELSEWHERE = ("fi", "fa", "trtllm", "triton", "torch")
+# Which backends are best, in order, as measured on an H200: heads of 128, with 16, 32, 40 and 64
+# query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
+#
+# - decode, 256 rows of 800 tokens and 64 of 4,096: triton 3.9 to 4.1 TB/s at every ratio and page
+#   size, more than any other; 1 row of 800: 7.4 µs. fi was ahead by a fifth at 8 and 32 rows of 800
+#   (13.1 µs to 15.6, 33 to 39), before triton split rows as it does now; but it plans on the host,
+#   and no CUDA graph of it can be captured.
+# - prefill: fi, which is FlashAttention 3 there.
+#
+# trtllm prefills as fi does. fa comes late because generation 2 takes none but pages of 256 tokens.
+_MEASURED: tuple[tuple[str, int, range, tuple[str, ...]], ...] = (
+    # phase, major compute capability, query heads that share a KV head, best first
+    ("prefill", 9, range(1, 9), ("fi", "trtllm", "triton", "fa", "torch")),
+    ("decode", 9, range(1, 9), ("triton", "trtllm", "fa", "fi", "torch")),
+)
+_UNMEASURED = {
+    "prefill": ("fi", "trtllm", "triton", "fa", "torch"),
+    "decode": ("triton", "trtllm", "fa", "fi", "torch"),
+}
 
 _OLDEST = (8, 0)
 _TRTLLM_MAJORS = (9, 10, 12)
@@ -56,25 +73,56 @@ def _make(name: str, shape: AttentionShape | None) -> AttentionBackend:
             raise ValueError(f"no attention backend {name}; the config lets none through")
 
 
-def available_backends(
-    compute_capability: ComputeCapability | None, head_dim: int, dtype: str
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The backends that run such a model here, best first, and why the others do not.
+@dataclass(frozen=True, slots=True)
+class Available:
+    """The backends that run a model on this machine."""
 
-    compute_capability: of the GPU, None without one. Imports the packages, which takes seconds,
-    but compiles nothing.
+    prefill: tuple[str, ...]  # best first, as the next
+    decode: tuple[str, ...]
+    missing: dict[str, str]  # why the others do not
+
+
+def available_backends(
+    compute_capability: ComputeCapability | None, head_dim: int, group: int
+) -> Available:
+    """What runs a model in half precision here. In float32 compute triton and torch alone.
+
+    compute_capability: of the GPU, None without one; group: query heads that share a KV head.
+    Imports the packages, which takes seconds, but compiles nothing.
     """
-    order = _ON_HOPPER if compute_capability and compute_capability[0] == 9 else _ELSEWHERE
     missing = {
         name: reason
         for name in ATTENTION_BACKENDS
-        if (reason := _why_missing(name, compute_capability, head_dim, dtype)) is not None
+        if (reason := _why_missing(name, compute_capability, head_dim)) is not None
     }
-    return tuple(name for name in order if name not in missing), missing
+    prefill, decode = (
+        tuple(name for name in choose(phase, compute_capability, group) if name not in missing)
+        for phase in ("prefill", "decode")
+    )
+    return Available(prefill, decode, missing)
+
+
+def choose(phase: str, compute_capability: ComputeCapability | None, group: int) -> tuple[str, ...]:
+    """All backends for a phase, prefill or decode, best first, whether or not they run here."""
+    major = compute_capability[0] if compute_capability else 0
+    for its_phase, its_major, groups, order in _MEASURED:
+        if (its_phase, its_major) == (phase, major) and group in groups:
+            return order
+    return _UNMEASURED[phase]
+
+
+def flash_page_multiple() -> int:
+    """The pages of fa must have a multiple of so many tokens; 1 where it does not import."""
+    from minisgl.attention.flash_backend import load_kernels
+
+    try:
+        return load_kernels().page_multiple
+    except ImportError:
+        return 1
 
 
 def _why_missing(
-    name: str, compute_capability: ComputeCapability | None, head_dim: int, dtype: str
+    name: str, compute_capability: ComputeCapability | None, head_dim: int
 ) -> str | None:
     """One short sentence; None if nothing speaks against `name`."""
     if name == "torch":
@@ -87,14 +135,12 @@ def _why_missing(
         case "triton":
             return _why_not_importable("triton", "triton")
         case "fa":
-            return _why_no_flash(head_dim, dtype)
+            return _why_no_flash(head_dim)
         case _:
-            return _why_no_flashinfer(name, compute_capability, head_dim, dtype)
+            return _why_no_flashinfer(name, compute_capability, head_dim)
 
 
-def _why_no_flash(head_dim: int, dtype: str) -> str | None:
-    if dtype == "float32":
-        return "flash-attn computes in bfloat16 and float16 only"
+def _why_no_flash(head_dim: int) -> str | None:
     if head_dim % 8 or head_dim > _LARGEST_FLASH_HEAD_DIM:
         return f"flash-attn has no kernels for head_dim {head_dim}"
     if not any(_is_installed(module) for module in ("flash_attn", "flash_attn_interface")):
@@ -109,10 +155,8 @@ def _why_no_flash(head_dim: int, dtype: str) -> str | None:
 
 
 def _why_no_flashinfer(
-    name: str, compute_capability: ComputeCapability, head_dim: int, dtype: str
+    name: str, compute_capability: ComputeCapability, head_dim: int
 ) -> str | None:
-    if dtype == "float32":
-        return f"{name} computes in bfloat16 and float16 only"
     if head_dim not in _FLASHINFER_HEAD_DIMS:
         return f"FlashInfer has no kernels for head_dim {head_dim}"
     if name == "trtllm" and compute_capability[0] not in _TRTLLM_MAJORS:

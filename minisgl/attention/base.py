@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -49,15 +50,35 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Rows of whole chunks, one chunk behind the other."""
+    """Rows of whole chunks, one chunk behind the other.
+
+    In a captured step only the device knows the chunks: then the two tuples are empty, chunks of no
+    rows may follow the real ones, and rows that belong to no chunk, whose result nobody reads.
+    """
 
     page_table: Tensor  # [num_chunks, max_pages] int32; columns past a chunk's end are undefined
+    row_starts: Tensor  # [num_chunks + 1] int32: where each chunk's rows begin, and the last's end
+    ends: Tensor  # [num_chunks] int32: tokens attended to by the last row of each chunk
+    num_rows: int
     starts: tuple[int, ...]  # position of each chunk's first token
     lengths: tuple[int, ...]  # tokens in each chunk
 
-    @property
-    def num_rows(self) -> int:
-        return sum(self.lengths)
+    @staticmethod
+    def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> ChunkRows:
+        """The chunks that the host knows, copied to the device of the table without a wait."""
+        row_starts = list(itertools.accumulate(lengths, initial=0))
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        packed = torch.tensor(
+            row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda
+        ).to(page_table.device, non_blocking=True)
+        return ChunkRows(
+            page_table=page_table,
+            row_starts=packed[: len(row_starts)],
+            ends=packed[len(row_starts) :],
+            num_rows=row_starts[-1],
+            starts=tuple(starts),
+            lengths=tuple(lengths),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +134,11 @@ class Attention:
         if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):
             self.prefill_backend.plan_prefill(inputs.chunks)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: LayerKV, inputs: StepInputs, scale: float
-    ) -> Tensor:
-        """Write k and v ([num_rows, num_kv_heads, head_dim]) into the cache, then attend.
+    def __call__(self, q: Tensor, kv: LayerKV, inputs: StepInputs, scale: float) -> Tensor:
+        """Attend over the cache, where K and V of the rows are already.
 
         q: [num_rows, num_heads, head_dim]; returns the same shape.
         """
-        kv.k.view(-1, *kv.k.shape[2:]).index_copy_(0, inputs.kv_index, k)
-        kv.v.view(-1, *kv.v.shape[2:]).index_copy_(0, inputs.kv_index, v)
         num_decodes = inputs.decodes.num_rows
         if num_decodes == q.shape[0]:
             return self.decode_backend.decode(q, kv, inputs.decodes, scale)

@@ -3,60 +3,23 @@
 They differ in names and in what they take: generation 2 (Dao, arXiv 2307.08691; the package
 flash_attn) pages of a multiple of 256 tokens, 3 (Shah et al., arXiv 2407.08608; the module
 flash_attn_interface) and 4 (flash_attn.cute) pages of any size. All read page table and lengths
-on the device, so that decode needs no plan.
+on the device, so that there is nothing to plan.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkInputs:
-    """The chunks of a step as flash-attn takes them: int32 all, on the device."""
-
-    page_table: Tensor  # [num_chunks, max_pages]
-    query_starts: Tensor  # [num_chunks + 1]: where each chunk's queries begin
-    key_starts: Tensor  # [num_chunks + 1]: as if the keys lay one behind the other
-    key_lengths: Tensor  # [num_chunks]
-    most_queries: int  # of a chunk
-    most_keys: int
-
-    @staticmethod
-    def of(rows: ChunkRows) -> ChunkInputs:
-        """Copies to the device, and does not wait for it."""
-        ends = [start + length for start, length in zip(rows.starts, rows.lengths, strict=True)]
-        parts = (
-            list(itertools.accumulate(rows.lengths, initial=0)),
-            list(itertools.accumulate(ends, initial=0)),
-            ends,
-        )
-        packed = torch.tensor(
-            [value for part in parts for value in part],
-            dtype=torch.int32,
-            pin_memory=rows.page_table.is_cuda,
-        )
-        on_device = packed.to(rows.page_table.device, non_blocking=True)
-        query_starts, key_starts, key_lengths = on_device.split([len(part) for part in parts])
-        return ChunkInputs(
-            page_table=rows.page_table,
-            query_starts=query_starts,
-            key_starts=key_starts,
-            key_lengths=key_lengths,
-            most_queries=max(rows.lengths),
-            most_keys=max(ends),
-        )
 
 
 class _Kernels(Protocol):
@@ -70,28 +33,22 @@ class _Kernels(Protocol):
 
     def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor: ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, chunks: ChunkInputs, scale: float) -> Tensor: ...
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor: ...
 
 
 class FlashAttention:
-    """Implements AttentionBackend and PlansSteps, in float16 and bfloat16."""
+    """Implements AttentionBackend, in float16 and bfloat16.
+
+    Prefill must know on the host how long chunks are, hence no graph of it can be captured.
+    """
 
     def __init__(self) -> None:
         self._kernels = load_kernels()
-        self._planned: ChunkRows | None = None
-        self._chunks: ChunkInputs | None = None
 
     @property
     def page_multiple(self) -> int:
         """Pages must have a multiple of so many tokens."""
         return self._kernels.page_multiple
-
-    def plan_decode(self, rows: DecodeRows) -> None:
-        """Nothing to plan."""
-
-    def plan_prefill(self, rows: ChunkRows) -> None:
-        """Send what the layers share."""
-        self._planned, self._chunks = rows, ChunkInputs.of(rows)
 
     def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
@@ -99,9 +56,7 @@ class FlashAttention:
 
     def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        if self._chunks is None or rows is not self._planned:
-            raise RuntimeError("Attention.begin must plan a step's chunks before its first layer")
-        return self._kernels.prefill(q, kv, self._chunks, scale)
+        return self._kernels.prefill(q, kv, rows, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +82,19 @@ class _Generation2:
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, chunks: ChunkInputs, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
         out: Tensor = self.varlen(
             q,
             kv.k,
             kv.v,
-            cu_seqlens_q=chunks.query_starts,
-            cu_seqlens_k=chunks.key_starts,
-            max_seqlen_q=chunks.most_queries,
-            max_seqlen_k=chunks.most_keys,
+            cu_seqlens_q=rows.row_starts,
+            # As if the keys lay one behind the other.
+            cu_seqlens_k=F.pad(rows.ends.cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=max(rows.lengths),
+            max_seqlen_k=_most_keys(rows),
             softmax_scale=scale,
             causal=True,
-            block_table=chunks.page_table,
+            block_table=rows.page_table,
         )
         return out
 
@@ -165,15 +121,15 @@ class _Generation3:
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, chunks: ChunkInputs, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
         out: Tensor = self.with_kvcache(
             q,
             kv.k,
             kv.v,
-            cache_seqlens=chunks.key_lengths,
-            page_table=chunks.page_table,
-            cu_seqlens_q=chunks.query_starts,
-            max_seqlen_q=chunks.most_queries,
+            cache_seqlens=rows.ends,
+            page_table=rows.page_table,
+            cu_seqlens_q=rows.row_starts,
+            max_seqlen_q=max(rows.lengths),
             softmax_scale=scale,
             causal=True,
         )
@@ -207,21 +163,25 @@ class _Generation4:
         attended: Tensor = out
         return attended.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, chunks: ChunkInputs, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
         out, _ = self.varlen(
             q,
             kv.k,
             kv.v,
-            cu_seqlens_q=chunks.query_starts,
-            max_seqlen_q=chunks.most_queries,
-            max_seqlen_k=chunks.most_keys,
-            seqused_k=chunks.key_lengths,
-            page_table=chunks.page_table,
+            cu_seqlens_q=rows.row_starts,
+            max_seqlen_q=max(rows.lengths),
+            max_seqlen_k=_most_keys(rows),
+            seqused_k=rows.ends,
+            page_table=rows.page_table,
             softmax_scale=scale,
             causal=True,
         )
         attended: Tensor = out
         return attended
+
+
+def _most_keys(rows: ChunkRows) -> int:
+    return max(start + length for start, length in zip(rows.starts, rows.lengths, strict=True))
 
 
 def load_kernels() -> _Kernels:

@@ -1,8 +1,12 @@
 """Paged attention with torch alone: the reference of every other backend, and the CPU's own.
 
-Keys and values are gathered into dense tensors and handed to scaled_dot_product_attention. The
-query heads that share a KV head become queries of one sequence (decode) or heads over one
-broadcast KV head (prefill), so K and V are never repeated.
+Keys and values are gathered into dense tensors and, on a CPU, handed to
+scaled_dot_product_attention. The query heads that share a KV head become queries of one sequence
+(decode) or heads over one broadcast KV head (prefill), so K and V are never repeated.
+
+On a GPU the arithmetic is spelt out. The kernel that torch takes there for masks gives wrong
+results over broadcast keys where their number is one more than a multiple of 32 (pytorch issue
+191937).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
 _CPU_GATHERED_BYTES = 8 << 20
 _GPU_GATHERED_BYTES = 256 << 20
 _MAX_MASK_ELEMENTS = 16 << 20
+_MAX_SCORES = 64 << 20
 
 
 class TorchAttention:
@@ -37,10 +42,15 @@ class TorchAttention:
     def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
+        starts, lengths = rows.starts, rows.lengths
+        if not lengths:  # known to the device alone, which here is the CPU
+            lengths = tuple(rows.row_starts.diff().tolist())
+            starts = tuple((rows.ends - rows.row_starts.diff()).tolist())
         first = 0
-        for chunk, length in enumerate(rows.lengths):
+        for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
-            _prefill(out[part], q[part], kv, rows.page_table[chunk], rows.starts[chunk], scale)
+            if length:
+                _prefill(out[part], q[part], kv, rows.page_table[chunk], start, scale)
             first += length
         return out
 
@@ -53,15 +63,16 @@ def _decode(
     positions = torch.arange(longest, device=q.device)
     # Past its end a row reads its last token again: what the cache holds there may be another
     # request's, or not a number, and a mask does not keep NaN out.
-    last = lengths.long().unsqueeze(1) - 1
+    last = lengths.long().clamp(min=1).unsqueeze(1) - 1
     index = _kv_index(page_table, torch.minimum(positions, last), kv.page_size)
     k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
-    out = F.scaled_dot_product_attention(
+    attend = _attend_fused if q.is_cpu else _attend_plainly
+    out = attend(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=(positions <= last)[:, None, None],
-        scale=scale,
+        (positions <= last)[:, None, None],
+        scale,
     )
     return out.reshape(num_rows, num_heads, head_dim)
 
@@ -76,19 +87,32 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
     v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
-    block = max(1, _MAX_MASK_ELEMENTS // end)
+    attend = _attend_fused if q.is_cpu else _attend_plainly
+    block = max(1, _MAX_MASK_ELEMENTS // end if q.is_cpu else _MAX_SCORES // (end * num_heads))
     for first in range(0, length, block):
         stop = min(first + block, length)
         visible = start + stop  # to the block's last query
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
-        attended = F.scaled_dot_product_attention(
-            queries,
-            k[:, :, :visible].expand(-1, grouped[1], -1, -1),
-            v[:, :, :visible].expand(-1, grouped[1], -1, -1),
-            attn_mask=positions[:visible] <= positions[start + first : visible].unsqueeze(1),
-            scale=scale,
-        )
+        mask = positions[:visible] <= positions[start + first : visible].unsqueeze(1)
+        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale)
         out[first:stop] = attended.reshape(num_heads, -1, head_dim).transpose(0, 1)
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, head_dim]; mask: what
+    queries see, broadcast to [n, heads, queries, keys]. Returns the shape of q."""
+    k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The same, in float32 whatever the dtype."""
+    shape = q.shape
+    if k.shape[1] == 1:  # the heads become queries, so that k and v are not repeated
+        mask = mask.expand(shape[:3] + mask.shape[-1:]).flatten(1, 2).unsqueeze(1)
+        q = q.flatten(1, 2).unsqueeze(1)
+    scores = (q.float() @ k.float().mT).mul_(scale).masked_fill_(~mask, -torch.inf)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype).view(shape)
 
 
 def _kv_index(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:

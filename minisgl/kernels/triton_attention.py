@@ -5,8 +5,14 @@ keys, in powers of two, with log2(e) folded into the scale. Decode splits the ke
 programs (Dao et al., "Flash-Decoding", 2023). A *group* is the query heads that share a KV head;
 one program serves a whole group, so that it reads K and V once.
 
-Nothing here waits for the device. The cache is [num_pages, page_size, num_kv_heads, head_dim],
-contiguous. What lies past a row's end is not read, neither in the page table nor in the cache.
+Nothing here waits for the device, and nothing about a step is known on the host but how many rows
+and chunks it may have: each program finds its share of the work from what the device tables say, so
+that a CUDA graph of either kernel is good for any lengths. The cache is [num_pages, page_size,
+num_kv_heads, head_dim], contiguous. What lies past a row's end is not read, neither in the page
+table nor in the cache.
+
+Both overlap with the kernel before them by the rule of triton_launch.py, for which page tables,
+lengths and the bounds of chunks must be two launches old.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -20,19 +26,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.triton_launch import pdl_options
+
 _LOG2_E = 1.4426950408889634
 # The peak of scores where all may be masked: from -inf the difference to -inf is not a number.
 _LOWEST = tl.constexpr(-3.0e38)
+# Rows or chunks that a program looks through at once for its own; one variant of a kernel serves
+# all steps that have no more.
+_LOOKED_THROUGH = 256
+# Numbers in a tile of what is merged; more take registers that the main loop has no use for.
+_MERGED = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How a program of decode works."""
+    """How a program of decode works, and over how many the keys are split."""
 
     block_n: int  # keys in a tile
     num_warps: int
     num_stages: int  # tiles in flight, the one at work included
-    use_dot: bool  # tensor cores; without: CUDA cores, for groups of one and two
+    programs_per_sm: int  # that the keys of all rows are split over, if they are enough
     min_share: int  # keys under which a row is not split any further
 
 
@@ -53,8 +66,8 @@ class DecodeWorkspace:
     One launch at a time may use it. `arrivals` is zero between launches.
     """
 
-    accs: Tensor  # [num_partials * group * head_dim] float32
-    peaks: Tensor  # [num_partials * group] float32, and so the next
+    accs: Tensor  # [num_items * num_heads * head_dim] float32, for the items of paged_decode
+    peaks: Tensor  # [num_items * num_heads] float32, and so the next
     totals: Tensor
     arrivals: Tensor  # [num_rows * num_kv_heads] int32
 
@@ -78,26 +91,29 @@ def paged_decode(
     lengths: Tensor,
     *,
     scale: float,
-    num_splits: int,
+    num_shares: int,
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
+    pdl: bool = True,
 ) -> Tensor:
     """q: [num_rows, num_heads, head_dim]; page_table: [num_rows, max_pages] int32, and lengths:
     [num_rows] int32, on the device. Returns the shape of q; rows of length 0 are zeros.
 
-    The workspace has room for num_rows * num_kv_heads * num_splits partials. The grid depends on
-    shapes and `num_splits` alone, so that a CUDA graph of it is good for any lengths.
+    The keys of all rows are cut into shares of one size, about `num_shares` of them. A row has a
+    whole number of shares, hence there are up to num_rows more, the *items*, which the workspace
+    must have room for.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
-    assert tiles.use_dot or group <= 2
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
-    _decode_kernel[(num_kv_heads, num_rows, num_splits)](
+    block_g = triton.next_power_of_2(group)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _decode_kernel[(num_kv_heads, num_shares + num_rows)](
         out,
         q,
         k,
@@ -108,6 +124,9 @@ def paged_decode(
         workspace.peaks,
         workspace.totals,
         workspace.arrivals,
+        num_rows,
+        num_shares,
+        tiles.min_share,
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2_E,
@@ -115,14 +134,15 @@ def paged_decode(
         group=group,
         head_dim=head_dim,
         page_size=page_size,
-        min_share=tiles.min_share,
-        # The tensor cores multiply no fewer than 16 rows at a time.
-        block_h=max(16, triton.next_power_of_2(group)) if tiles.use_dot else group,
+        block_rows=max(_LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
+        block_h=max(16, block_g),  # the tensor cores multiply no fewer rows at a time
+        block_g=block_g,
         block_n=tiles.block_n,
-        block_d=max(16, triton.next_power_of_2(head_dim)),
-        use_dot=tiles.use_dot,
+        block_d=block_d,
+        block_s=max(1, _MERGED // (block_g * block_d)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
+        **pdl_options(q.device, pdl),
     )
     return out
 
@@ -132,32 +152,33 @@ def paged_prefill(
     k: Tensor,
     v: Tensor,
     page_table: Tensor,
-    work: Tensor,
+    row_starts: Tensor,
+    ends: Tensor,
     *,
     scale: float,
     tiles: PrefillTiles,
+    pdl: bool = True,
 ) -> Tensor:
-    """q: [num_rows, num_heads, head_dim], chunks one behind the other; page_table: [num_chunks,
-    max_pages] int32. Returns the shape of q.
-
-    work: [num_items, 4] int32 on the device. An item is up to block_m // group tokens of a chunk:
-    the chunk, the first token's row in q and its position, the number of tokens.
-    """
-    _, num_heads, head_dim = q.shape
+    """q: [num_rows, num_heads, head_dim]; the others as in ChunkRows. Returns the shape of q; rows
+    that belong to no chunk are neither read nor written."""
+    num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
+    num_chunks = ends.shape[0]
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
-    assert page_table.stride(1) == 1 and work.is_contiguous()
+    assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if len(work) == 0:
+    if num_rows == 0 or num_chunks == 0:
         return out
-    _prefill_kernel[(num_kv_heads, len(work))](
+    _prefill_kernel[(num_kv_heads, num_rows // (tiles.block_m // group) + num_chunks)](
         out,
         q,
         k,
         v,
         page_table,
-        work,
+        row_starts,
+        ends,
+        num_chunks,
         q.stride(0),
         page_table.stride(0),
         scale * _LOG2_E,
@@ -165,11 +186,13 @@ def paged_prefill(
         group=group,
         head_dim=head_dim,
         page_size=page_size,
+        block_chunks=max(_LOOKED_THROUGH, triton.next_power_of_2(num_chunks)),
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),
         stages=tiles.num_stages,
         num_warps=tiles.num_warps,
+        **pdl_options(q.device, pdl),
     )
     return out
 
@@ -223,11 +246,22 @@ def _in_cache(
         return live & (tl.arange(0, block_d) < head_dim)[None, :]
 
 
+@triton.jit
+def _fold(
+    scores: tl.tensor, scale: tl.tensor, peak: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """What a tile of products does to a softmax: its weights, the decay of all before, the peak.
+    Multiplied and subtracted at once, which is why the scale is positive."""
+    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
+    return tl.exp2(scores * scale - higher[:, None]), tl.exp2(peak - higher), higher
+
+
 # -- decode ----------------------------------------------------------------------------------------
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_table", "lengths"]
+    do_not_specialize=["num_rows", "num_shares", "min_share", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "lengths"],
 )
 def _decode_kernel(
     out: tl.tensor,
@@ -240,6 +274,9 @@ def _decode_kernel(
     peaks: tl.tensor,
     totals: tl.tensor,
     arrivals: tl.tensor,
+    num_rows: tl.tensor,
+    num_shares: tl.tensor,
+    min_share: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
@@ -247,108 +284,50 @@ def _decode_kernel(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
-    min_share: tl.constexpr,
+    block_rows: tl.constexpr,
     block_h: tl.constexpr,
+    block_g: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
-    use_dot: tl.constexpr,
+    block_s: tl.constexpr,
     stages: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    """One program: a KV head of a row, with its group, over one share of the row's keys.
+    """One program: a KV head of an item, with its group, over one share of a row's keys.
 
-    KV heads are neighbours in the grid as they are in memory. The row's length says into how many
-    shares it falls; programs past these leave. The last program to arrive merges them, which costs
-    less than a second launch where a step is short, and a row of one share needs no merging.
+    KV heads are neighbours in the grid as they are in memory. The last program of a row to arrive
+    merges what all have, which costs less than a second launch where a step is short; a row of one
+    share needs no merging. On tensor cores, the group padded to block_h, even for a single head:
+    compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA cores.
     """
-    kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    row, first_item, share = _find_row(lengths, item, num_rows, num_shares, min_share, block_rows)
+    if row >= num_rows:
+        return  # without having waited; every row has a program that does
+    # The row's shares are made even, and whole tiles.
     length = tl.load(lengths + row)
-    wanted = tl.minimum(tl.num_programs(2), tl.cdiv(length, min_share))
-    share = tl.cdiv(tl.cdiv(length, tl.maximum(wanted, 1)), block_n) * block_n
-    first = split * share
-    if (split > 0) & (first >= length):
+    num_splits = _num_shares(length, share)
+    share = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
+    first = (item - first_item) * share
+    if (first > 0) & (first >= length):
         return
     end = tl.minimum(first + share, length)
-
-    heads, dims = tl.arange(0, block_h), tl.arange(0, block_d)
     table = page_table + row * table_stride
-    queries = q + row.to(tl.int64) * q_stride + kv_head * group * head_dim
+    pages = _load_pages(table, first, end, page_size, block_n)
+    if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
+        tl.extra.cuda.gdc_wait()
+
+    row_size: tl.constexpr = num_kv_heads * head_dim
     k += kv_head * head_dim
     v += kv_head * head_dim
-    row_size: tl.constexpr = num_kv_heads * head_dim
-    if use_dot:
-        acc, peak, total = _attend_by_dot(
-            queries, k, v, table, first, end, scale,
-            group, head_dim, row_size, page_size, block_h, block_n, block_d, stages,
-        )  # fmt: skip
-    else:
-        acc, peak, total = _attend_by_lane(
-            queries, k, v, table, first, end, scale,
-            group, head_dim, row_size, page_size, block_n, block_d, stages,
-        )  # fmt: skip
-
-    real = (heads < group)[:, None] & (dims < head_dim)[None, :]
-    within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim]
-    item = row * num_kv_heads + kv_head
-    result = out + item.to(tl.int64) * group * head_dim + within
-    count = tl.maximum(tl.cdiv(length, tl.maximum(share, 1)), 1)
-    if count == 1:
-        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
-        return
-
-    partials = item * tl.num_programs(2)
-    mine = partials + split
-    tl.store(accs + mine * group * head_dim + within, acc, mask=real)
-    tl.store(peaks + mine * group + heads, peak, mask=heads < group)
-    tl.store(totals + mine * group + heads, total, mask=heads < group)
-    # One thread does the atomic: the others' stores must come before it. It releases them, and
-    # acquires those of the programs that came earlier.
-    tl.debug_barrier()
-    earlier = tl.atomic_add(arrivals + item, 1, sem="acq_rel", scope="gpu")
-    if earlier == count - 1:
-        tl.store(arrivals + item, 0)  # for the next launch
-        acc = tl.zeros((block_h, block_d), tl.float32)
-        peak = tl.full((block_h,), _LOWEST, tl.float32)
-        total = tl.zeros((block_h,), tl.float32)
-        for partial in tl.range(partials, partials + count, num_stages=4):
-            stats = partial * group + heads
-            its_peak = tl.load(peaks + stats, heads < group, 0.0)
-            its_total = tl.load(totals + stats, heads < group, 0.0)
-            its_acc = tl.load(accs + partial * group * head_dim + within, real, 0.0)
-            higher = tl.maximum(peak, its_peak)
-            decay, its_weight = tl.exp2(peak - higher), tl.exp2(its_peak - higher)
-            acc = acc * decay[:, None] + its_acc * its_weight[:, None]
-            total = total * decay + its_total * its_weight
-            peak = higher
-        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
-
-
-@triton.jit
-def _attend_by_dot(
-    queries: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    scale: tl.tensor,
-    group: tl.constexpr,
-    head_dim: tl.constexpr,
-    row_size: tl.constexpr,
-    page_size: tl.constexpr,
-    block_h: tl.constexpr,
-    block_n: tl.constexpr,
-    block_d: tl.constexpr,
-    stages: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """On tensor cores, the group padded to block_h. Returns acc [block_h, block_d] unscaled, peak
-    and total [block_h]."""
+    queries = q + row.to(tl.int64) * q_stride + kv_head * group * head_dim
     heads, dims = tl.arange(0, block_h), tl.arange(0, block_d)
+    within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim]
     real = (heads < group)[:, None] & (dims < head_dim)[None, :]
-    query = tl.load(queries + heads[:, None] * head_dim + dims[None, :], real, 0.0)
+    query = tl.load(queries + within, real, 0.0)
     acc = tl.zeros((block_h, block_d), tl.float32)
     peak = tl.full((block_h,), _LOWEST, tl.float32)
-    totals = tl.zeros((block_h, block_n), tl.float32)  # by lane: summed once, not in every tile
-    pages = _load_pages(table, first, end, page_size, block_n)
+    lane_totals = tl.zeros((block_h, block_n), tl.float32)  # summed once, not in every tile
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = _offsets(pages, start, row_size, page_size, block_n, block_d)
         # A tile ahead, so that no load of keys waits for a load of pages.
@@ -356,101 +335,116 @@ def _attend_by_dot(
         keys = start + tl.arange(0, block_n)
         mask = _in_cache(keys, end, head_dim, block_d)
         tile = tl.load(k + offsets, mask, 0.0)
-        scores = tl.dot(query, tl.trans(tile), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         scores = tl.where((keys < end)[None, :], scores, -float("inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        decay, weights = tl.exp2(peak - higher), tl.exp2(scores - higher[:, None])
+        weights, decay, peak = _fold(scores, scale, peak)
         tile = tl.load(v + offsets, mask, 0.0)
         acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
-        totals = totals * decay[:, None] + weights
-        peak = higher
-    return acc, peak, tl.sum(totals, 1)
+        lane_totals = lane_totals * decay[:, None] + weights
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    total = tl.sum(lane_totals, 1)
+    num_splits = tl.cdiv(length, share)
+    num_heads: tl.constexpr = num_kv_heads * group
+    if num_splits <= 1:
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
+        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
+        return
+
+    mine = item * num_heads + kv_head * group
+    tl.store(accs + mine * head_dim + within, acc, mask=real)
+    tl.store(peaks + mine + heads, peak, mask=heads < group)
+    tl.store(totals + mine + heads, total, mask=heads < group)
+    # One thread does the atomic: the others' stores must come before it. It releases them, and
+    # acquires those of the programs that came earlier.
+    tl.debug_barrier()
+    arrived = arrivals + row * num_kv_heads + kv_head
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+        tl.store(arrived, 0)  # for the next launch
+        merged = _merge(
+            accs, peaks, totals, first_item, num_splits, kv_head * group,
+            num_heads, group, head_dim, block_g, block_d, block_s,
+        )  # fmt: skip
+        group_heads = tl.arange(0, block_g)
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim
+        tl.store(
+            result + group_heads[:, None] * head_dim + dims[None, :],
+            merged,
+            mask=(group_heads < group)[:, None] & (dims < head_dim)[None, :],
+        )
 
 
 @triton.jit
-def _attend_by_lane(
-    queries: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    scale: tl.tensor,
+def _num_shares(length: tl.tensor, share: tl.tensor) -> tl.tensor:
+    """Into how many a row is cut: rounded, since a row little longer than a share is better left
+    whole, and where all are of one length, they are all cut or none."""
+    return tl.maximum((length + share // 2) // share, 1)
+
+
+@triton.jit
+def _find_row(
+    lengths: tl.tensor,
+    item: tl.tensor,
+    num_rows: tl.tensor,
+    num_shares: tl.tensor,
+    min_share: tl.tensor,
+    block_rows: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Which row has `item` (num_rows or more: none), the row's first item, and how many keys are
+    to be a share. Every row has an item at least, and items are counted row by row."""
+    rows = tl.arange(0, block_rows)
+    numbers = tl.load(lengths + rows, rows < num_rows, 0)
+    share = tl.maximum(tl.cdiv(tl.sum(numbers), num_shares), min_share)
+    items = tl.where(rows < num_rows, _num_shares(numbers, share), 0)
+    ends = tl.cumsum(items)
+    before = ends <= item
+    return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), share
+
+
+@triton.jit
+def _merge(
+    accs: tl.tensor,
+    peaks: tl.tensor,
+    totals: tl.tensor,
+    first_item: tl.tensor,
+    num_splits: tl.tensor,
+    first_head: tl.tensor,
+    num_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
-    row_size: tl.constexpr,
-    page_size: tl.constexpr,
-    block_n: tl.constexpr,
+    block_g: tl.constexpr,
     block_d: tl.constexpr,
-    stages: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """On CUDA cores, for one head or two. Each of the block_n lanes has a softmax of its own over
-    every block_n-th key, so that the warps exchange nothing before the end. Returns acc
-    [group, block_d] unscaled, peak and total [group]."""
-    dims = tl.arange(0, block_d)
-    query_a = tl.load(queries + dims, dims < head_dim, 0.0).to(tl.float32) * scale
-    query_b = query_a
-    if group == 2:
-        query_b = tl.load(queries + head_dim + dims, dims < head_dim, 0.0).to(tl.float32) * scale
-    acc_a = tl.zeros((block_n, block_d), tl.float32)
-    peak_a = tl.full((block_n,), _LOWEST, tl.float32)
-    total_a = tl.zeros((block_n,), tl.float32)
-    acc_b, peak_b, total_b = acc_a, peak_a, total_a
-    pages = _load_pages(table, first, end, page_size, block_n)
-    for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = _offsets(pages, start, row_size, page_size, block_n, block_d)
-        pages = _load_pages(table, start + block_n, end, page_size, block_n)
-        live = start + tl.arange(0, block_n) < end
-        mask = _in_cache(start + tl.arange(0, block_n), end, head_dim, block_d)
-        keys = tl.load(k + offsets, mask, 0.0).to(tl.float32)
-        values = tl.load(v + offsets, mask, 0.0).to(tl.float32)
-        acc_a, peak_a, total_a = _fold_lanes(acc_a, peak_a, total_a, query_a, keys, values, live)
-        if group == 2:
-            acc_b, peak_b, total_b = _fold_lanes(
-                acc_b, peak_b, total_b, query_b, keys, values, live
-            )
-    acc, peak, total = _merge_lanes(acc_a, peak_a, total_a)
-    acc, peak, total = acc[None, :], peak[None], total[None]
-    if group == 2:
-        other_acc, other_peak, other_total = _merge_lanes(acc_b, peak_b, total_b)
-        second = tl.arange(0, 2) == 1
-        acc = tl.where(second[:, None], other_acc[None, :], acc)
-        peak = tl.where(second, other_peak, peak)
-        total = tl.where(second, other_total, total)
-    return acc, peak, total
-
-
-@triton.jit
-def _fold_lanes(
-    acc: tl.tensor,
-    peak: tl.tensor,
-    total: tl.tensor,
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    live: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One key and value into each lane: acc [lanes, dims], peak and total [lanes]."""
-    scores = tl.where(live, tl.sum(keys * query[None, :], 1), -float("inf"))
-    higher = tl.maximum(peak, scores)
-    decay, weights = tl.exp2(peak - higher), tl.exp2(scores - higher)
-    return acc * decay[:, None] + weights[:, None] * values, higher, total * decay + weights
-
-
-@triton.jit
-def _merge_lanes(
-    acc: tl.tensor, peak: tl.tensor, total: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    highest = tl.max(peak, 0)
-    weights = tl.exp2(peak - highest)
-    return tl.sum(acc * weights[:, None], 0), highest, tl.sum(total * weights, 0)
+    block_s: tl.constexpr,
+) -> tl.tensor:
+    """[block_g, block_d]: the softmax of a group over all splits of a row, block_s at a time."""
+    heads, dims = tl.arange(0, block_g), tl.arange(0, block_d)
+    acc = tl.zeros((block_g, block_d), tl.float32)
+    peak = tl.full((block_g,), _LOWEST, tl.float32)
+    total = tl.zeros((block_g,), tl.float32)
+    for start in tl.range(0, num_splits, block_s, num_stages=4):
+        splits = start + tl.arange(0, block_s)
+        stats = (first_item + splits)[:, None] * num_heads + (first_head + heads)[None, :]
+        real = (splits < num_splits)[:, None] & (heads < group)[None, :]
+        places = stats[:, :, None] * head_dim + dims[None, None, :]
+        inside = real[:, :, None] & (dims < head_dim)[None, None, :]
+        some_accs = tl.load(accs + places, inside, 0.0)
+        some_peaks = tl.load(peaks + stats, real, _LOWEST)
+        some_totals = tl.load(totals + stats, real, 0.0)
+        higher = tl.maximum(peak, tl.max(some_peaks, 0))
+        decay, weights = tl.exp2(peak - higher), tl.exp2(some_peaks - higher[None, :])
+        acc = acc * decay[:, None] + tl.sum(some_accs * weights[:, :, None], 0)
+        total = total * decay + tl.sum(some_totals * weights, 0)
+        peak = higher
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
 
 
 # -- prefill ---------------------------------------------------------------------------------------
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_table", "work"]
+    do_not_specialize=["num_chunks", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "row_starts", "ends"],
 )
 def _prefill_kernel(
     out: tl.tensor,
@@ -458,7 +452,9 @@ def _prefill_kernel(
     k: tl.tensor,
     v: tl.tensor,
     page_table: tl.tensor,
-    work: tl.tensor,
+    row_starts: tl.tensor,
+    ends: tl.tensor,
+    num_chunks: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
@@ -466,23 +462,45 @@ def _prefill_kernel(
     group: tl.constexpr,
     head_dim: tl.constexpr,
     page_size: tl.constexpr,
+    block_chunks: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
-    """One program: a KV head of one item of work. The rows of its tile are pairs of a token and a
-    head of the group, so that short chunks fill it too, and long ones mask little."""
-    kv_head, item = tl.program_id(0), work + tl.program_id(1) * 4
-    chunk, position = tl.load(item), tl.load(item + 2)
-    row, num_tokens = tl.load(item + 1).to(tl.int64), tl.load(item + 3)
+    """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
+    pairs of a token and a head of the group, so that short chunks fill it too, and long ones mask
+    little.
+
+    Chunk c, whose rows begin at s, has the items from s // tokens + c on, which are enough for it
+    whatever s; so a chunk is found without adding up the items of those before it. Its last tokens
+    come first: they see most keys, and what runs last should be short.
+    """
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    most_tokens: tl.constexpr = block_m // group
+    chunks = tl.arange(0, block_chunks)
+    first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
+    chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
+    first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
+    end = tl.load(ends + chunk)
+    if pdl:  # for q, k and v to be complete, and for the last reader of `out`; even for no tokens
+        tl.extra.cuda.gdc_wait()
+    first_item = first_row // most_tokens + chunk
+    left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
+    if left < 0:
+        return
+    first_token = left * most_tokens
+    num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
+    position = end - (end_row - first_row) + first_token
 
     pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
     tokens = pairs // group
     heads = kv_head * group + pairs % group
+    rows = (first_row + first_token).to(tl.int64) + tokens
     real = (tokens < num_tokens)[:, None] & (dims < head_dim)[None, :]
     within = heads[:, None] * head_dim + dims[None, :]
-    query = tl.load(q + ((row + tokens) * q_stride)[:, None] + within, real, 0.0)
+    query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
 
     table = page_table + chunk * table_stride
     k += kv_head * head_dim
@@ -501,7 +519,9 @@ def _prefill_kernel(
         acc, peak, total, query, position + tokens, k, v, table, diagonal, position + num_tokens,
         scale, head_dim, row_size, page_size, block_n, block_d, True, stages,
     )  # fmt: skip
-    result = out + ((row + tokens) * (num_kv_heads * group * head_dim))[:, None] + within
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+    result = out + (rows * (num_kv_heads * group * head_dim))[:, None] + within
     tl.store(result, acc / total[:, None], mask=real)
 
 
@@ -539,12 +559,10 @@ def _attend_tiles(
             tile, values = tl.load(k + offsets, mask, 0.0), tl.load(v + offsets, mask, 0.0)
         else:
             tile, values = tl.load(k + offsets), tl.load(v + offsets)
-        scores = tl.dot(query, tl.trans(tile), input_precision="ieee") * scale
+        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         if masked:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        decay, weights = tl.exp2(peak - higher), tl.exp2(scores - higher[:, None])
+        weights, decay, peak = _fold(scores, scale, peak)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
-        peak = higher
     return acc, peak, total

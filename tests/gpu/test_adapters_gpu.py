@@ -12,7 +12,7 @@ import torch
 from paged import page_table
 from torch import Tensor
 
-from minisgl.attention.backends import available_backends, make_attention
+from minisgl.attention.backends import available_backends, flash_page_multiple, make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionShape,
@@ -68,7 +68,7 @@ class Step:
             lengths_host=lengths,
         )
         starts, num_queries = zip(*chunks, strict=True) if chunks else ((), ())
-        rows = ChunkRows(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
+        rows = ChunkRows.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Step(
             kv=LayerKV(*caches),
@@ -105,17 +105,14 @@ class Step:
 
 
 def require(name: str, heads: tuple[int, int, int], page_size: int) -> None:
-    names, missing = available_backends(torch.cuda.get_device_capability(), heads[2], "bfloat16")
+    found = available_backends(torch.cuda.get_device_capability(), heads[2], group=1)
     for part in name.split(","):
-        if part not in names:
-            pytest.skip(missing[part])
+        if part in found.missing:
+            pytest.skip(found.missing[part])
     if "trtllm" in name and page_size not in (16, 32, 64):
         pytest.skip("trtllm has pages of 16, 32 or 64 tokens")
-    if "fa" in name.split(","):
-        from minisgl.attention.flash_backend import FlashAttention
-
-        if page_size % FlashAttention().page_multiple:
-            pytest.skip("flash-attn 2 has pages of a multiple of 256 tokens")
+    if "fa" in name.split(",") and page_size % flash_page_multiple():
+        pytest.skip("flash-attn 2 has pages of a multiple of 256 tokens")
 
 
 def check_close(out: Tensor, expected: Tensor) -> None:

@@ -21,14 +21,11 @@ from attention_cases import (
 from minisgl.attention.base import ChunkRows, DecodeRows
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels.triton_attention import DecodeTiles
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 GROUPS = [1, 2, 4, 5, 7, 8, 16]
-LANES = DecodeTiles(block_n=32, num_warps=4, num_stages=4, use_dot=False, min_share=128)
-BY_LANES = TritonAttention(LANES)
 
 
 def cuda(group: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Shape:
@@ -53,15 +50,7 @@ def test_every_group(group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_decode_on_cuda_cores(head_dim: int, group: int, dtype: torch.dtype) -> None:
-    shape = cuda(group, head_dim, 16, dtype)
-    check_decode(BY_LANES, shape, [1, 31, 32, 33, 128, 129, 500, 2047])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_rows", [1, 8, 33, 256])
+@pytest.mark.parametrize("num_rows", [1, 8, 33, 256, 300])
 def test_batches(num_rows: int, dtype: torch.dtype) -> None:
     draw = random.Random(num_rows)
     lengths = [draw.randint(1, 1500) for _ in range(num_rows)]
@@ -117,6 +106,74 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
         assert torch.equal(out, backend.decode(q, kv, rows, shape.scale))
 
 
+@pytest.mark.parametrize("group", [2, 5])
+def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
+    """Captured of no chunks at all, with room for 8 of 600 rows together."""
+    shape = cuda(group, 128, 16, torch.bfloat16)
+    num_rows, draw = 600, random.Random(0)
+    kv, full_table = paged_cache(shape, [4000] * 12)
+    rows = ChunkRows(
+        page_table=torch.zeros_like(full_table[:8]),
+        row_starts=torch.zeros(9, dtype=torch.int32, device="cuda"),
+        ends=torch.zeros(8, dtype=torch.int32, device="cuda"),
+        num_rows=num_rows,
+        starts=(),
+        lengths=(),
+    )
+    q, backend = shape.queries(num_rows), TritonAttention()
+    backend.prefill(q, kv, rows, shape.scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.prefill(q, kv, rows, shape.scale)
+    for lengths in ([600], [1, 64, 63, 0, 129], [1] * 8, [0, 300, 0, 300], [], [7, 500, 3]):
+        starts = [draw.randint(0, 4000 - length) for length in lengths]
+        order = torch.randperm(12, device="cuda")[: len(lengths)]
+        known = ChunkRows.of(full_table[order], starts, lengths)
+        rows.page_table[: len(lengths)] = known.page_table
+        rows.ends[: len(lengths)] = known.ends
+        rows.row_starts.fill_(known.num_rows)
+        rows.row_starts[: len(lengths)] = known.row_starts[:-1]
+        q.copy_(torch.randn_like(q))
+        q[known.num_rows :] = torch.nan
+        out.fill_(torch.nan)
+        graph.replay()
+        assert out[known.num_rows :].isnan().all()
+        if lengths:
+            real, real_kv = in_float32(q[: known.num_rows], kv)
+            expected = TorchAttention().prefill(real, real_kv, known, shape.scale)
+            assert_close(out[: known.num_rows], expected, shape)
+
+
+def test_launches_that_overlap() -> None:
+    """Each reads what the one before wrote: in a graph, so that nothing but their waiting keeps
+    them apart."""
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    lengths = [3000, 700, 129, 1] * 4
+    kv, table = paged_cache(shape, lengths)
+    rows = DecodeRows(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
+    q = shape.queries(16)
+    chunks = ChunkRows.of(table, [length - 1 for length in lengths], [1] * 16)
+
+    def run(backend: TritonAttention) -> list[torch.Tensor]:
+        outs = [q]
+        for _ in range(8):
+            outs.append(backend.decode(outs[-1], kv, rows, shape.scale))
+            outs.append(backend.prefill(outs[-1], kv, chunks, shape.scale))
+        return outs
+
+    expected = run(TritonAttention(pdl=False))
+    backend = TritonAttention()
+    run(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run(backend)
+    for _ in range(20):
+        for out in outs[1:]:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_device_is_never_waited_for() -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
@@ -127,7 +184,7 @@ def test_the_device_is_never_waited_for() -> None:
     try:
         for _ in range(3):
             backend.decode(q, kv, DecodeRows(table, lengths, 300), shape.scale)
-            rows = ChunkRows(table, (260, 20), (40, 20))
+            rows = ChunkRows.of(table, (260, 20), (40, 20))
             backend.prefill(chunks, kv, rows, shape.scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")
