@@ -5,17 +5,35 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from minisgl.errors import MinisglError
 
-from .bench import bench
+from .bench import bench, bench_latency
 from .chat import chat
 from .serve import serve
 from .version import version
 
+
+class Commands(TyperGroup):
+    """Knows commands of two words, such as `bench latency` beside `bench`."""
+
+    # Typer passes click's context, or one of its own copy of click, by version.
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: names.index(name.partition(" ")[0]))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (both := " ".join(args[:2])) in self.commands:
+            args = [both, *args[2:]]
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Commands,
     name="minisgl",
     help="A compact and fast inference engine for large language models.",
     add_completion=False,
@@ -26,6 +44,11 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(version)
+# `bench` alone is the first of its verbs.
+verbs = typer.Typer()
+verbs.command("bench offline", hidden=True)(bench)
+verbs.command("bench latency")(bench_latency)
+app.add_typer(verbs)
 
 # The base of all errors in the use of a command line. Typer has it from click or from its own copy
 # of click, by version, and makes public only this subclass.

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.progress import LoadProgress
 from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
 
 # Offline, whoever submits waits for the answers anyway, so that a bound would protect nobody.
@@ -44,7 +45,8 @@ class LLM:
         )
         self._thread.start()
         try:
-            self.engine = self._wait_for(AsyncEngine.start(config))
+            with LoadProgress() as progress:
+                self.engine = self._wait_for(AsyncEngine.start(config, progress))
         except Exception:
             self._stop_loop()
             raise
@@ -163,17 +165,16 @@ class LLM:
 
 
 async def _gather(stream: OutputStream) -> RequestOutput:
+    """The whole answer, for one wake-up of the loop however many tokens it has."""
+    await stream.wait_finished()
     request = stream.request
-    text: list[str] = []
-    async for delta in stream:
-        text.append(delta.text)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if request.params.prompt_logprobs is not None:
         prompt_logprobs = [None, *request.prompt_logprobs]
     return RequestOutput(
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
         token_ids=request.output_token_ids,
-        text="".join(text),
+        text="".join(stream.text),
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         num_cached_tokens=request.num_cached_tokens,
         logprobs=request.logprobs if request.params.logprobs is not None else None,

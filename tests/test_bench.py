@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,16 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import minisgl
-from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, BenchConfig, Sizes, Span
-from minisgl.bench.driver import RequestRecord, RunRecord, run_offline
-from minisgl.bench.limits import Peak, Work, measure_peak
+from minisgl.bench.config import (
+    STANDARD,
+    STANDARD_ON_CPU,
+    BenchConfig,
+    LatencyConfig,
+    Sizes,
+    Span,
+)
+from minisgl.bench.driver import RequestRecord, RunRecord, gaps, run_offline, run_streaming
+from minisgl.bench.latency import BatchRecord, check_room, print_latencies
+from minisgl.bench.limits import DecodeStep, Peak, Work, measure_peak, prefill_operations
 from minisgl.bench.report import Distribution, Figures, Limit, percentile
-from minisgl.bench.workload import Job, make_workload
-from minisgl.config import EngineConfig, ModelFacts
-from minisgl.engine import AsyncEngine
-from minisgl.errors import ConfigError, ContextLengthError
+from minisgl.bench.script import engine_config, make_parser
+from minisgl.bench.workload import Job, make_job, make_workload
+from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
+from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.errors import ConfigError, ContextLengthError, StepError
 from minisgl.models.config import read_model_config
 from minisgl.request import SamplingParams
 
@@ -86,6 +97,63 @@ def test_a_wrong_value_is_refused_before_anything_is_loaded(
     with pytest.raises(ConfigError) as refused:
         BenchConfig(**options)
     assert str(refused.value).startswith(message)
+
+
+def test_the_batch_sizes_of_a_latency_run_may_be_repeated_or_listed() -> None:
+    assert LatencyConfig().batch_sizes == (1, 8, 32)
+    assert LatencyConfig(batch_size=("16,4", "1", "4")).batch_sizes == (16, 4, 1)
+
+
+def test_a_latency_run_has_the_standard_lengths_and_smaller_ones_on_a_cpu() -> None:
+    assert LatencyConfig().sizes(8, "cuda") == Sizes(8, Span(512, 512), Span(256, 256))
+    assert LatencyConfig().sizes(8, "cpu") == Sizes(8, Span(64, 64), Span(32, 32))
+    given = LatencyConfig(input_len=5, output_len=7)
+    assert given.sizes(2, "cuda") == given.sizes(2, "cpu") == Sizes(2, Span(5, 5), Span(7, 7))
+    assert str(given.sizes(2, "cpu")) == "2 requests, 5 tokens in, 7 out"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": ("1,x",)}, "--batch-size 1,x: allowed: whole numbers of 1 or more"),
+        ({"batch_size": ("1", "0")}, "--batch-size 1,0: allowed: whole numbers of 1 or more"),
+        ({"batch_size": ()}, "--batch-size : allowed: whole numbers of 1 or more"),
+        ({"input_len": 0}, "--input-len 0: allowed: 1 or more"),
+        ({"output_len": 1}, "--output-len 1: allowed: 2 or more"),
+        ({"repeat": 0}, "--repeat 0: allowed: 1 or more"),
+        ({"json_file": "no/such.json"}, "--json no/such.json: allowed: a file in a folder"),
+    ],
+)
+def test_a_wrong_value_of_a_latency_run_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LatencyConfig(**options)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_batch_that_would_have_to_wait_is_refused() -> None:
+    capacity = Capacity(num_pages=41, page_size=16, num_slots=8, max_seq_len=640)
+    check_room(Sizes(8, Span(64, 64), Span(16, 16)), capacity)  # five pages each
+    with pytest.raises(ConfigError, match="--batch-size 9: more than --max-running-requests"):
+        check_room(Sizes(9, Span(1, 1), Span(2, 2)), capacity)
+    with pytest.raises(ConfigError, match="holds 6 requests of 81 tokens; allowed: 6 or less"):
+        check_room(Sizes(8, Span(64, 64), Span(17, 17)), capacity)
+
+
+def test_a_script_offers_every_engine_option_but_those_it_decides() -> None:
+    parser = make_parser("What it shows.", without=["cache_type"], page_size=32)
+    for spec in EngineConfig.__dataclass_fields__.values():
+        offered = spec.name not in ("model", "cache_type")
+        assert all((name in parser.format_help()) is offered for name in option_names(spec))
+    config = engine_config(parser.parse_args([]), cache_type="naive")
+    assert config == EngineConfig(load_format="dummy", page_size=32, cache_type="naive")
+    given = ["folder", "--page-size", "8", "--memory-ratio", "0.5", "--disable-pynccl"]
+    assert engine_config(parser.parse_args(given)) == EngineConfig(
+        model="folder",
+        load_format="dummy",
+        page_size=8,
+        memory_ratio=0.5,
+        disable_pynccl=True,
+    )
 
 
 # -- the figures ----------------------------------------------------------------------------------
@@ -205,9 +273,115 @@ def test_cached_tokens_are_read_and_not_computed(tmp_path: Path) -> None:
     assert cold.kv_bytes == (11 + 12 + 10 + 2) * per_token
     assert warm.kv_bytes == (11 + 12 + 2 + 2) * per_token
     assert cold.weight_bytes == warm.weight_bytes
-    pairs = 4 * model.num_layers * model.num_heads * model.head_dim
-    assert cold.prefill_operations == 10 * 2 * model.num_layer_weights + 55 * pairs
-    assert warm.prefill_operations == 2 * 2 * model.num_layer_weights + (9 + 10) * pairs
+    pair = 4 * model.num_layers * model.num_heads * model.head_dim
+    head = 2 * model.num_head_weights  # of the one row that is sampled
+    assert cold.prefill_operations == 10 * 2 * model.num_layer_weights + 55 * pair + head
+    assert warm.prefill_operations == 2 * 2 * model.num_layer_weights + (9 + 10) * pair + head
+
+
+def test_a_decode_step_is_the_average_of_those_of_a_run(tmp_path: Path) -> None:
+    model = read_facts(
+        tmp_path,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+    )
+    requests = [record((0.0, 1.0, 2.0), (10, 0, 3)), record((0.0, 1.0, 2.0), (20, 0, 3))]
+    run = RunRecord(requests, num_steps=3, num_retractions=0)
+    step = DecodeStep.of(run, model, "bfloat16")
+    weights = model.num_layer_weights + model.num_head_weights
+    read = (11 + 12 + 21 + 22) / 2  # in two steps
+    assert step.weight_bytes == 2 * weights
+    assert step.kv_bytes == (read + 2) * model.kv_bytes_per_token("bfloat16")
+    pair = 4 * model.num_layers * model.num_heads * model.head_dim
+    assert step.operations == 2 * 2 * weights + read * pair
+    moving = (step.weight_bytes + step.kv_bytes) / 1e9
+    assert step.seconds(Peak(bytes_per_s=1e9, operations_per_s=1e15)) == pytest.approx(moving)
+    computing = step.operations / 1e9
+    assert step.seconds(Peak(bytes_per_s=1e15, operations_per_s=1e9)) == pytest.approx(computing)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "layers", "heads", "limit_ms"),
+    [(1024, 3072, 28, 16, 0.295), (5120, 17408, 40, 40, 6.56)],
+)
+def test_the_limit_of_tpot_at_batch_1_on_one_h200(
+    tmp_path: Path, hidden: int, intermediate: int, layers: int, heads: int, limit_ms: float
+) -> None:
+    """By hand, for Qwen3-0.6B and 14B: 1.19 and 27.98 GB of weights, 640 tokens of KV cache."""
+    model = read_facts(
+        tmp_path,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+    )
+    run = RunRecord([record((0.0, 1.0, 2.0), (512, 0, 256))], num_steps=256, num_retractions=0)
+    peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
+    seconds = DecodeStep.of(run, model, "bfloat16").seconds(peak)
+    assert seconds * 1e3 == pytest.approx(limit_ms, rel=0.01)
+
+
+def test_operations_of_several_prompts_add_up(tmp_path: Path) -> None:
+    model = read_facts(
+        tmp_path,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+    )
+    one = record((0.0, 1.0, 1.0), (2048, 0, 1))
+    assert prefill_operations([one] * 16, model) == 16 * prefill_operations([one], model)
+    # By hand: 440.4 million weights in the layers, 155.6 million in the head.
+    by_hand = 2 * 440.4e6 * 2048 + 2 * 155.6e6 + 4 * (2048 * 2049 / 2) * 28 * 16 * 128
+    assert prefill_operations([one], model) == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_gaps_count_where_both_their_ends_do() -> None:
+    assert gaps([0.0, 1.0, 3.0, 6.0, 10.0], 1.0, 6.0) == [2.0, 3.0]
+    assert gaps([2.0], 0.0, 9.0) == gaps([], 0.0, 9.0) == []
+
+
+def latencies(peak: Peak | None) -> str:
+    """What is printed of two batches whose requests took 2 ms a token."""
+    records = []
+    for size in (1, 4):
+        requests = [record((0.0, 0.1, 0.108), (10, 0, 5))] * size
+        run = RunRecord(requests, num_steps=5, num_retractions=0)
+        step = DecodeStep(weight_bytes=1e9, kv_bytes=size * 1e9, operations=1e9)
+        records.append(
+            BatchRecord(
+                sizes=Sizes(size, Span(10, 10), Span(5, 5)),
+                figures=Figures.of(run),
+                step=step,
+                limit_s=step.seconds(peak) if peak else None,
+                run=run,
+            )
+        )
+    printed = io.StringIO()
+    print_latencies(Console(file=printed, width=200, soft_wrap=True), records, peak)
+    return printed.getvalue()
+
+
+def cells(printed: str) -> list[list[str]]:
+    """The rows of a table, without its heading."""
+    rows = [line for line in printed.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+
+
+def test_latencies_are_printed_with_the_share_of_the_limit() -> None:
+    printed = latencies(Peak(bytes_per_s=4e12, operations_per_s=1e15))
+    assert cells(printed) == [
+        ["1", "2.000", "100.0", "46.3", "0.500", "25.0%"],
+        ["4", "2.000", "100.0", "185.2", "1.250", "62.5%"],
+    ]
+    assert "1.00 GB of weights and 1.00, 4.00 GB of KV cache at 4.00 TB/s" in printed
+
+
+def test_on_a_cpu_latencies_have_no_limit() -> None:
+    assert [len(row) for row in cells(latencies(None))] == [4, 4]
+    assert "limit" not in latencies(None)
 
 
 def test_the_peak_is_measured_on_the_spot() -> None:
@@ -240,6 +414,90 @@ async def test_a_refused_request_ends_the_others() -> None:
         assert 0 <= request.submitted_s < request.first_token_s < request.last_token_s
 
 
+async def test_streaming_and_waiting_make_the_same_record() -> None:
+    sizes = Sizes(6, Span(16, 40), Span(1, 20))
+    jobs = make_workload(sizes, vocab_size=1237, temperature=0.0, seed=0)
+    async with await AsyncEngine.start(EngineConfig(device="cpu", cache_type="naive")) as engine:
+        runs = [await run_offline(engine, jobs), await run_streaming(engine, jobs)]
+    for run in runs:
+        for request, job in zip(run.requests, jobs, strict=True):
+            assert request.num_prompt_tokens == len(job.prompt_token_ids)
+            assert request.num_output_tokens == job.params.max_tokens
+            assert request.submitted_s < request.first_token_s
+            single = request.num_output_tokens == 1
+            assert (request.first_token_s == request.last_token_s) is single
+    # Look-ahead may launch a step of which nothing is needed.
+    assert abs(runs[0].num_steps - runs[1].num_steps) <= 1
+
+
+async def test_an_offline_run_wakes_a_request_at_its_first_token_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    take = OutputStream._take
+
+    def counted(stream: OutputStream) -> Any:
+        taken.append(stream.request_id)
+        return take(stream)
+
+    monkeypatch.setattr(OutputStream, "_take", counted)
+    jobs = [make_job([1, 2, index], max_tokens=20) for index in range(4)]
+    async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
+        await run_offline(engine, jobs)
+        assert len(taken) == len(set(taken)) == 4
+        await run_streaming(engine, jobs)
+        assert len(taken) > 2 * 4
+
+
+async def test_whoever_waits_for_the_end_gets_the_error() -> None:
+    async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
+        job = make_job([1, 2, 3], max_tokens=1000)
+        stream = engine.submit(job.prompt_token_ids, job.params)
+        await anext(stream)
+        engine._die(StepError("The device is gone."))
+        with pytest.raises(StepError, match="The device is gone"):
+            await stream.wait_finished()
+        with pytest.raises(StepError, match="The device is gone"):
+            await stream.wait_finished()
+
+
+def test_latency_measures_the_bundled_model(tmp_path: Path) -> None:
+    file = tmp_path / "latency.json"
+    options = ("--batch-size", "1,3", "--batch-size", "2", "--input-len", "20", "--output-len", "6")
+    command = [sys.executable, "-m", "minisgl", "bench", "latency", "--device", "cpu", *options]
+    result = subprocess.run([*command, "--json", file], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "demo with its own weights in float32, on CPU" in result.stdout
+    assert "attention torch" in result.stdout and "in pages of 16" in result.stdout
+    assert "20 tokens in, 6 out, greedy, EOS ignored" in result.stdout
+
+    report = json.loads(file.read_text())
+    assert report["peak"] is None
+    assert [batch["sizes"]["num_requests"] for batch in report["batches"]] == [1, 3, 2]
+    for batch, row in zip(report["batches"], cells(result.stdout), strict=True):
+        requests = batch["run"]["requests"]
+        assert batch["limit_s"] is None
+        assert {request["num_prompt_tokens"] for request in requests} == {20}
+        assert {request["num_output_tokens"] for request in requests} == {6}
+        # Prompts of another batch or repetition would be found in the prefix cache.
+        assert {request["num_cached_tokens"] for request in requests} == {0}
+        tpots = sorted(
+            (request["last_token_s"] - request["first_token_s"]) / 5 for request in requests
+        )
+        assert batch["figures"]["tpot_s"]["p50"] == pytest.approx(percentile(tpots, 50))
+        assert row[:2] == [str(len(requests)), f"{percentile(tpots, 50) * 1e3:,.3f}"]
+
+
+def test_latency_refuses_a_batch_that_does_not_run_at_once() -> None:
+    command = [sys.executable, "-m", "minisgl", "bench", "latency", "--device", "cpu"]
+    options = ("--batch-size", "4", "--max-running-requests", "2")
+    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "minisgl: --batch-size 4: more than --max-running-requests; allowed: 2 or less\n"
+    )
+
+
 def test_bench_measures_the_bundled_model(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     sizes = ("--num-requests", "5", "--max-prompt-length", "40", "--max-output-length", "9")
@@ -247,8 +505,9 @@ def test_bench_measures_the_bundled_model(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "minisgl", "bench", *sizes, *engine]
     result = subprocess.run([*command, "--json", file], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "5 requests, 16 to 40 tokens in, 9 to 9 out, temperature 0.6" in result.stdout
+    assert "5 requests, 16 to 40 tokens in, 9 out, temperature 0.6" in result.stdout
     assert "the vocabulary of 2,048" in result.stdout
+    assert "attention torch" in result.stdout and "in pages of 8" in result.stdout
 
     report = json.loads(file.read_text())
     figures, requests = report["figures"], report["run"]["requests"]

@@ -85,9 +85,10 @@ def test_a_wrong_value_names_option_value_and_what_is_allowed(
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "bench", "bench offline", "bench latency"])
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
-    help_text = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "250"}).output
+    arguments = [*command.split(), "--help"]
+    help_text = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "250"}).output
     for spec in fields(EngineConfig):
         assert all(name in help_text for name in option_names(spec))
         assert spec.metadata["help"] in help_text
@@ -115,6 +116,10 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (("chat", "--page-sise", "4"), "--page-size"),
         (("srve",), "Did you mean 'serve'?"),
         (("chat", "hello"), "hello"),
+        (("bench", "latncy"), "latncy"),
+        (("bench", "--num-requests", "1", "latency"), "latency"),
+        (("bench", "latency", "--num-requests", "1"), "--num-requests"),
+        (("bench", "latency", "--batch-size", "1,two"), "--batch-size 1,two: allowed: whole"),
     ],
 )
 def test_a_callers_mistake_is_one_line_and_exit_code_2(
@@ -191,9 +196,26 @@ def test_without_arguments_it_explains_itself() -> None:
     assert all(command in result.stdout for command in ("serve", "chat", "bench", "version"))
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_a_verb_is_listed_behind_its_command() -> None:
+    lines = minisgl("--help").stdout.splitlines()
+    listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
+    assert listed[-5:] == ["serve", "chat", "bench", "bench latency", "version"]
+
+
+def test_bench_is_its_offline_verb() -> None:
+    bench, offline = (
+        [line for line in minisgl(*verb, "--help").stdout.splitlines() if "Usage" not in line]
+        for verb in (("bench",), ("bench", "offline"))
+    )
+    assert bench == offline
+    assert any("--num-requests" in line for line in bench)
+    assert not any("--batch-size" in line for line in bench)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("bench",), ("bench", "latency")])
+def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     program = (
-        "import sys; sys.argv = ['minisgl', 'serve', '--help']\n"
+        f"import sys; sys.argv = ['minisgl', *{command}, '--help']\n"
         "from minisgl_cli.main import main\n"
         "assert main() == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'starlette', 'uvicorn', 'prompt_toolkit'}\n"

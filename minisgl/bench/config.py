@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.errors import ConfigError
 
 GROUP = "Benchmark"
+# Of a latency run, in tokens: of every request, and smaller on a CPU.
+LATENCY_INPUT, LATENCY_OUTPUT = 512, 256
+LATENCY_INPUT_ON_CPU, LATENCY_OUTPUT_ON_CPU = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,7 @@ class Span:
     high: int
 
     def __str__(self) -> str:
-        return f"{self.low} to {self.high}"
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,18 @@ STANDARD_ON_CPU = Sizes(32, Span(16, 64), Span(16, 64))
 
 def _size_option(what: str, standard: int, on_cpu: int) -> Any:
     return option(None, f"{what}; {standard} if not given, on a CPU {on_cpu}.", group=GROUP)
+
+
+def _repeat_option() -> Any:
+    return option(
+        2, "Repetitions, each with fresh prompts; the figures are of the last one.", group=GROUP
+    )
+
+
+def _json_option() -> Any:
+    return option(
+        None, "File for all figures, options and requests.", names=("--json",), group=GROUP
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +79,8 @@ class BenchConfig:
     )
     temperature: float = option(0.6, "Sampling temperature; 0 is greedy.", group=GROUP)
     seed: int = option(0, "Seed of lengths, prompts and sampling.", group=GROUP)
-    repeat: int = option(
-        2, "Repetitions, each with fresh prompts; the figures are of the last one.", group=GROUP
-    )
-    json_file: str | None = option(
-        None, "File for all figures, options and requests.", names=("--json",), group=GROUP
-    )
+    repeat: int = _repeat_option()
+    json_file: str | None = _json_option()
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -78,10 +90,7 @@ class BenchConfig:
         check_at_least(self, "max_output_length", self.min_output_length or 1)
         if not 0 <= self.temperature <= 2:
             refuse(self, "temperature", "allowed: 0 to 2")
-        if self.json_file is not None:
-            path = Path(self.json_file)
-            if path.is_dir() or not path.parent.is_dir():
-                refuse(self, "json_file", "allowed: a file in a folder that exists")
+        _check_json_file(self)
 
     def sizes(self, device: str) -> Sizes:
         """What to run on `device`, cpu or cuda."""
@@ -91,6 +100,57 @@ class BenchConfig:
             _span(self.min_prompt_length, self.max_prompt_length, standard.prompt),
             _span(self.min_output_length, self.max_output_length, standard.output),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyConfig:
+    """The options of a latency run. Raises ConfigError on a value that can never be right."""
+
+    batch_size: tuple[str, ...] = option(
+        ("1", "8", "32"),
+        "Requests at once; repeat, or put commas between, for several.",
+        group=GROUP,
+    )
+    input_len: int | None = _size_option(
+        "Prompt tokens of each request", LATENCY_INPUT, LATENCY_INPUT_ON_CPU
+    )
+    output_len: int | None = _size_option(
+        "Output tokens of each request", LATENCY_OUTPUT, LATENCY_OUTPUT_ON_CPU
+    )
+    seed: int = option(0, "Seed of the prompts.", group=GROUP)
+    repeat: int = _repeat_option()
+    json_file: str | None = _json_option()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        # It has to be seen what is wrong, and a tuple of texts is not what the user wrote.
+        given = ",".join(self.batch_size)
+        if any(not part.isdecimal() or int(part) < 1 for part in given.split(",")):
+            raise ConfigError("--batch-size", given, "allowed: whole numbers of 1 or more")
+        check_at_least(self, "input_len", 1)
+        check_at_least(self, "output_len", 2)  # a single token has no time between
+        check_at_least(self, "repeat", 1)
+        _check_json_file(self)
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Each once, in the order given."""
+        parts = ",".join(self.batch_size).split(",")
+        return tuple(dict.fromkeys(int(part) for part in parts))
+
+    def sizes(self, batch_size: int, device: str) -> Sizes:
+        """What a batch of this many requests is on `device`, cpu or cuda."""
+        on_cpu = device == "cpu"
+        input_len = self.input_len or (LATENCY_INPUT_ON_CPU if on_cpu else LATENCY_INPUT)
+        output_len = self.output_len or (LATENCY_OUTPUT_ON_CPU if on_cpu else LATENCY_OUTPUT)
+        return Sizes(batch_size, Span(input_len, input_len), Span(output_len, output_len))
+
+
+def _check_json_file(config: BenchConfig | LatencyConfig) -> None:
+    if config.json_file is not None:
+        path = Path(config.json_file)
+        if path.is_dir() or not path.parent.is_dir():
+            refuse(config, "json_file", "allowed: a file in a folder that exists")
 
 
 def _span(low: int | None, high: int | None, standard: Span) -> Span:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from minisgl.bench.workload import Job
 from minisgl.engine import AsyncEngine, OutputStream
@@ -52,42 +53,87 @@ class RunRecord:
         return max(request.last_token_s for request in self.requests)
 
 
-async def run_offline(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
-    """Submit all jobs at once and consume every stream as a client would.
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """When what came of one request, by time.perf_counter."""
 
-    The engine must have no other work. Raises the first error of a request, and ends the others.
+    first: float
+    last: float
+
+
+# Waits for the end of a request, in one way or another.
+Consumer = Callable[[OutputStream], Awaitable[Arrivals]]
+
+
+async def run_offline(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
+    """Submit all jobs at once and wait for the first token and the end of each.
+
+    Between the two no request wakes the event loop, which at 256 of them would take milliseconds
+    of every step. The engine must have no other work. Raises the first error of a request, and
+    ends the others.
     """
+    return await _run(engine, jobs, _wait)
+
+
+async def run_streaming(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
+    """Like `run_offline`, but every token is taken as it comes, as a client that streams does."""
+    return await _run(engine, jobs, _stream)
+
+
+async def token_times(stream: OutputStream) -> list[float]:
+    """Take all of a stream. Returns when each delta with a token came, by time.perf_counter."""
+    times: list[float] = []
+    async for delta in stream:
+        if delta.token_ids:
+            times.append(time.perf_counter())
+    return times
+
+
+def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
+    """The seconds between one time and the next, where both are from `start` to `end`."""
+    return [after - before for before, after in pairwise(times) if start <= before and after <= end]
+
+
+async def _run(engine: AsyncEngine, jobs: Sequence[Job], consume: Consumer) -> RunRecord:
     before = engine.stats().counters
     started = time.perf_counter()
-    streams: list[tuple[OutputStream, float]] = []
+    streams: list[OutputStream] = []
+    submitted: list[float] = []
     try:
         for job in jobs:
-            submitted_s = time.perf_counter() - started
-            streams.append((engine.submit(job.prompt_token_ids, job.params), submitted_s))
-        requests = await asyncio.gather(
-            *(_consume(stream, started, submitted_s) for stream, submitted_s in streams)
-        )
+            submitted.append(time.perf_counter())
+            streams.append(engine.submit(job.prompt_token_ids, job.params))
+        arrivals = await asyncio.gather(*map(consume, streams))
     finally:
-        for stream, _ in streams:
+        for stream in streams:
             stream.abort()
     after = engine.stats().counters
     return RunRecord(
-        requests,
+        [
+            RequestRecord(
+                submitted_s=at - started,
+                first_token_s=arrived.first - started,
+                last_token_s=arrived.last - started,
+                num_prompt_tokens=stream.request.num_prompt_tokens,
+                num_cached_tokens=stream.request.num_cached_tokens,
+                num_output_tokens=stream.request.num_output_tokens,
+            )
+            for stream, at, arrived in zip(streams, submitted, arrivals, strict=True)
+        ],
         num_steps=after.num_steps - before.num_steps,
         num_retractions=after.num_retractions - before.num_retractions,
     )
 
 
-async def _consume(stream: OutputStream, started: float, submitted_s: float) -> RequestRecord:
-    arrivals: list[float] = []
-    async for delta in stream:
-        if delta.token_ids:
-            arrivals.append(time.perf_counter() - started)
-    return RequestRecord(
-        submitted_s=submitted_s,
-        first_token_s=arrivals[0],
-        last_token_s=arrivals[-1],
-        num_prompt_tokens=stream.request.num_prompt_tokens,
-        num_cached_tokens=stream.request.num_cached_tokens,
-        num_output_tokens=stream.request.num_output_tokens,
-    )
+async def _wait(stream: OutputStream) -> Arrivals:
+    delta = await anext(stream)
+    first = time.perf_counter()
+    if delta.finish_reason is not None:
+        return Arrivals(first, first)
+    await stream.wait_finished()
+    return Arrivals(first, time.perf_counter())
+
+
+async def _stream(stream: OutputStream) -> Arrivals:
+    times = await token_times(stream)
+    return Arrivals(times[0], times[-1])

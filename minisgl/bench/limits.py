@@ -2,30 +2,34 @@
 
 The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model", 2009) of serving:
 each step reads every weight once, each decoded token reads the keys and values of everything before
-it, and prefill multiplies. What can be overlapped is added up all the same, so that the limit is of
-engines like this one, which do one thing after the other.
+it, and prefill multiplies.
+
+For a whole run (`Work`) what can be overlapped is added up all the same, so that the limit is of
+engines like this one, which do one thing after the other. Within one decode step (`DecodeStep`) the
+same kernels move and compute, and the longer of the two counts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from minisgl.bench.driver import RunRecord
-from minisgl.config import DTYPE_BYTES, ModelFacts
+from minisgl.bench.driver import RequestRecord, RunRecord
+from minisgl.config import DTYPE_BYTES, ModelFacts, ResolvedConfig
 
 # Large enough that launches and caches do not count on a GPU, and small enough for the memory that
 # the engine leaves free.
 COPIED_BYTES = 256 << 20
 MATRIX_SIZE = 8192
+MATRIX_SIZE_ON_CPU = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a device reached a moment ago."""
+    """What a device reached a moment ago, or several together."""
 
     bytes_per_s: float  # of a copy, read and written bytes together
     operations_per_s: float  # of a matrix product; a multiplication and an addition are two
@@ -43,26 +47,94 @@ class Work:
     def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> Work:
         """What the requests of `run` and the number of its steps ask of `model` in `dtype`."""
         weights = model.num_layer_weights + model.num_head_weights
-        num_read = 0  # tokens whose keys and values decoding reads, and those that are written
-        operations = 0
-        for request in run.requests:
-            prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
-            decoded = request.num_output_tokens - 1
-            num_read += decoded * prompt + decoded * (decoded + 1) // 2
-            num_read += prompt - cached + decoded
-            operations += 2 * model.num_layer_weights * (prompt - cached)
-            # Scores and weighted sum, over the triangle of the new tokens and all that is cached.
-            pairs = (prompt - cached) * (prompt + cached + 1) // 2
-            operations += 4 * pairs * model.num_layers * model.num_heads * model.head_dim
+        # Tokens whose keys and values are read or written.
+        num_moved = sum(
+            _num_decode_reads(request)
+            + request.num_prompt_tokens
+            - request.num_cached_tokens
+            + request.num_output_tokens
+            - 1
+            for request in run.requests
+        )
         return cls(
             weight_bytes=run.num_steps * weights * DTYPE_BYTES[dtype],
-            kv_bytes=num_read * model.kv_bytes_per_token(dtype),
-            prefill_operations=operations,
+            kv_bytes=num_moved * model.kv_bytes_per_token(dtype),
+            prefill_operations=prefill_operations(run.requests, model),
         )
 
     def seconds(self, peak: Peak) -> float:
         moved = self.weight_bytes + self.kv_bytes
         return moved / peak.bytes_per_s + self.prefill_operations / peak.operations_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What a decode step of a run has to do at least, on average over its decode steps."""
+
+    weight_bytes: float
+    kv_bytes: float
+    operations: float
+
+    @classmethod
+    def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> DecodeStep:
+        """Of requests that decode together, with outputs of one length of at least two tokens."""
+        [num_output_tokens] = {request.num_output_tokens for request in run.requests}
+        num_steps, batch_size = num_output_tokens - 1, len(run.requests)
+        num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
+        weights = model.num_layer_weights + model.num_head_weights
+        return cls(
+            weight_bytes=weights * DTYPE_BYTES[dtype],
+            kv_bytes=(num_read + batch_size) * model.kv_bytes_per_token(dtype),
+            operations=2 * weights * batch_size + num_read * _operations_per_pair(model),
+        )
+
+    def seconds(self, peak: Peak) -> float:
+        moving = (self.weight_bytes + self.kv_bytes) / peak.bytes_per_s
+        return max(moving, self.operations / peak.operations_per_s)
+
+
+def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> int:
+    """Of matrix products and causal attention: no padding, no masked score, one row of logits."""
+    operations = 0
+    for request in requests:
+        prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
+        operations += 2 * model.num_layer_weights * (prompt - cached)
+        operations += 2 * model.num_head_weights
+        # The triangle of the new tokens, and all that is cached.
+        pairs = (prompt - cached) * (prompt + cached + 1) // 2
+        operations += pairs * _operations_per_pair(model)
+    return operations
+
+
+def _num_decode_reads(request: RequestRecord) -> int:
+    """Tokens whose keys and values decoding reads, each token's own included."""
+    decoded = request.num_output_tokens - 1
+    return decoded * request.num_prompt_tokens + decoded * (decoded + 1) // 2
+
+
+def _operations_per_pair(model: ModelFacts) -> int:
+    """Score and weighted sum of a query with a key and its value, in all heads and layers."""
+    return 4 * model.num_layers * model.num_heads * model.head_dim
+
+
+def engine_peak(config: ResolvedConfig) -> Peak | None:
+    """Of the GPUs of an engine that has started; None on a CPU.
+
+    There the caches may hold what a GPU reads from memory, so that a share of it says nothing.
+    """
+    if config.device == "cpu":
+        return None
+    peak = measure_peak(torch.device(config.device), getattr(torch, config.dtype))
+    return Peak(config.tp * peak.bytes_per_s, config.tp * peak.operations_per_s)
+
+
+def engine_operations_per_s(config: ResolvedConfig) -> float:
+    """What the devices of an engine that has started reach in a matrix product, CPUs too."""
+    size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
+    device = torch.device(config.device)
+    reached = config.tp * measure_operations_per_s(device, getattr(torch, config.dtype), size)
+    _free(device)
+    return reached
 
 
 def measure_peak(
@@ -74,10 +146,14 @@ def measure_peak(
 ) -> Peak:
     """Copy and multiply for about a second, and free the memory again."""
     bytes_per_s = _copied_bytes_per_s(device, copied_bytes)
-    operations_per_s = _operations_per_s(device, dtype, matrix_size)
+    operations_per_s = measure_operations_per_s(device, dtype, matrix_size)
+    _free(device)
+    return Peak(bytes_per_s, operations_per_s)
+
+
+def _free(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Peak(bytes_per_s, operations_per_s)
 
 
 def _copied_bytes_per_s(device: torch.device, num_bytes: int) -> float:
@@ -86,7 +162,7 @@ def _copied_bytes_per_s(device: torch.device, num_bytes: int) -> float:
     return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
 
 
-def _operations_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+def measure_operations_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
     matrix = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from minisgl.bench.config import Sizes
 from minisgl.bench.driver import RunRecord
 from minisgl.bench.limits import Peak, Work
+from minisgl.bench.setting import Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What the hardware would have allowed."""
+    """What the hardware would have allowed. There is none on a CPU (see `engine_peak`)."""
 
     peak: Peak
     work: Work
@@ -97,23 +97,10 @@ class Limit:
         return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything that somebody needs to compare the figures, or to measure them again."""
-
-    versions: dict[str, str]
-    device: str
-    model: str
-    sizes: Sizes
-    bench_options: dict[str, Any]  # as the user gave them
-    engine_options: dict[str, Any]  # with nothing left to choose
-    capacity: dict[str, int]
-    figures: Figures
-    limit: Limit | None  # None on a CPU, whose caches hold what a GPU reads from memory
-    run: RunRecord
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+def write_report(path: Path, setting: Setting, **results: Any) -> None:
+    """Everything about a measurement, as JSON; the results are dataclasses, or lists of them."""
+    report = {field.name: getattr(setting, field.name) for field in fields(setting)} | results
+    path.write_text(json.dumps(report, indent=1, default=asdict) + "\n")
 
 
 def print_figures(console: Console, figures: Figures, limit: Limit | None) -> None:

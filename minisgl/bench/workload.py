@@ -29,21 +29,27 @@ def make_workload(sizes: Sizes, *, vocab_size: int, temperature: float, seed: in
     """
     rng = random.Random(seed)
     prompts = [
-        [
-            rng.randint(0, MAX_TOKEN_ID) % vocab_size
-            for _ in range(rng.randint(sizes.prompt.low, sizes.prompt.high))
-        ]
+        random_tokens(rng, rng.randint(sizes.prompt.low, sizes.prompt.high), vocab_size)
         for _ in range(sizes.num_requests)
     ]
     return [
-        Job(
+        make_job(
             prompt,
-            SamplingParams(
-                temperature=temperature,
-                max_tokens=rng.randint(sizes.output.low, sizes.output.high),
-                ignore_eos=True,
-                seed=index,
-            ),
+            max_tokens=rng.randint(sizes.output.low, sizes.output.high),
+            temperature=temperature,
+            seed=index,
         )
         for index, prompt in enumerate(prompts)
     ]
+
+
+def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
+    return [rng.randint(0, MAX_TOKEN_ID) % vocab_size for _ in range(count)]
+
+
+def make_job(prompt: list[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Job:
+    """A request for exactly `max_tokens` tokens, greedy unless a temperature is given."""
+    return Job(
+        prompt,
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed),
+    )

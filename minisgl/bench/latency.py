@@ -1,0 +1,139 @@
+"""`minisgl bench latency`: the time per output token at several batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from minisgl.bench.config import LatencyConfig, Sizes
+from minisgl.bench.driver import RunRecord, run_streaming
+from minisgl.bench.limits import DecodeStep, Peak, engine_peak
+from minisgl.bench.report import Figures, write_report
+from minisgl.bench.setting import Setting, describe, make_console, settle_memory, start_engine
+from minisgl.bench.workload import make_workload
+from minisgl.config import Capacity, EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
+
+GREEDY = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """A batch size, measured."""
+
+    sizes: Sizes
+    figures: Figures
+    step: DecodeStep
+    limit_s: float | None  # the least time for `step`; None on a CPU
+    run: RunRecord
+
+    @property
+    def tpot_s(self) -> float:
+        """The median over the requests."""
+        assert self.figures.tpot_s is not None, "every output has two tokens or more"
+        return self.figures.tpot_s.p50
+
+
+async def bench_latency(engine_config: EngineConfig, config: LatencyConfig) -> int:
+    """Load the model, measure, and print what came out. Returns the exit code."""
+    console = make_console()
+    engine = await start_engine(console, engine_config)
+    async with engine:
+        sizes = [config.sizes(size, engine.config.device) for size in config.batch_sizes]
+        for batch in sizes:
+            check_room(batch, engine.capacity)
+        for line in describe(engine):
+            console.print(line)
+        console.print(
+            f"{sizes[0].prompt} tokens in, {sizes[0].output} out, greedy, EOS ignored, seed "
+            f"{config.seed}, a batch submitted at once, repetition {config.repeat} of "
+            f"{config.repeat} with fresh prompts"
+        )
+        if engine.config.device == "cpu":
+            console.print("on a CPU, lengths that are not given are smaller than the standard ones")
+        peak = engine_peak(engine.config)
+        settle_memory()
+        records = []
+        for index, batch in enumerate(sizes):
+            with console.status(f"Batch {batch.num_requests}"):
+                # No two runs have a seed in common: one would find its prompts in the prefix cache.
+                first_seed = config.seed + index * config.repeat
+                records.append(await _measure(engine, batch, config.repeat, first_seed, peak))
+        setting = Setting.of(engine, asdict(config))
+    print_latencies(console, records, peak)
+    if config.json_file is not None:
+        write_report(Path(config.json_file), setting, peak=peak, batches=records)
+    return 0
+
+
+def check_room(batch: Sizes, capacity: Capacity) -> None:
+    """Raise ConfigError where the requests of a batch would have to wait for each other."""
+    size, length = batch.num_requests, batch.prompt.high + batch.output.high
+    if size > capacity.num_slots:
+        allowed = f"more than --max-running-requests; allowed: {capacity.num_slots} or less"
+        raise ConfigError("--batch-size", size, allowed)
+    room = (capacity.num_pages - 1) // -(-length // capacity.page_size)
+    if size > room:
+        allowed = f"the KV cache holds {room} requests of {length} tokens; allowed: {room} or less"
+        raise ConfigError("--batch-size", size, allowed)
+
+
+async def _measure(
+    engine: AsyncEngine, batch: Sizes, repeat: int, first_seed: int, peak: Peak | None
+) -> BatchRecord:
+    """The last of `repeat` repetitions."""
+    for seed in range(first_seed, first_seed + repeat):
+        jobs = make_workload(
+            batch, vocab_size=engine.model.vocab_size, temperature=GREEDY, seed=seed
+        )
+        run = await run_streaming(engine, jobs)
+    step = DecodeStep.of(run, engine.model, engine.config.dtype)
+    return BatchRecord(
+        sizes=batch,
+        figures=Figures.of(run),
+        step=step,
+        limit_s=step.seconds(peak) if peak else None,
+        run=run,
+    )
+
+
+def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak | None) -> None:
+    table = Table()
+    headings = ["batch", "TPOT ms", "TTFT ms", "output tok/s"]
+    if peak is not None:
+        headings += ["limit ms", "of the limit"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for record in records:
+        figures = record.figures
+        cells = [
+            f"{record.sizes.num_requests}",
+            f"{record.tpot_s * 1e3:,.3f}",
+            f"{figures.ttft_s.p50 * 1e3:,.1f}",
+            f"{figures.output_tokens_per_s:,.1f}",
+        ]
+        if record.limit_s is not None:
+            cells += [f"{record.limit_s * 1e3:,.3f}", f"{record.limit_s / record.tpot_s:.1%}"]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        "TPOT: (last token - first token) / (tokens - 1); TTFT: first token - submission; medians "
+        "over the requests of a batch. output tok/s: of the whole run, prefill included."
+    )
+    if peak is not None:
+        console.print(_explain(records, peak))
+
+
+def _explain(records: Sequence[BatchRecord], peak: Peak) -> str:
+    steps = [record.step for record in records]
+    cache = ", ".join(f"{step.kv_bytes / 1e9:.2f}" for step in steps)
+    return (
+        f"limit: the time in which a decode step can read {steps[0].weight_bytes / 1e9:.2f} GB of "
+        f"weights and {cache} GB of KV cache at {peak.bytes_per_s / 1e12:.2f} TB/s, or compute at "
+        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s where that takes longer."
+    )

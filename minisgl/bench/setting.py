@@ -1,0 +1,98 @@
+"""Where a benchmark runs: the engine that it starts, and what its readers must know of it."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import minisgl
+from minisgl.bench.workload import MAX_TOKEN_ID
+from minisgl.config import EngineConfig, ResolvedConfig
+from minisgl.engine import AsyncEngine
+from minisgl.llm import UNBOUNDED_QUEUE
+from minisgl.progress import LoadProgress
+from minisgl.runner.facts import device_name
+
+
+def make_console() -> Console:
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+async def start_engine(console: Console, config: EngineConfig) -> AsyncEngine:
+    """Load the model, with a queue for any number of requests. Raises MinisglError."""
+    with LoadProgress(console) as progress:
+        return await AsyncEngine.start(
+            replace(config, max_queued_requests=UNBOUNDED_QUEUE), progress
+        )
+
+
+def settle_memory() -> None:
+    """What lives now lives on: keep the garbage collector from walking it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What somebody needs to compare the figures, or to measure them again."""
+
+    versions: dict[str, str]
+    device: str
+    model: str
+    bench_options: dict[str, Any]  # as the user gave them
+    engine_options: dict[str, Any]  # with nothing left to choose
+    capacity: dict[str, int]
+
+    @classmethod
+    def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> Setting:
+        return cls(
+            versions={
+                "minisgl": minisgl.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            device=device_name(engine.config.device),
+            model=engine.model_name,
+            bench_options=bench_options,
+            engine_options=asdict(engine.config),
+            capacity=asdict(engine.capacity),
+        )
+
+
+def describe(engine: AsyncEngine) -> Iterator[str]:
+    """Lines about model, device and options, those of them that decide about speed."""
+    config, capacity = engine.config, engine.capacity
+    weights = "random weights" if config.load_format == "dummy" else "its own weights"
+    devices = f"{config.tp} x " if config.tp > 1 else ""
+    yield (
+        f"minisgl {minisgl.__version__}, torch {torch.__version__}: {engine.model_name} with "
+        f"{weights} in {config.dtype}, on {devices}{device_name(config.device)}"
+    )
+    yield (
+        f"{_attention(config)}, {_graphs(config)}, "
+        f"{'steps planned ahead' if config.overlap else 'no look-ahead'}, "
+        f"KV cache of {(capacity.num_pages - 1) * capacity.page_size:,} tokens in pages of "
+        f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
+        f"{capacity.num_slots:,} requests and {config.max_prefill_length:,} prompt tokens a step"
+    )
+    if engine.model.vocab_size <= MAX_TOKEN_ID:
+        yield (
+            f"the standard prompts have token ids up to {MAX_TOKEN_ID:,}; "
+            f"here they wrap around at the vocabulary of {engine.model.vocab_size:,}"
+        )
+
+
+def _attention(config: ResolvedConfig) -> str:
+    backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
+    return f"attention {', '.join(backends)}"
+
+
+def _graphs(config: ResolvedConfig) -> str:
+    largest = config.cuda_graph_max_bs
+    return f"CUDA graphs up to batch {largest}" if largest else "no CUDA graphs"
