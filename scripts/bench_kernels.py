@@ -22,14 +22,12 @@ import torch
 from dummy_config import MODELS
 from torch import Tensor
 
-from minisgl.attention.base import Attention, ChunkRows, DecodeRows, LayerKV, StepInputs
-from minisgl.layers import mlp
-from minisgl.layers.norm import RMSNorm
+from minisgl.kernels import reference
 from minisgl.layers.rope import RotaryEmbedding
 
 CALLS, REPLAYS, WARM_UP = 20, 25, 3
 BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
-PAGE_SIZE, MAX_SEQ_LEN = 16, 40960
+PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
 HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
 
 
@@ -64,24 +62,37 @@ class Case:
     num_operations: int = 0  # where they, not the bytes, set the limit
 
 
+def embedding_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.triton_embedding import embed
+
+    weight = problem.random(problem.size("vocab_size"), problem.size("hidden_size"))
+    token_ids = torch.randint(len(weight), (problem.num_rows,), device="cuda")
+    yield Case(
+        "embed",
+        lambda: embed(token_ids, weight, pdl=problem.pdl),
+        lambda: reference.embed(token_ids, weight),
+        nbytes(token_ids) + 2 * problem.num_rows * nbytes(weight[0]),
+    )
+
+
 def norm_cases(problem: Problem) -> Iterator[Case]:
     from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
 
     size, pdl = problem.size("hidden_size"), problem.pdl
-    norm = filled_norm(problem, size)
+    weight = problem.random(size)
     x, residual = problem.random(problem.num_rows, size), problem.random(problem.num_rows, size)
     yield Case(
         "rms_norm",
-        lambda: rms_norm(x, norm.weight, norm.eps, pdl=pdl),
-        lambda: norm(x),
-        nbytes(x, x, norm.weight),
+        lambda: rms_norm(x, weight, EPS, pdl=pdl),
+        lambda: reference.rms_norm(x, weight, EPS),
+        nbytes(x, x, weight),
     )
     delta = x * 1e-3  # the residual takes it up at each call
     yield Case(
         "add_rms_norm",
-        lambda: add_rms_norm(delta, residual, norm.weight, norm.eps, pdl=pdl),
-        lambda: norm.add(delta, residual),
-        nbytes(x, x, x, x, norm.weight),
+        lambda: add_rms_norm(delta, residual, weight, EPS, pdl=pdl),
+        lambda: reference.add_rms_norm(delta, residual, weight, EPS),
+        nbytes(x, x, x, x, weight),
     )
 
 
@@ -92,7 +103,7 @@ def activation_cases(problem: Problem) -> Iterator[Case]:
     yield Case(
         "silu_mul",
         lambda: silu_mul(gate_up, pdl=problem.pdl),
-        lambda: mlp.silu_mul(gate_up),
+        lambda: reference.silu_mul(gate_up),
         nbytes(gate_up) * 3 // 2,
     )
 
@@ -102,58 +113,30 @@ def heads_cases(problem: Problem) -> Iterator[Case]:
 
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
     num_kv_heads = problem.size("num_key_value_heads")
-    counts = (problem.size("num_attention_heads"), num_kv_heads, num_kv_heads)
-    qkv = problem.random(num_rows, sum(counts) * head_dim)
+    num_heads = problem.size("num_attention_heads") + 2 * num_kv_heads
+    qkv = problem.random(num_rows, num_heads * head_dim)
     positions = torch.arange(num_rows, device="cuda") + 1000
     kv_index = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
     pages = (num_rows // PAGE_SIZE + 2, PAGE_SIZE, num_kv_heads, head_dim)
-    kv = LayerKV(problem.random(*pages), problem.random(*pages))
     frequencies = torch.logspace(0, -6, head_dim // 2, device="cuda")
-    rope = RotaryEmbedding(frequencies, MAX_SEQ_LEN)
-    q_norm, k_norm = filled_norm(problem, head_dim), filled_norm(problem, head_dim)
-    weights = (q_norm.weight, k_norm.weight) if problem.normed_heads else (None, None)
-    decodes = DecodeRows(qkv.new_empty(num_rows, 0), qkv.new_empty(num_rows), longest=0)
-    chunks = ChunkRows(qkv.new_empty(0, 0), (), ())
-    inputs = StepInputs(positions, positions, kv_index, decodes, chunks)
-    rotation, attention = rope(positions), Attention(NoAttention(), NoAttention())
-
-    def reference() -> Tensor:
-        q, k, v = qkv.view(num_rows, -1, head_dim).split(counts, dim=1)
-        if problem.normed_heads:
-            q, k = q_norm(q), k_norm(k)
-        return attention(rotation.apply(q), rotation.apply(k), v, kv, inputs, 1.0)
-
+    table = RotaryEmbedding(frequencies, MAX_SEQ_LEN).table
+    weights = [problem.random(head_dim) for _ in range(2)] if problem.normed_heads else []
+    caches = [problem.random(*pages) for _ in range(2)]
+    given = (qkv, positions, table, kv_index, *caches, *weights)
     yield Case(
         "turn_and_store",
-        lambda: turn_and_store(
-            qkv, positions, rope.table, kv_index, kv.k, kv.v, *weights, 1e-6, pdl=problem.pdl
-        ),
-        reference,
+        lambda: turn_and_store(*given, eps=EPS, pdl=problem.pdl),
+        lambda: reference.turn_and_store(*given, eps=EPS),
         nbytes(qkv, qkv, positions, kv_index) + num_rows * head_dim * 4,
     )
 
 
 FAMILIES: dict[str, Callable[[Problem], Iterator[Case]]] = {
+    "embedding": embedding_cases,
     "norm": norm_cases,
     "activation": activation_cases,
     "heads": heads_cases,
 }
-
-
-class NoAttention:
-    """Returns the queries, so that the write to the cache is all that is timed."""
-
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
-        return q
-
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        return q
-
-
-def filled_norm(problem: Problem, size: int) -> RMSNorm:
-    norm = RMSNorm(size, eps=1e-6).to("cuda", problem.dtype)
-    norm.weight.copy_(problem.random(size))
-    return norm
 
 
 def nbytes(*tensors: Tensor) -> int:

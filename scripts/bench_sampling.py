@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
-from minisgl.kernels.triton_sampling import (
-    SampleWorkspace,
-    SamplingTables,
-    sample,
-    sample_full,
-)
-from minisgl.request import SamplingParams
-from minisgl.runner.sampler import Sampler, _History
+from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
+from minisgl.runner.sampler import Needs, Sampler
 from minisgl.scheduler.plan import SlotJoin
+
+# What the runner captures a step for: any mix of requests.
+PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
+FULL = PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -29,6 +28,7 @@ CASES = {
     "min_p 0.05": SamplingParams(temperature=0.6, min_p=0.05),
     "top_k 50": SamplingParams(temperature=0.6, top_k=50),
     "top_p 0.9": SamplingParams(temperature=0.6, top_p=0.9),
+    "top_p 0.5": SamplingParams(temperature=0.6, top_p=0.5),
     "top_k 50, top_p 0.9": SamplingParams(temperature=0.6, top_k=50, top_p=0.9),
     "top_k 1000, top_p 0.9": SamplingParams(temperature=0.6, top_k=1000, top_p=0.9),
     "full: nothing": SamplingParams(temperature=0.6),
@@ -66,6 +66,32 @@ def microseconds(work: Callable[[], None], repeats: int) -> float:
     return statistics.median(times)
 
 
+def sampling(
+    params: SamplingParams,
+    needs: Needs | None,
+    logits: torch.Tensor,
+    backend: Literal["torch"] | None = None,
+) -> Callable[[], None]:
+    """Samples a row of logits for each of as many requests. Needs: None: just what they need."""
+    rows, device = len(logits), logits.device
+    sampler = Sampler(rows, logits.shape[1], device, backend)
+    sampler.allocate_history()
+    sampler.join(
+        [
+            SlotJoin(row, params, row * 99_991, frozenset([2]), [1, 2, 3], [4, 5])
+            for row in range(rows)
+        ]
+    )
+    slots = torch.arange(rows, device=device)
+    index = torch.full((rows,), 3, device=device)
+    needs = needs or sampler.needs(range(rows))
+
+    def work() -> None:
+        sampler.sample(logits, slots, index, needs)
+
+    return work
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
@@ -79,57 +105,15 @@ def main() -> None:
 
     print(f"{'rows':>5} {'scale':>5}  {'case':24} {'µs':>8} {'TB/s':>6}")
     for rows in args.rows:
-        slots = torch.arange(rows, device=device)
-        index = torch.full((rows,), 3, device=device)
-        tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        space = SampleWorkspace(rows, args.vocab_size, device, full=True)
         for scale in args.scale:
             logits = (torch.randn(rows, args.vocab_size, device=device) * scale).to(dtype)
             for name, params in CASES.items():
-                sampler = Sampler(rows, args.vocab_size, device)
-                sampler._history = _History(rows, args.vocab_size, device)
-                sampler.join(
-                    [
-                        SlotJoin(row, params, row * 99_991, frozenset([2]), [1, 2, 3], [4, 5])
-                        for row in range(rows)
-                    ]
-                )
-                tables = SamplingTables(
-                    sampler._floats,
-                    sampler._integers,
-                    sampler._edit_ids,
-                    sampler._edit_bias,
-                    sampler._history.prompt_seen,
-                    sampler._history.output_counts,
-                    torch.full(
-                        (rows,),
-                        -1 if params.logprobs is None else params.logprobs,
-                        dtype=torch.int32,
-                        device=device,
-                    ),
-                )
-                inputs = (logits, slots, index, tables, space, tokens)
-                draw = sample_full if name.startswith("full") else sample
-
-                def work(
-                    draw: Callable[..., object] = draw, inputs: tuple[object, ...] = inputs
-                ) -> None:
-                    draw(*inputs)
-
-                time_us = microseconds(work, args.repeats)
+                needs = FULL if name.startswith("full") else PLAIN
+                time_us = microseconds(sampling(params, needs, logits), args.repeats)
                 speed = logits.nbytes / time_us / 1e6
                 print(f"{rows:5} {scale:5g}  {name:24} {time_us:8.1f} {speed:6.2f}", flush=True)
                 if args.torch:
-                    numbers = list(range(rows))
-
-                    def reference(
-                        sampler: Sampler = sampler,
-                        logits: torch.Tensor = logits,
-                        numbers: list[int] = numbers,
-                        where: tuple[torch.Tensor, torch.Tensor] = (slots, index),
-                    ) -> None:
-                        sampler.sample(logits.float(), where[0], numbers, where[1])
-
+                    reference = sampling(params, None, logits, "torch")
                     time_us = microseconds(reference, args.repeats)
                     print(f"{'':11}  {'  torch reference':24} {time_us:8.1f}", flush=True)
 

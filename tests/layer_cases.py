@@ -1,6 +1,6 @@
-"""The Triton kernels of the layers against the layers themselves, on any device.
+"""The Triton kernels of the layers against their references, on any device.
 
-The reference always runs on the CPU, whatever the layers do on a GPU. Rounding is part of what is
+The reference always runs on the CPU. Rounding is part of what is
 checked: in half precision a result may differ by a unit in the last place, and only where a value
 lay at the border between two, which is rare; a rounding left out would show in every tenth place.
 """
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import Attention, ChunkRows, DecodeRows, LayerKV, StepInputs
+from minisgl.kernels import reference
 from minisgl.kernels.triton_activation import silu_mul
+from minisgl.kernels.triton_embedding import embed
 from minisgl.kernels.triton_heads import turn_and_store
 from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
-from minisgl.layers import mlp
-from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
 
 MAX_SEQ_LEN = 4096
+EPS = 1e-5
 MAX_FLIPPED = 0.005  # of the elements in half precision; one is always allowed
 
 
@@ -33,22 +33,34 @@ class Heads(NamedTuple):
     normed: bool
 
 
+def check_embed(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """To the bit. The ids are passed without their first element, so that they are not aligned."""
+    generator = seeded(num_rows, size)
+    weight = random((1000, size), dtype, generator)
+    token_ids = torch.randint(1000, (num_rows + 1,), generator=generator)
+    token_ids[-1] = 999
+    ids_there, weight_there = send(device, token_ids, weight)
+    out = embed(ids_there[1:], weight_there)
+    assert out.dtype == dtype
+    assert torch.equal(out.cpu(), reference.embed(token_ids[1:], weight))
+
+
 def check_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     generator = seeded(num_rows, size)
-    norm, x = random_norm(size, dtype, generator), random((num_rows, size), dtype, generator)
-    x_there, weight = send(device, x, norm.weight)
-    out = rms_norm(x_there, weight, norm.eps)
-    assert_rounded_alike(out, norm(x))
+    weight, x = norm_weight(size, dtype, generator), random((num_rows, size), dtype, generator)
+    x_there, weight_there = send(device, x, weight)
+    out = rms_norm(x_there, weight_there, EPS)
+    assert_rounded_alike(out, reference.rms_norm(x, weight, EPS))
     assert torch.equal(x_there.cpu(), x)
 
 
 def check_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     generator = seeded(num_rows, size)
-    norm = random_norm(size, dtype, generator)
+    weight = norm_weight(size, dtype, generator)
     delta, residual = (random((num_rows, size), dtype, generator) for _ in range(2))
-    delta_there, residual_there, weight = send(device, delta, residual, norm.weight)
-    out, sum_there = add_rms_norm(delta_there, residual_there, weight, norm.eps)
-    normed, sum_here = norm.add(delta, residual)
+    delta_there, residual_there, weight_there = send(device, delta, residual, weight)
+    out, sum_there = add_rms_norm(delta_there, residual_there, weight_there, EPS)
+    normed, sum_here = reference.add_rms_norm(delta, residual, weight, EPS)
     assert_rounded_alike(out, normed)
     assert torch.equal(sum_there.cpu(), sum_here)
     assert sum_there is residual_there
@@ -58,7 +70,7 @@ def check_add_rms_norm(num_rows: int, size: int, dtype: torch.dtype, device: tor
 def check_silu_mul(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = random((num_rows, 2 * size), dtype, seeded(num_rows, size))
     gate_up[0, 0], gate_up[-1, size - 1] = -200, 200  # where exp leaves float32
-    assert_rounded_alike(silu_mul(*send(device, gate_up)), mlp.silu_mul(gate_up))
+    assert_rounded_alike(silu_mul(*send(device, gate_up)), reference.silu_mul(gate_up))
 
 
 def check_heads(
@@ -79,57 +91,37 @@ def check_heads(
     for rows in (positions, slots):
         rows[num_rows - num_padded :] = 0
     shape = (num_slots // page_size, page_size, num_kv_heads, head_dim)
-    kv = LayerKV(random(shape, dtype, generator), random(shape, dtype, generator))
-    q_norm, k_norm = (random_norm(head_dim, dtype, generator) for _ in range(2))
-    rope = RotaryEmbedding(1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1)
+    k_cache, v_cache = (random(shape, dtype, generator) for _ in range(2))
+    weights = [norm_weight(head_dim, dtype, generator) for _ in range(2)] if normed else []
+    table = RotaryEmbedding(
+        1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1
+    ).table
 
     # Positions and slots are passed without their first element, so that they are not aligned.
-    k_there, v_there, q_weight, k_weight = send(device, kv.k, kv.v, q_norm.weight, k_norm.weight)
     padded = [torch.cat((torch.zeros(1, dtype=torch.int64), rows)) for rows in (positions, slots)]
-    positions_there, slots_there, qkv_there, table = send(device, *padded, qkv, rope.table)
+    positions_there, slots_there, qkv_there, table_there = send(device, *padded, qkv, table)
+    k_there, v_there, *weights_there = send(device, k_cache, v_cache, *weights)
     q_there = turn_and_store(
         qkv_there,
         positions_there[1:],
-        table,
+        table_there,
         slots_there[1:],
         k_there,
         v_there,
-        q_weight if normed else None,
-        k_weight if normed else None,
-        q_norm.eps,
+        *weights_there,
+        eps=EPS,
     )
+    q = reference.turn_and_store(qkv, positions, table, slots, k_cache, v_cache, *weights, eps=EPS)
 
-    q, k, v = qkv.view(num_rows, total, head_dim).split(
-        (num_heads, num_kv_heads, num_kv_heads), dim=1
-    )
-    if normed:
-        q, k = q_norm(q), k_norm(k)
-    rotation = rope(positions)
-    decodes = DecodeRows(torch.empty((num_rows, 0)), torch.empty(num_rows), longest=0)
-    chunks = ChunkRows(torch.empty((0, 0)), (), ())
-    inputs = StepInputs(positions, positions, slots, decodes, chunks)
-    attention = Attention(Echo(), Echo())
-    q = attention(rotation.apply(q), rotation.apply(k), v, kv, inputs, 1.0)
-
-    assert torch.equal(v_there[1:].cpu(), kv.v[1:])
+    assert torch.equal(v_there[1:].cpu(), v_cache[1:])
     assert torch.equal(qkv_there.cpu(), qkv)
     assert q_there.is_contiguous()
     if normed:
         assert_rounded_alike(q_there, q)
-        assert_rounded_alike(k_there[1:], kv.k[1:])
+        assert_rounded_alike(k_there[1:], k_cache[1:])
     else:
         assert torch.equal(q_there.cpu(), q)
-        assert torch.equal(k_there[1:].cpu(), kv.k[1:])
-
-
-class Echo:
-    """Attention that returns its queries: what is left of Attention is the write to the cache."""
-
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
-        return q
-
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        raise AssertionError("there are no chunks")
+        assert torch.equal(k_there[1:].cpu(), k_cache[1:])
 
 
 def seeded(*numbers: int) -> torch.Generator:
@@ -140,10 +132,8 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generato
     return (torch.randn(shape, generator=generator) * 2).to(dtype)
 
 
-def random_norm(size: int, dtype: torch.dtype, generator: torch.Generator) -> RMSNorm:
-    norm = RMSNorm(size, eps=1e-5).to(dtype)
-    norm.weight.copy_(1 + 0.3 * torch.randn(size, generator=generator))
-    return norm
+def norm_weight(size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return (1 + 0.3 * torch.randn(size, generator=generator)).to(dtype)
 
 
 def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from minisgl.kernels.sampling import margin, top_logprobs
-from minisgl.kernels.triton_sampling import (
-    NUM_RIVALS,
-    SampleWorkspace,
-    SamplingTables,
-    sample,
-    sample_full,
-)
-from minisgl.request import SamplingParams
-from minisgl.runner.sampler import Sampler, _History
+from minisgl.kernels.sampling import TokenScores, margin, top_logprobs
+from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
+from minisgl.runner.sampler import Needs, SampledRows, Sampler
 from minisgl.scheduler.plan import SlotJoin
 
 NOISE = 2e-5  # a smaller margin may be decided either way
+
+# What a captured step is captured for.
+ANY_PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
+ANY_FULL = ANY_PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
 PLAIN = {
     "greedy": [SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.2)],
@@ -34,6 +31,7 @@ PLAIN = {
         SamplingParams(temperature=1.9, top_k=7, top_p=0.2),
         SamplingParams(temperature=1.4, top_p=0.7, min_p=0.05),
         SamplingParams(temperature=1.6, top_k=90, min_p=0.001),
+        SamplingParams(temperature=2.0, top_k=60, min_p=0.6),
     ],
 }
 MIXED = [params for kind in zip(*([*k, *k, *k][:3] for k in PLAIN.values())) for params in kind]  # noqa: B905
@@ -49,7 +47,7 @@ FULL = [
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of requests that have joined a sampler, each row in a slot of its own."""
+    """Rows of requests that have joined a Triton sampler, each row in a slot of its own."""
 
     sampler: Sampler
     logits: Tensor
@@ -67,18 +65,15 @@ class Batch:
     ) -> Batch:
         """Row r has the r-th of `params`, round and round. The slots are mixed up."""
         device, vocab_size = logits.device, logits.shape[1]
-        sampler = Sampler(num_slots or num_rows + 2, vocab_size, device)
-        sampler._history = _History(num_slots or num_rows + 2, vocab_size, device)
+        sampler = Sampler(num_slots or num_rows + 2, vocab_size, device, backend="triton")
         slots = [(row * 7 + 3) % num_rows if num_rows % 7 else row for row in range(num_rows)]
-        cls.join(sampler, params, slots, vocab_size)
+        cls.join(sampler, params, slots)
         index = torch.tensor([row % 4 for row in range(num_rows)], device=device)
         return cls(sampler, logits, torch.tensor(slots, device=device), index)
 
     @staticmethod
-    def join(
-        sampler: Sampler, params: Sequence[SamplingParams], slots: Sequence[int], vocab_size: int
-    ) -> None:
-        outputs = [5, 2, 5, 3]
+    def join(sampler: Sampler, params: Sequence[SamplingParams], slots: Sequence[int]) -> None:
+        outputs, vocab_size = [5, 2, 5, 3], sampler.vocab_size
         sampler.join(
             [
                 SlotJoin(
@@ -93,43 +88,39 @@ class Batch:
             ]
         )
 
-    def tables(self) -> SamplingTables:
-        """The sampler's own tensors."""
-        sampler = self.sampler
-        assert sampler._history is not None
-        wanted = [need.num_logprobs for need in sampler._needs]
-        return SamplingTables(
-            sampler._floats,
-            sampler._integers,
-            sampler._edit_ids,
-            sampler._edit_bias,
-            sampler._history.prompt_seen,
-            sampler._history.output_counts,
-            torch.tensor(wanted, dtype=torch.int32, device=self.logits.device),
-        )
+    def sample(self, needs: Needs) -> SampledRows:
+        return self.sampler.sample(self.logits, self.slots, self.output_index, needs)
 
     def run(self, *, full: bool = False, rows: Sequence[int] | None = None) -> Tensor:
-        """The kernels' tokens, of all rows or of some as a batch of their own."""
+        """The tokens of all rows, or of some as a batch of their own."""
         chosen = torch.arange(len(self.slots)) if rows is None else torch.tensor(rows)
         chosen = chosen.to(self.logits.device)
         logits = self.logits[chosen]
-        space = SampleWorkspace(len(chosen), logits.shape[1], logits.device, full=full)
-        # What is left in memory must not matter.
-        for buffer in (space.best, space.sums, space.group_list):
-            buffer.fill_(-7)
-        space.group_max.fill_(torch.nan)
-        tokens = torch.full((len(chosen),), -1, dtype=torch.int64, device=logits.device)
+        self._spoil_workspace()
+        needs = ANY_FULL if full else ANY_PLAIN
+        args = (self.slots[chosen], self.output_index[chosen], needs)
         before = logits.clone()
-        draw = sample_full if full else sample
-        draw(logits, self.slots[chosen], self.output_index[chosen], self.tables(), space, tokens)
+        tokens = self.sampler.sample(logits, *args).token_ids
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-        assert not space.arrivals.any()
         return tokens
 
+    def _spoil_workspace(self) -> None:
+        """What is left in memory must not matter."""
+        assert self.sampler._triton is not None
+        for buffer in vars(self.sampler._triton._workspace).values():
+            if isinstance(buffer, Tensor):
+                buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
+
+    def history(self) -> Tensor:
+        """Of the outputs, by slot."""
+        counts = self.sampler.tables.output_counts
+        assert counts is not None
+        return counts
+
     def perturbed(self) -> Tensor:
-        """Of the torch sampler, which casts to float32 first."""
-        logits, slots = self.logits.float(), self.slots
-        return self.sampler.perturbed(logits, slots, slots.tolist(), self.output_index)
+        """Of the torch reference."""
+        needs = self.sampler.needs(self.slots.tolist())
+        return self.sampler.perturbed(self.logits, self.slots, self.output_index, needs)
 
     def check(self, tokens: Tensor) -> int:
         """That they are the reference's; how many near-ties were decided the other way."""
@@ -141,15 +132,30 @@ class Batch:
         assert not bad, [(row, tokens[row].item(), wanted[row].item()) for row in bad]
         return int(different.sum())
 
-    def check_scores(self, space: SampleWorkspace, tokens: Tensor) -> None:
-        scores = space.scores
-        assert scores is not None
-        num_rivals = min(NUM_RIVALS, self.logits.shape[1])
+    def check_full(self, draw: Callable[[], SampledRows]) -> int:
+        """The same of what `draw` samples in the full variant, of its scores, and that it counted
+        the tokens of the rows with penalties."""
+        before = self.history().clone()
+        sampled = draw()
+        after = self.history().clone()
+        self.history().copy_(before)
+        differed = self.check(sampled.token_ids)
+        assert sampled.scores is not None
+        self.check_scores(sampled.scores, sampled.token_ids)
+        self.sampler._count(self.slots, sampled.token_ids)
+        for slot in self.slots.tolist():
+            if self.sampler.needs([slot]).penalties:
+                assert torch.equal(after[slot], self.history()[slot])
+        return differed
+
+    def check_scores(self, scores: TokenScores, tokens: Tensor) -> None:
+        num_rivals = min(MAX_LOGPROBS, self.logits.shape[1])
         wanted = top_logprobs(self.logits.float(), tokens, num_rivals)
-        for row, slot in enumerate(self.slots.tolist()):
-            num = min(self.sampler._needs[slot].num_logprobs, num_rivals)
-            if num < 0:
+        asked = self.sampler.logprobs_wanted(self.slots.tolist())
+        for row, num in enumerate(asked):
+            if num is None:
                 continue
+            num = min(num, num_rivals)
             assert torch.equal(scores.top_ids[row, :num], wanted.top_ids[row, :num]), row
             torch.testing.assert_close(scores.logprob[row], wanted.logprob[row], atol=2e-5, rtol=0)
             torch.testing.assert_close(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sampling_oracle import choose
 
 from minisgl.kernels.sampling import margin, top_logprobs
-from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
-from minisgl.runner.sampler import SampledRows, Sampler, list_logprobs
+from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
+from minisgl.runner.sampler import Needs, SampledRows, Sampler, list_logprobs
 from minisgl.scheduler.plan import SlotJoin
 
 VOCAB = 37
@@ -47,13 +47,20 @@ def sample(
     """Samples a row for each request, `ahead` tokens after those that it joined with."""
     slots = [join.slot for join in joins]
     index = torch.tensor([len(join.output_token_ids) + ahead for join in joins])
-    return sampler.sample(logits, torch.tensor(slots), slots, index, allowed)
+    return sampler.sample(logits, torch.tensor(slots), index, sampler.needs(slots), allowed)
+
+
+def perturbed(
+    sampler: Sampler, slots: Sequence[int], logits: torch.Tensor, index: Sequence[int]
+) -> torch.Tensor:
+    needs = sampler.needs(slots)
+    return sampler.perturbed(logits, torch.tensor(slots), torch.tensor(index), needs)
 
 
 def margins(sampler: Sampler, joins: Sequence[SlotJoin], logits: torch.Tensor) -> torch.Tensor:
     slots = [join.slot for join in joins]
-    index = torch.tensor([len(join.output_token_ids) for join in joins])
-    return margin(sampler.perturbed(logits, torch.tensor(slots), slots, index))
+    index = [len(join.output_token_ids) for join in joins]
+    return margin(perturbed(sampler, slots, logits, index))
 
 
 def random_logits(rows: int, seed: int = 0, vocab_size: int = VOCAB) -> torch.Tensor:
@@ -153,11 +160,11 @@ class TestIndependence:
         sampler = make_sampler(20)
         sampler.join(joins)
         slots = [join.slot for join in joins]
-        index = torch.tensor([len(join.output_token_ids) for join in joins])
-        together = sampler.perturbed(logits, torch.tensor(slots), slots, index)
+        index = [len(join.output_token_ids) for join in joins]
+        together = perturbed(sampler, slots, logits, index)
 
         order = torch.randperm(20, generator=torch.Generator().manual_seed(4)).tolist()
-        permuted = sampler.perturbed(logits[order], torch.tensor(order), order, index[order])
+        permuted = perturbed(sampler, order, logits[order], [index[row] for row in order])
         assert torch.equal(permuted, together[order])
         for row, join in enumerate(joins):
             slot = (row * 7 + 3) % 20  # another slot, of another sampler, which had an owner
@@ -175,9 +182,7 @@ class TestIndependence:
                     )
                 ]
             )
-            alone = other.perturbed(
-                logits[row, None], torch.tensor([slot]), [slot], index[row, None]
-            )
+            alone = perturbed(other, [slot], logits[row, None], [index[row]])
             assert torch.equal(alone[0], together[row])
 
     def test_seed_and_index_decide(self):
@@ -199,25 +204,65 @@ class TestNothingMoreThanNeeded:
         sampler, logits = make_sampler(), random_logits(2)
         joins = [make_join(slot, SamplingParams(temperature=0, top_p=0.5)) for slot in (0, 1)]
         sampler.join(joins)
-        assert (
-            sampler.perturbed(logits, torch.tensor([0, 1]), [0, 1], torch.tensor([0, 0])) is logits
-        )
+        assert perturbed(sampler, [0, 1], logits, [0, 0]) is logits
         sampled = sample(sampler, joins, logits)
         assert torch.equal(sampled.token_ids, logits.argmax(-1))
-        assert sampled.scores is None and sampled.num_logprobs == ()
+        assert sampled.scores is None and not sampler.needs([0, 1]).full
 
     def test_padded_rows_are_greedy_and_disturb_nobody(self):
-        """Rows beyond `slots_host` are those of a slot that nobody joined."""
+        """They are of the scratch slot, which comes behind the last one, wherever they stand."""
         sampler, logits = make_sampler(), random_logits(5)
-        join = make_join(1, SamplingParams(repetition_penalty=1.5, logit_bias={0: 1.0}))
+        join = make_join(7, SamplingParams(repetition_penalty=1.5, logit_bias={0: 1.0}))
         sampler.join([join])
-        alone = sampler.perturbed(logits[:1], torch.tensor([1]), [1], torch.tensor([0]))
-        padded = torch.tensor([1, 7, 7, 7, 7])
-        together = sampler.perturbed(logits, padded, [1], torch.zeros(5, dtype=torch.int64))
-        assert torch.equal(together[:1], alone)
+        alone = perturbed(sampler, [7], logits[2:3], [0])
+        padded, index = torch.tensor([8, 8, 7, 8, 8], dtype=torch.int32), torch.zeros(5).long()
+        needs = sampler.needs([7])
+        together = sampler.perturbed(logits, padded, index, needs)
+        assert torch.equal(together[2:3], alone)
         for _ in range(3):
-            sampled = sampler.sample(logits, padded, [1], torch.zeros(5, dtype=torch.int64))
-            assert torch.equal(sampled.token_ids[1:], logits[1:].argmax(-1))
+            tokens = sampler.sample(logits, padded, index, needs).token_ids
+            others = [0, 1, 3, 4]
+            assert torch.equal(tokens[others], logits[others].argmax(-1))
+
+    def test_more_than_is_needed_changes_no_token(self):
+        """A captured step does all that its variant can."""
+        joins, logits = varied_joins(7), random_logits(7)
+        slots, index = torch.arange(7), torch.tensor([len(j.output_token_ids) for j in joins])
+        everything = Needs(True, True, True, True, True, MAX_EDITS, 20)
+        sampler = make_sampler()
+        sampler.join(joins)
+        exactly = sampler.perturbed(logits, slots, index, sampler.needs(range(7)))
+        assert torch.equal(sampler.perturbed(logits, slots, index, everything), exactly)
+        sampled = sampler.sample(logits, slots, index, everything)
+        assert torch.equal(sampled.token_ids, exactly.argmax(-1))
+
+    def test_needs_are_those_of_the_batch(self):
+        sampler = make_sampler(20)
+        sampler.join(varied_joins(7))
+        assert sampler.needs([]) == sampler.needs([0, 20]) == Needs()
+        assert sampler.needs([3, 1]) == Needs(random=True, min_p=True, top_k=True)
+        assert sampler.needs([0, 2]) == Needs(random=True, top_p=True)
+        assert sampler.needs([6, 5, 4]) == Needs(
+            random=True, top_k=True, top_p=True, penalties=True, num_edits=2, num_logprobs=3
+        )
+        full = [sampler.needs([slot]).full for slot in range(7)]
+        assert full == [False, False, False, False, True, True, True]
+        assert sampler.logprobs_wanted([4, 5, 19]) == [None, 3, None]
+        sampler.join([make_join(5, SamplingParams(temperature=0))])
+        assert sampler.needs([5]) == Needs() and sampler.logprobs_wanted([5]) == [None]
+
+    def test_half_precision_logits_are_sampled_as_float32(self):
+        joins, logits = varied_joins(14), random_logits(14).bfloat16()
+        sampler = make_sampler(14)
+        sampler.join(joins)
+        slots, index = torch.arange(14), torch.tensor([len(j.output_token_ids) for j in joins])
+        needs = sampler.needs(range(14))
+        expected = sampler.perturbed(logits.float(), slots, index, needs)
+        assert torch.equal(sampler.perturbed(logits, slots, index, needs), expected)
+        sampled, before = sample(sampler, joins, logits), logits.clone()
+        assert torch.equal(sampled.token_ids, expected.argmax(-1))
+        assert sampled.scores is not None and sampled.scores.logprob.dtype == torch.float32
+        assert torch.equal(logits, before)
 
     def test_no_joins(self):
         make_sampler().join([])
@@ -282,9 +327,8 @@ class TestHistory:
             join = make_join(0, self.params, prompt=[1, 1, 8], outputs=outputs)
             resumed.join([join])
             row = logits[step, None]
-            expected = resumed.perturbed(row, torch.tensor([0]), [0], torch.tensor([step]))
-            seen = ahead.perturbed(row, torch.tensor([3]), [3], torch.tensor([step]))
-            assert torch.equal(seen, expected)
+            expected = perturbed(resumed, [0], row, [step])
+            assert torch.equal(perturbed(ahead, [3], row, [step]), expected)
             outputs.append(sample(ahead, [first], row, ahead=step).token_ids.item())
         assert len(outputs) > len(set(outputs))  # some counts went beyond 1
 
@@ -303,13 +347,25 @@ class TestHistory:
         sampler.join([new])
         fresh = make_sampler()
         fresh.join([new])
-        where = (torch.tensor([0]), [0], torch.tensor([0]))
-        assert torch.equal(sampler.perturbed(logits, *where), fresh.perturbed(logits, *where))
+        assert torch.equal(perturbed(sampler, [0], logits, [0]), perturbed(fresh, [0], logits, [0]))
+
+    def test_it_may_be_allocated_beforehand(self):
+        """And then stays where captured steps look for it."""
+        logits, join = random_logits(1), make_join(2, self.params, outputs=[5, 5])
+        early, late = make_sampler(), make_sampler()
+        early.allocate_history()
+        counts = early.tables.output_counts
+        for sampler in (early, late):
+            sampler.join([join])
+        early.allocate_history()
+        assert early.tables.output_counts is counts
+        seen = [perturbed(sampler, [2], logits, [2]) for sampler in (early, late)]
+        assert torch.equal(*seen)
 
     def test_prompt_lengths_are_kept_by_slot(self):
         sampler = make_sampler()
         sampler.join([make_join(2, self.params, prompt=range(9)), make_join(5, SamplingParams())])
-        assert sampler.num_prompt_tokens.tolist() == [0, 0, 9, 0, 0, 3, 0, 0]
+        assert sampler.num_prompt_tokens.tolist() == [0, 0, 9, 0, 0, 3, 0, 0, 0]
 
 
 class TestLogprobs:
@@ -327,7 +383,9 @@ class TestLogprobs:
         assert sampled.scores is not None and sampled.scores.top_ids.shape == (4, 5)
         tokens = sampled.token_ids.tolist()
         assert tokens[:3] == [0, 0, 0]
-        listed = list_logprobs(tokens, sampled.scores, sampled.num_logprobs)
+        wanted = sampler.logprobs_wanted([join.slot for join in joins])
+        assert wanted == [2, 0, None, 5]
+        listed = list_logprobs(tokens, sampled.scores, wanted)
         assert {row: len(entry.top) for row, entry in listed.items()} == {0: 2, 1: 0, 3: 5}
         raw = logits.double().log_softmax(-1)
         order = logits.sort(dim=-1, descending=True, stable=True).indices.tolist()

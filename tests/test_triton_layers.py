@@ -6,6 +6,7 @@ bfloat16 is left to tests/gpu, since the interpreter's is not exact.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,23 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from layer_cases import Heads, check_add_rms_norm, check_heads, check_rms_norm, check_silu_mul
+from checkpoints import TOLERANCE, make_case, relative_error, spec_named
+from layer_cases import (
+    Heads,
+    check_add_rms_norm,
+    check_embed,
+    check_heads,
+    check_rms_norm,
+    check_silu_mul,
+)
+from paged import PagedModel
 
+from minisgl.kernels import fused, triton_linear
 from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options
+from minisgl.kernels.triton_linear import LinearWorkspace
+from minisgl.layers.linear import Embedding, Linear
+from minisgl.models.config import read_model_config
+from minisgl.models.loader import load_model
 
 pytestmark = [
     # What overflows on the way becomes 0 or infinity in numpy too, but it says so.
@@ -27,6 +42,13 @@ pytestmark = [
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16]
 SIZES = [64, 100, 1000, 1024, 1536]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, *SIZES])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_embed(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_embed(num_rows, size, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,15 +89,50 @@ def test_heads(
 def test_many_rows() -> None:
     """The programs that take more at a time, with some left over at the end."""
     num_rows = MANY_ROWS + 3
+    check_embed(num_rows, 100, torch.float16, DEVICE)
     check_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_silu_mul(num_rows, 100, torch.float16, DEVICE)
 
 
 def test_no_rows() -> None:
+    check_embed(0, 64, torch.float32, DEVICE)
     check_rms_norm(0, 64, torch.float32, DEVICE)
     check_heads(0, Heads(4, 2, 64, True), 16, torch.float32, DEVICE)
 
 
 def test_launches_overlap_on_no_cpu() -> None:
     assert pdl_options(torch.device("cpu"), True) == {"pdl": False}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the parity tests run these kernels")
+@pytest.mark.parametrize(
+    ("name", "few_rows"),
+    [("llama", False), ("qwen2", False), ("qwen3", False), ("llama-biased", True), ("qwen3", True)],
+)
+def test_a_model_of_these_kernels(
+    name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the linear kernels, or without."""
+    case, kernels = make_case(spec_named(name), tmp_path), fused.triton_kernels()
+    config = read_model_config(tmp_path)
+    model = load_model(
+        config,
+        tmp_path,
+        dtype=torch.float32,
+        device=DEVICE,
+        load_format="safetensors",
+        max_seq_len=256,
+    )
+    monkeypatch.setattr(fused, "_kernels_for", lambda device: kernels)
+    if few_rows:
+        for name in ("is_worth_it", "is_norm_worth_it"):
+            monkeypatch.setattr(triton_linear, name, lambda *shape, gated: True)
+        workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
+        for module in model.modules():
+            if isinstance(module, Linear | Embedding):
+                module.workspace = workspace
+    num_tokens = len(case.prompt) + 2
+    paged = PagedModel(model, config, page_size=16)
+    logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
+    assert relative_error(logits, case.logits[:num_tokens]) < TOLERANCE

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from sampling_cases import FULL, MIXED, PLAIN, Batch, random_logits
+from sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
 
-from minisgl.kernels import triton_sampling as kernels
+from minisgl.kernels import triton_filters, triton_noise, triton_rank, triton_rows, triton_sampling
 from minisgl.kernels.philox import philox4x32, uniform
-from minisgl.kernels.triton_sampling import SampleWorkspace, sample, sample_full
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
+from minisgl.runner import sampler as sampler_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABS = (5, 97, 1000, 2048, 5000)
@@ -27,28 +27,30 @@ VOCABS = (5, 97, 1000, 2048, 5000)
 @triton.jit
 def _noise_kernel(words, gumbel, most, rank, seed, index, first, QUADS: tl.constexpr):  # noqa: N803
     quads = first + tl.arange(0, QUADS)
-    drawn = kernels._words(seed, index, quads)
-    ids = kernels._ids(quads) - first * 4
-    tl.store(words + ids, drawn.to(tl.int64))
-    noise = kernels._gumbel(drawn)
-    tl.store(gumbel + ids, noise)
-    tl.store(most + ids, kernels._most_gumbel(drawn))
-    ranks = kernels._rank(noise, ids)
-    tl.store(rank + ids, tl.where(kernels._value_of(ranks) == noise, kernels._id_of(ranks), -1))
+    drawn = triton_noise.words_of_quads(seed, index, quads)
+    ids = triton_rows.ids_of(quads)
+    places = ids - first * 4
+    tl.store(words + places, drawn.to(tl.int64))
+    noise = triton_noise.gumbel(drawn)
+    tl.store(gumbel + places, noise)
+    tl.store(most + places, triton_noise.most_gumbel(drawn))
+    ranks = triton_rank.rank_of(noise, places)
+    found = triton_rank.id_of(ranks)
+    tl.store(rank + places, tl.where(triton_rank.value_of(ranks) == noise, found, -1))
 
 
 @triton.jit
 def _weight_kernel(gaps, weights, SIZE: tl.constexpr):  # noqa: N803
     place = tl.arange(0, SIZE)
-    tl.store(weights + place, kernels._weight(tl.load(gaps + place)))
+    tl.store(weights + place, triton_filters.weight_of(tl.load(gaps + place)))
 
 
 @triton.jit
 def _most_kernel(words, gumbel, most, SIZE: tl.constexpr):  # noqa: N803
     place = tl.arange(0, SIZE)
     drawn = tl.load(words + place).to(tl.uint32)
-    tl.store(gumbel + place, kernels._gumbel(drawn))
-    tl.store(most + place, kernels._most_gumbel(drawn))
+    tl.store(gumbel + place, triton_noise.gumbel(drawn))
+    tl.store(most + place, triton_noise.most_gumbel(drawn))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
@@ -122,7 +124,7 @@ def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> 
     batch = Batch.of(MIXED, 6, random_logits(6, 9000, seed=5).to(DEVICE))
     tokens = batch.run()
     for programs in (6, 12):
-        monkeypatch.setattr(kernels, "_PROGRAMS", programs)
+        monkeypatch.setattr(triton_sampling, "_PROGRAMS", programs)
         assert torch.equal(batch.run(), tokens)
 
 
@@ -148,6 +150,33 @@ def test_two_values_with_the_cut_among_the_equals() -> None:
         SamplingParams(top_p=0.9),
     ]
     batch = Batch.of(params, 12, logits)
+    assert batch.check(batch.run()) == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
+def test_top_k_in_the_thousands(scale: float) -> None:
+    """More than there are groups, and more than can be gathered; some or all have equals."""
+    logits = random_logits(15, 9000, seed=21, scale=scale).to(DEVICE)
+    params = [
+        SamplingParams(top_k=100),
+        SamplingParams(top_k=141),  # as many as there are groups
+        SamplingParams(top_k=142, top_p=0.7),
+        SamplingParams(top_k=3000),
+        SamplingParams(top_k=7000, top_p=0.97),
+        SamplingParams(top_k=8000),
+        SamplingParams(top_k=8990),
+    ]
+    batch = Batch.of(params, 15, logits)
+    assert batch.check(batch.run()) == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.5])
+def test_refused_draws_are_drawn_again(scale: float) -> None:
+    """Over flat logits a small top_p refuses often, and what is left lies in every group."""
+    logits = random_logits(30, 9000, seed=22, scale=scale).to(DEVICE)
+    params = [SamplingParams(top_p=p) for p in (0.5, 0.2, 0.04, 0.001)]
+    params += [SamplingParams(min_p=0.6), SamplingParams(top_p=0.3, min_p=0.5)]
+    batch = Batch.of(params, 30, logits)
     assert batch.check(batch.run()) == 0
 
 
@@ -178,41 +207,33 @@ class TestFull:
     @pytest.mark.parametrize("vocab_size", VOCABS)
     def test_tokens_history_and_logprobs(self, vocab_size: int) -> None:
         batch = Batch.of(FULL, 12, random_logits(12, vocab_size, seed=8).to(DEVICE))
-        space = SampleWorkspace(12, vocab_size, batch.logits.device, full=True)
-        tokens = torch.empty(12, dtype=torch.int64, device=DEVICE)
-        history = batch.sampler._history
-        assert history is not None
         for step in range(3):
-            wanted = batch.perturbed()
-            before = history.output_counts.clone()
-            sample_full(
-                batch.logits, batch.slots, batch.output_index, batch.tables(), space, tokens
-            )
-            after = history.output_counts.clone()
-            history.output_counts.copy_(before)
-            assert batch.check(tokens) == 0, step
-            assert torch.equal(wanted.argmax(-1), tokens)
-            batch.check_scores(space, tokens)
-            history.count(batch.slots, tokens)
-            for row, slot in enumerate(batch.slots.tolist()):
-                if batch.sampler._needs[slot].penalties:
-                    assert torch.equal(after[slot], history.output_counts[slot]), row
+            assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0, step
             batch.output_index.add_(1)
 
     def test_plain_rows_are_those_of_the_plain_variant(self) -> None:
+        """No row has penalties, so there is no history."""
         batch = Batch.of(MIXED, 17, random_logits(17, 700, seed=9).to(DEVICE))
+        assert batch.sampler.tables.prompt_seen is None
         assert torch.equal(batch.run(full=True), batch.run())
+
+    def test_edits_and_logprobs_need_no_history(self) -> None:
+        params = [SamplingParams(logit_bias={7: 3.0}, min_tokens=2), SamplingParams(logprobs=3)]
+        batch = Batch.of(params, 4, random_logits(4, 300, seed=11).to(DEVICE))
+        assert batch.sampler.tables.prompt_seen is None
+        sampled = batch.sample(ANY_FULL)
+        assert batch.check(sampled.token_ids) == 0
+        assert sampled.scores is not None
+        batch.check_scores(sampled.scores, sampled.token_ids)
 
     def test_scores_are_the_same_alone_and_batched(self) -> None:
         batch = Batch.of(FULL, 6, random_logits(6, 5000, seed=4).to(DEVICE))
-        space = SampleWorkspace(6, 5000, batch.logits.device, full=True)
-        tokens = torch.empty(6, dtype=torch.int64, device=DEVICE)
-        args = (batch.logits, batch.slots, batch.output_index)
-        scores = sample_full(*args, batch.tables(), space, tokens)
-        alone = SampleWorkspace(1, 5000, batch.logits.device, full=True)
+        scores = batch.sample(ANY_FULL).scores
+        assert scores is not None
         for row in (0, 4, 5):
-            batch_of_one = [tensor[row, None] for tensor in args]
-            single = sample_full(*batch_of_one, batch.tables(), alone, tokens.new_empty(1))
+            one = [t[row, None] for t in (batch.logits, batch.slots, batch.output_index)]
+            single = batch.sampler.sample(*one, ANY_FULL).scores
+            assert single is not None
             assert torch.equal(single.top_logprobs[0, :1], scores.top_logprobs[row, :1])
 
     def test_the_widest_request_and_its_masks(self) -> None:
@@ -227,12 +248,59 @@ class TestFull:
         assert batch.check(tokens) == 0
 
 
-def test_a_workspace_serves_smaller_batches_and_any_order_of_calls() -> None:
-    logits = random_logits(9, 2500, seed=2).to(DEVICE)
-    batch = Batch.of(MIXED, 9, logits)
-    tables, space = batch.tables(), SampleWorkspace(9, 2500, logits.device)
-    for rows in (9, 2, 9, 1):
-        tokens = torch.empty(rows, dtype=torch.int64, device=DEVICE)
-        index = batch.output_index[:rows]
-        sample(logits[:rows], batch.slots[:rows], index, tables, space, tokens)
-        assert torch.equal(tokens, batch.run(rows=range(rows)))
+class TestSampler:
+    """What the sampler does around the kernels."""
+
+    @pytest.mark.parametrize("full", [False, True])
+    def test_more_rows_than_fit_the_workspace_come_in_blocks(
+        self, full: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        params, logits = FULL if full else MIXED, random_logits(11, 300, seed=6).to(DEVICE)
+        whole = Batch.of(params, 11, logits)
+        monkeypatch.setattr(sampler_module, "BLOCK_ROWS", 4)
+        blocks = Batch.of(params, 11, logits)
+        assert blocks.sampler._triton._workspace.num_rows == 4
+        needs = ANY_FULL if full else ANY_PLAIN
+        sampled, expected = blocks.sample(needs), whole.sample(needs)
+        assert torch.equal(sampled.token_ids, expected.token_ids)
+        if full:
+            assert torch.equal(blocks.history(), whole.history())
+            blocks.check_scores(sampled.scores, sampled.token_ids)
+
+    def test_padded_rows_are_greedy_wherever_they_stand(self) -> None:
+        logits = random_logits(9, 200, seed=5).to(DEVICE)
+        batch = Batch.of(FULL, 9, logits)
+        before = batch.history().clone()
+        expected = batch.run(full=True)
+        batch.history().copy_(before)
+        slots, padded = batch.slots.to(torch.int32), [1, 4, 8]  # either type will do
+        slots[padded] = 11  # there are 11 slots
+        expected[padded] = logits[padded].argmax(-1)
+        tokens = batch.sampler.sample(logits, slots, batch.output_index, ANY_FULL).token_ids
+        assert torch.equal(tokens, expected)
+        assert not batch.history()[11].any()
+
+    @pytest.mark.parametrize("full", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_only_allowed_tokens_come(self, full: bool, dtype: torch.dtype) -> None:
+        logits = random_logits(18, 500, seed=12, dtype=dtype).to(DEVICE)
+        batch = Batch.of(FULL if full else MIXED, 18, logits)
+        allowed = random_logits(18, 500, seed=13).to(DEVICE) > 2
+        allowed[:, 77] = True
+        needs, before = batch.sampler.needs(range(18)), logits.clone()
+        args = (logits, batch.slots, batch.output_index, needs, allowed)
+        perturbed = batch.sampler.perturbed(*args)
+        sampled = batch.sampler.sample(*args)
+        assert torch.equal(sampled.token_ids, perturbed.argmax(-1))
+        assert allowed.gather(1, sampled.token_ids[:, None]).all()
+        assert torch.equal(logits, before)
+        if full:  # the logprobs are still those of the raw logits
+            batch.check_scores(sampled.scores, sampled.token_ids)
+
+    def test_a_workspace_serves_smaller_batches_and_any_order_of_calls(self) -> None:
+        batch = Batch.of(MIXED, 9, random_logits(9, 2500, seed=2).to(DEVICE))
+        tokens = batch.run()
+        for rows in (9, 2, 9, 1):
+            args = (batch.logits, batch.slots, batch.output_index)
+            part = batch.sampler.sample(*(tensor[:rows] for tensor in args), ANY_PLAIN)
+            assert torch.equal(part.token_ids, tokens[:rows])

@@ -1,5 +1,5 @@
 """The activation of the gated MLP as one Triton kernel. The reference, and the rounding that is
-kept to, is silu_mul of minisgl/layers/mlp.py."""
+kept to, is `silu_mul` of reference.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ _COLUMNS = 1024
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
-    """silu(gate) · up. gate_up: [num_rows, 2 · size], contiguous, the gates first.
-
-    Returns a new [num_rows, size]. `pdl`: overlap launches where the device can (triton_launch.py).
-    """
+    """As in fused.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the rule
+    of triton_launch.py."""
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))

@@ -1,9 +1,5 @@
 """All that happens to a row's heads between their projection and attention, as one Triton kernel.
-
-The reference, and the rounding that is kept to: RMSNorm of minisgl/layers/norm.py, Rotation of
-minisgl/layers/rope.py, and the writes at the head of Attention.__call__ in
-minisgl/attention/base.py.
-"""
+The reference, and the rounding that is kept to, is `turn_and_store` of reference.py."""
 
 from __future__ import annotations
 
@@ -27,17 +23,8 @@ def turn_and_store(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """Norm the heads of q and k if there are weights, turn them, and write k and v to the cache.
-
-    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], contiguous, q's heads first, then
-    k's, then v's. positions and kv_index: [num_rows] int64; table: [max_seq_len, head_dim] float32
-    (RotaryEmbedding.table). The caches: [num_pages, page_size, num_kv_heads, head_dim], contiguous;
-    two rows may share an index on the scratch page only, where nobody reads. The weights: both or
-    neither, [head_dim], of qkv's dtype. Returns q, a new [num_rows, num_heads, head_dim].
-
-    `pdl`: overlap launches where the device can (triton_launch.py has the rule): positions and
-    kv_index must then have been written at least two launches before.
-    """
+    """As in fused.py; qkv and the caches contiguous. `pdl`: overlap launches where the device can,
+    by the rule of triton_launch.py: positions and kv_index must be two launches old."""
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     assert (q_weight is None) == (k_weight is None)
     num_rows, (num_kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]

@@ -1,5 +1,5 @@
-"""Root mean square normalisation as one Triton kernel. The reference, and the rounding that is
-kept to, is RMSNorm of minisgl/layers/norm.py."""
+"""Root mean square normalisation as one Triton kernel. The references, and the rounding that is
+kept to, are `rms_norm` and `add_rms_norm` of reference.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options, warps_for
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight of each row.
-
-    x: [num_rows, size], contiguous; weight: [size], of x's dtype; returns a new tensor like x.
-    `pdl`: overlap launches where the device can (triton_launch.py has the rule).
-    """
+    """As in fused.py; x contiguous. `pdl`: overlap launches where the device can, by the rule of
+    triton_launch.py."""
     out = torch.empty_like(x)
     _launch(out, x, None, weight, eps, pdl=pdl)
     return out
@@ -25,10 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tens
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + delta, and that sum, which is written over `residual`.
-
-    Both are [num_rows, size], contiguous and of one dtype. Returns a new tensor, and `residual`.
-    """
+    """As in fused.py; both contiguous. Returns a new tensor, and `residual` with the sum in it."""
     out = torch.empty_like(residual)
     _launch(out, residual, delta, weight, eps, pdl=pdl)
     return out, residual

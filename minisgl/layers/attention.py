@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
+from minisgl.kernels import fused
+from minisgl.kernels.fused import Residual
 from minisgl.layers.linear import Linear, MergedLinear
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rope import Rotation
 
 
 class SelfAttention(nn.Module):
-    """Project, norm and turn the heads, attend over the cache, project back.
+    """Project the norm of the residual stream, norm and turn the heads, attend over the cache,
+    project back; added to the stream.
 
     `qk_norm_eps` None: queries and keys are not normed.
     """
@@ -28,11 +30,9 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
     ) -> None:
         super().__init__()
-        self.head_counts = (num_heads, num_kv_heads, num_kv_heads)
-        self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        names = ("q_proj", "k_proj", "v_proj")
-        parts = {name: n * head_dim for name, n in zip(names, self.head_counts, strict=True)}
+        head_counts = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+        parts = {name: count * head_dim for name, count in head_counts.items()}
         self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias)
         self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
@@ -40,21 +40,28 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
-        rotation: Rotation,
+        residual: Residual,
+        norm: RMSNorm,
+        rotary_table: Tensor,
         inputs: StepInputs,
         kv: LayerKV,
         attention: Attention,
-    ) -> Tensor:
-        """hidden: [num_rows, hidden_size]; returns the same shape. Writes the rows' K and V."""
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_dim)
-        q, k, v = heads.split(self.head_counts, dim=1)
-        q, k = self._norm_and_turn(q, k, rotation)
-        out = attention(q, k, v, kv, inputs, self.scale)
-        projected: Tensor = self.o_proj(out.flatten(1))
-        return projected
-
-    def _norm_and_turn(self, q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotation.apply(q), rotation.apply(k)
+    ) -> Residual:
+        """Writes the rows' K and V. rotary_table: RotaryEmbedding.table."""
+        first, q_norm, k_norm = self.qkv_proj, self.q_norm, self.k_norm
+        qkv, rows = fused.norm_linear(
+            residual, norm.weight, norm.eps, first.weight, first.bias, first.workspace
+        )
+        q = fused.turn_and_store(
+            qkv,
+            inputs.positions,
+            rotary_table,
+            inputs.kv_index,
+            kv.k,
+            kv.v,
+            None if q_norm is None else q_norm.weight,
+            None if k_norm is None else k_norm.weight,
+            0.0 if q_norm is None else q_norm.eps,
+        )
+        out = attention(q, kv, inputs, self.scale)
+        return self.o_proj.add(out.flatten(1), rows)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minisgl.kernels import fused
+from minisgl.kernels.fused import Residual
+
+if TYPE_CHECKING:  # not every platform has Triton
+    from minisgl.kernels.triton_linear import LinearWorkspace
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -14,7 +20,9 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. x: [..., in_features]; returns [..., out_features]."""
+    """y = x Wᵀ + b. x: [num_rows, in_features]; returns [num_rows, out_features]."""
+
+    workspace: LinearWorkspace | None = None  # see share_workspace
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -22,7 +30,11 @@ class Linear(nn.Module):
         self.bias = empty_weight(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return fused.linear(x, self.weight, self.bias, self.workspace)
+
+    def add(self, x: Tensor, rows: Tensor) -> Residual:
+        """rows + y, which may be written over `rows`: [num_rows, out_features]."""
+        return fused.linear_add(x, self.weight, self.bias, rows, self.workspace)
 
 
 class MergedLinear(Linear):
@@ -39,9 +51,20 @@ class MergedLinear(Linear):
 class Embedding(nn.Module):
     """Row `id` of the table for each id. token_ids: [n]; returns [n, hidden_size]."""
 
+    workspace: LinearWorkspace | None = None  # for when the table is also the head
+
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = empty_weight(vocab_size, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.weight)
+        return fused.embed(token_ids, self.weight)
+
+
+def share_workspace(model: nn.Module) -> None:
+    """Let the linear maps of a model, whose weights have their dtype and device, use the kernels
+    for few rows. They run one at a time, and so share what memory these need."""
+    modules = [module for module in model.modules() if isinstance(module, Linear | Embedding)]
+    workspace = fused.linear_workspace([module.weight for module in modules])
+    for module in modules:
+        module.workspace = workspace

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from minisgl.kernels import fused
+from minisgl.kernels.fused import Residual
 from minisgl.layers.linear import Linear, MergedLinear
+from minisgl.layers.norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)). x: [num_rows, hidden_size]; returns the same shape."""
+    """down(silu(gate(x)) · up(x)), for x the norm of the residual stream; added to the stream."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
         super().__init__()
@@ -17,12 +19,15 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_mul(self.gate_up_proj(x)))
-        return out
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up. gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
+        first = self.gate_up_proj
+        if first.bias is None:
+            hidden, rows = fused.norm_linear_silu_mul(
+                residual, norm.weight, norm.eps, first.weight, first.workspace
+            )
+        else:
+            gate_up, rows = fused.norm_linear(
+                residual, norm.weight, norm.eps, first.weight, first.bias, first.workspace
+            )
+            hidden = fused.silu_mul(gate_up)
+        return self.down_proj.add(hidden, rows)

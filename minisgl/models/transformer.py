@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
+from minisgl.kernels import fused
+from minisgl.kernels.fused import Residual
 from minisgl.layers.attention import SelfAttention
-from minisgl.layers.linear import Embedding, Linear
+from minisgl.layers.linear import Embedding, Linear, share_workspace
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rope import RotaryEmbedding, Rotation
+from minisgl.layers.rope import RotaryEmbedding
 from minisgl.models.config import ModelConfig
 from minisgl.models.rope import inverse_frequencies
 
@@ -42,22 +43,17 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        delta: Tensor | None,
-        residual: Tensor,
-        rotation: Rotation,
+        residual: Residual,
+        rotary_table: Tensor,
         inputs: StepInputs,
         kv: LayerKV,
         attention: Attention,
-    ) -> tuple[Tensor, Tensor]:
-        """Take and return what is still to be added to the residual stream, and the stream.
-
-        Both are [num_rows, hidden_size]; before the first layer there is nothing to add. The
-        addition is left to the next norm because the two can be one kernel.
-        """
-        hidden, residual = self.input_layernorm.add(delta, residual)
-        hidden = self.self_attn(hidden, rotation, inputs, kv, attention)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+    ) -> Residual:
+        residual = self.self_attn(
+            residual, self.input_layernorm, rotary_table, inputs, kv, attention
+        )
+        added: Residual = self.mlp(residual, self.post_attention_layernorm)
+        return added
 
 
 class CausalLM(nn.Module):
@@ -75,6 +71,7 @@ class CausalLM(nn.Module):
             tied = config.tie_word_embeddings
             self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
         self.to(dtype).to_empty(device=device)
+        share_workspace(self)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
@@ -83,14 +80,13 @@ class CausalLM(nn.Module):
 
         `kv` has one entry a layer; the rows' keys and values are written into it.
         """
-        rotation = self.rope(inputs.positions)
-        delta, residual = None, self.embed_tokens(inputs.token_ids)
+        residual, table = Residual(self.embed_tokens(inputs.token_ids)), self.rope.table
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            delta, residual = layer(delta, residual, rotation, inputs, layer_kv, attention)
-        hidden, _ = self.norm.add(delta, residual)
+            residual = layer(residual, table, inputs, layer_kv, attention)
+        hidden: Tensor = self.norm(residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of what forward returned; returns float32 [n, vocab]."""
+        """hidden: [n, hidden_size], rows of what forward returned; returns [n, vocab], alike."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        return fused.linear(hidden, head.weight, None, head.workspace)

@@ -1,18 +1,23 @@
 """The sampling state of the slots on one device, and the choice of the tokens of a step.
 
-Everything that `sample` does on the device it queues without waiting. Which work a batch needs is
-known on the host from the requests in it, so that a greedy batch costs one argmax.
+Everything here is queued on the device without waiting. On a GPU Triton kernels sample any mix of
+requests, and read from the device's tables what each row needs; elsewhere the torch reference does
+the work that the batch needs, which the host knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.kernels.fused import runs_triton
 from minisgl.kernels.sampling import (
     SamplingRows,
     TokenScores,
@@ -21,8 +26,26 @@ from minisgl.kernels.sampling import (
     perturb,
     top_logprobs,
 )
-from minisgl.request import MAX_EDITS, SamplingParams, TokenLogprobs
+from minisgl.kernels.sampling_tables import (
+    NUM_PROMPT_TOKENS,
+    RECORD_WORDS,
+    SamplingTables,
+    bias_of,
+    floats_of,
+    ids_of,
+    integers_of,
+    pack_edits,
+    pack_record,
+)
+from minisgl.request import SamplingParams, TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin
+
+if TYPE_CHECKING:  # imports Triton, which may be missing
+    from minisgl.kernels.triton_sampling import TritonSampling
+
+# Rows that the kernels work on at a time: the slots of a usual batch and room for padded ones.
+BLOCK_ROWS = 320
+PADDED_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +53,9 @@ class SampledRows:
     """The tokens of a step, on the device that sampled them."""
 
     token_ids: Tensor  # [rows] int64
-    # As many rivals a row as the row that asked for most; None where no row asked.
+    # As many rivals a row as the row that asked for most, or more; beyond what a row asked for they
+    # are undefined. None if no row asked, unless the work was done anyway.
     scores: TokenScores | None
-    num_logprobs: Sequence[int | None]  # [rows]: what each row asked for; empty where none did
 
 
 def list_logprobs(
@@ -55,7 +78,7 @@ def list_logprobs(
     }
 
 
-class _Needs(NamedTuple):
+class Needs(NamedTuple):
     """The work that a request asks for. A batch needs the maximum of its rows, field by field."""
 
     random: bool = False
@@ -67,7 +90,7 @@ class _Needs(NamedTuple):
     num_logprobs: int = -1  # -1: none, 0: of the sampled token only
 
     @classmethod
-    def of(cls, params: SamplingParams, num_edits: int) -> _Needs:
+    def of(cls, params: SamplingParams, num_edits: int) -> Needs:
         random = not params.greedy
         return cls(
             random=random,
@@ -81,145 +104,166 @@ class _Needs(NamedTuple):
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
         )
 
+    @property
+    def full(self) -> bool:
+        """Whether it takes the full variant of the kernels; the plain one does all else."""
+        return self.penalties or self.num_edits > 0 or self.num_logprobs >= 0
 
-class _History:
-    """Which tokens the requests with penalties contain, by slot. Other slots' rows are garbage,
-    which a neutral penalty ignores."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        shape = (num_slots, vocab_size)
-        self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.output_counts = torch.zeros(shape, dtype=torch.int32, device=device)
-
-    def rebuild(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
-        self.prompt_seen[slot].zero_().index_fill_(0, prompt_ids, True)
-        ones = torch.ones_like(output_ids, dtype=torch.int32)
-        self.output_counts[slot].zero_().index_add_(0, output_ids, ones)
-
-    def count(self, slots: Tensor, token_ids: Tensor) -> None:
-        ones = torch.ones_like(token_ids, dtype=torch.int32)
-        self.output_counts.index_put_((slots, token_ids), ones, accumulate=True)
+@lru_cache
+def _shared(needs: Needs) -> Needs:
+    """The same object for equal needs, mostly, so that a batch has few to look at."""
+    return needs
 
 
 class Sampler:
-    """Owns the sampling tables of `num_slots` slots. All calls come from one thread and one stream.
+    """Owns the sampling tables of `num_slots` slots, and of one more, the scratch slot of padded
+    rows, which is greedy and nobody joins. All calls come from one thread and one stream.
 
     `join` gives a slot to a request, overwriting all that the last one left that still counts;
     `sample` draws a token for each row of a step and adds it to its slot's history.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        backend: Literal["triton", "torch"] | None = None,
+    ) -> None:
+        """`backend`: None: Triton where it runs."""
         self.vocab_size = vocab_size
         self.device = device
-        self._needs = [_Needs()] * num_slots
-        # temperature, top_p, min_p, repetition, frequency, presence; at first greedy and neutral
-        neutral = torch.tensor([0, 1, 0, 1, 0, 0], dtype=torch.float32, device=device)
-        self._floats = neutral.repeat(num_slots, 1)
-        # seed, top_k, min_tokens, num_edits, num_prompt_tokens
-        self._integers = torch.zeros((num_slots, 5), dtype=torch.int64, device=device)
-        # The first num_edits columns of a slot add to its logits: a request's logit_bias, and -inf
-        # for the tokens that end it, which `perturbed` ignores from min_tokens on.
-        edits = (num_slots, MAX_EDITS)
-        self._edit_ids = torch.zeros(edits, dtype=torch.int64, device=device)
-        self._edit_bias = torch.zeros(edits, dtype=torch.float32, device=device)
-        self._history: _History | None = None  # allocated for the first request with penalties
+        self.tables = SamplingTables(num_slots + 1, vocab_size, device)
+        self._needs = [Needs()] * (num_slots + 1)
+        self._triton: TritonSampling | None = None
+        if backend is None:
+            backend = "triton" if runs_triton(device) else "torch"
+        if backend == "triton":
+            from minisgl.kernels.triton_sampling import SampleWorkspace, TritonSampling
+
+            num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
+            workspace = SampleWorkspace(num_rows, vocab_size, device)
+            self._triton = TritonSampling(self.tables, workspace)
 
     @property
     def num_prompt_tokens(self) -> Tensor:
-        """[num_slots] int64, a view: a token's position minus this is its output index."""
-        return self._integers[:, 4]
+        """[num_slots + 1] int64, a view: a token's position minus this is its output index."""
+        return integers_of(self.tables.records)[:, NUM_PROMPT_TOKENS]
+
+    def allocate_history(self) -> None:
+        """For penalties, 5 bytes for each token of the vocabulary and slot. The first `join` with
+        penalties does it; it must precede the capture of a step that needs the full variant."""
+        self.tables.allocate_history()
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
         """Queues the writes that give each request its slot. A slot occurs at most once."""
         if not joins:
             return
-        floats, integers = [], []
+        records: list[bytes] = []
+        parts: list[NDArray[np.int64]] = []
         for join in joins:
-            params = join.params
             edits = self._edits(join)
-            needs = self._needs[join.slot] = _Needs.of(params, len(edits))
-            floats.append(
-                (
-                    0.0 if params.greedy else params.temperature,
-                    params.top_p,
-                    params.min_p,
-                    params.repetition_penalty,
-                    params.frequency_penalty,
-                    params.presence_penalty,
+            needs = self._needs[join.slot] = _shared(Needs.of(join.params, len(edits)))
+            records.append(
+                pack_record(
+                    join.params,
+                    seed=join.seed,
+                    num_edits=len(edits),
+                    num_prompt_tokens=len(join.prompt_token_ids),
                 )
             )
-            num_prompt_tokens = len(join.prompt_token_ids)
-            integers.append(
-                (join.seed, max(params.top_k, 0), params.min_tokens, len(edits), num_prompt_tokens)
-            )
             if edits:
-                ids, bias = zip(*edits, strict=True)
-                self._edit_ids[join.slot, : len(edits)] = self._upload(ids, torch.int64)
-                self._edit_bias[join.slot, : len(edits)] = self._upload(bias, torch.float32)
+                parts.append(pack_edits(edits))
             if needs.penalties:
-                if self._history is None:
-                    self._history = _History(len(self._needs), self.vocab_size, self.device)
-                prompt_ids = self._upload(join.prompt_token_ids, torch.int64)
-                output_ids = self._upload(join.output_token_ids, torch.int64)
-                self._history.rebuild(join.slot, prompt_ids, output_ids)
-        slots = self._upload([join.slot for join in joins], torch.int64)
-        self._floats.index_copy_(0, slots, self._upload(floats, torch.float32))
-        self._integers.index_copy_(0, slots, self._upload(integers, torch.int64))
+                parts += (
+                    np.array(ids, dtype=np.int64)
+                    for ids in (join.prompt_token_ids, join.output_token_ids)
+                )
+        numbers = np.array([join.slot for join in joins], dtype=np.int64)
+        packed_records = np.frombuffer(b"".join(records), dtype=np.int64)
+        slots, new_records, *rest = self._upload([numbers, packed_records, *parts])
+        self.tables.records.index_copy_(0, slots, new_records.view(-1, RECORD_WORDS))
+        uploaded = iter(rest)
+        for join in joins:
+            needs = self._needs[join.slot]
+            if needs.num_edits:
+                self.tables.edits[join.slot, : needs.num_edits] = next(uploaded)
+            if needs.penalties:
+                self._rebuild_history(join.slot, next(uploaded), next(uploaded))
+
+    def needs(self, slots_host: Sequence[int]) -> Needs:
+        """Of a batch. It changes if a slot is joined."""
+        distinct = {id(needs): needs for needs in map(self._needs.__getitem__, slots_host)}
+        return Needs(*map(max, zip(*distinct.values(), strict=True)))
+
+    def logprobs_wanted(self, slots_host: Sequence[int]) -> list[int | None]:
+        """What `list_logprobs` wants to know of a batch."""
+        asked = (self._needs[slot].num_logprobs for slot in slots_host)
+        return [None if num < 0 else num for num in asked]
 
     def sample(
         self,
         logits: Tensor,
         slots: Tensor,
-        slots_host: Sequence[int],
         output_index: Tensor,
+        needs: Needs,
         allowed: Tensor | None = None,
     ) -> SampledRows:
         """Draws one token a row and counts it in its slot's history.
 
-        `logits` [rows, vocab] float32 are the raw ones and stay as they are; `slots` [rows] int64
-        (and on the host `slots_host`) whose rows they are; `output_index` [rows] int64 how many
-        output tokens came before; `allowed` [rows, vocab] bool, if given, which tokens may come.
-        Padded rows, of a slot that nobody joins, may follow those of `slots_host`.
+        `logits` [rows, vocab] of any float type are the raw ones and stay as they are; `slots`
+        [rows] int64 or int32 whose rows they are, the scratch slot's any number of times;
+        `output_index` [rows] int64 how many output tokens came before; `needs` those of the batch
+        or more; `allowed` [rows, vocab] bool, if given, which tokens may come.
+
+        May be captured, and then serves any batch with these needs; with Triton, any at all that is
+        as `needs.full` says.
         """
-        token_ids = self.perturbed(logits, slots, slots_host, output_index, allowed).argmax(dim=-1)
-        needs = self._batch_needs(slots_host)
-        if needs.penalties and self._history is not None:
-            self._history.count(slots, token_ids)
-        if needs.num_logprobs < 0:
-            return SampledRows(token_ids, None, ())
-        asked = (self._needs[slot].num_logprobs for slot in slots_host)
-        return SampledRows(
-            token_ids,
-            top_logprobs(logits, token_ids, needs.num_logprobs),
-            tuple(None if num < 0 else num for num in asked),
-        )
+        if self._triton is None:
+            token_ids = self.perturbed(logits, slots, output_index, needs, allowed).argmax(dim=-1)
+            scores = None
+            if needs.penalties:
+                self._count(slots, token_ids)
+        else:
+            masked = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+            rows = masked, slots, output_index
+            if not needs.full:
+                return SampledRows(self._triton.sample(*rows, top_p=needs.top_p), None)
+            token_ids, scores = self._triton.sample_full(*rows, top_p=needs.top_p)
+        if needs.num_logprobs >= 0 and (scores is None or allowed is not None):
+            scores = top_logprobs(logits.float(), token_ids, needs.num_logprobs)
+        return SampledRows(token_ids, scores)
 
     def perturbed(
         self,
         logits: Tensor,
         slots: Tensor,
-        slots_host: Sequence[int],
         output_index: Tensor,
+        needs: Needs,
         allowed: Tensor | None = None,
     ) -> Tensor:
-        """[rows, vocab] float32, of which `sample` takes the argmax. Changes nothing.
+        """[rows, vocab] float32, of which the torch reference takes the argmax. Changes nothing.
 
         With `kernels.sampling.margin` a test sees how close the decision was.
         """
-        needs = self._batch_needs(slots_host)
-        if needs == _Needs(num_logprobs=needs.num_logprobs) and allowed is None:
+        logits = logits.float()
+        if needs == Needs(num_logprobs=needs.num_logprobs) and allowed is None:
             return logits
-        temperature, top_p, min_p, *penalties = self._floats[slots].unbind(dim=1)
-        seed, top_k, min_tokens, num_edits, _ = self._integers[slots].unbind(dim=1)
+        slots = slots.long()
+        records = self.tables.records[slots]
+        temperature, top_p, min_p, *penalties = floats_of(records).unbind(dim=1)
+        seed, top_k, min_tokens, num_edits, _ = integers_of(records).unbind(dim=1)
         if needs.num_edits:
             columns = torch.arange(needs.num_edits, device=self.device)
-            bias = self._edit_bias[slots, : needs.num_edits]
+            edits = self.tables.edits[slots, : needs.num_edits]
+            bias = bias_of(edits)
             over = bias.isneginf() & (output_index >= min_tokens)[:, None]
             bias = bias.masked_fill(over | (columns >= num_edits[:, None]), 0.0)
-            logits = add_bias(logits, self._edit_ids[slots, : needs.num_edits], bias)
-        if needs.penalties and self._history is not None:
-            seen, counts = self._history.prompt_seen[slots], self._history.output_counts[slots]
-            logits = penalize(logits, seen, counts, *penalties)
+            logits = add_bias(logits, ids_of(edits), bias)
+        seen, counts = self.tables.prompt_seen, self.tables.output_counts
+        if needs.penalties and seen is not None and counts is not None:
+            logits = penalize(logits, seen[slots], counts[slots], *penalties)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if not needs.random:
@@ -234,24 +278,38 @@ class Sampler:
         )
         return perturb(logits, rows)
 
-    def _batch_needs(self, slots_host: Sequence[int]) -> _Needs:
-        distinct = {self._needs[slot] for slot in slots_host}
-        return _Needs(*map(max, zip(*distinct, strict=True)))
+    def _rebuild_history(self, slot: int, prompt_ids: Tensor, output_ids: Tensor) -> None:
+        self.tables.allocate_history()
+        seen, counts = self.tables.prompt_seen, self.tables.output_counts
+        assert seen is not None and counts is not None
+        seen[slot].zero_().index_fill_(0, prompt_ids, True)
+        ones = torch.ones_like(output_ids, dtype=torch.int32)
+        counts[slot].zero_().index_add_(0, output_ids, ones)
+
+    def _count(self, slots: Tensor, token_ids: Tensor) -> None:
+        counts = self.tables.output_counts
+        if counts is not None:
+            ones = torch.ones_like(token_ids, dtype=torch.int32)
+            counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
 
     def _edits(self, join: SlotJoin) -> list[tuple[int, float]]:
-        """(token id, what to add to its logit). An id beyond the vocabulary cannot be sampled
-        anyway, and would be an out-of-bounds access on the device."""
+        """The request's logit_bias, and -inf for the tokens that end it, which is ignored from
+        min_tokens on. An id beyond the vocabulary cannot be sampled anyway, and would be an
+        out-of-bounds access on the device."""
         edits = list(join.params.logit_bias.items())
         if join.params.min_tokens:
             edits += [(token_id, -torch.inf) for token_id in sorted(join.stop_token_ids)]
         return [edit for edit in edits if edit[0] < self.vocab_size]
 
-    def _upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """A device tensor of `values`, without waiting for the device.
+    def _upload(self, parts: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
+        """`parts` on the device, in one copy, without waiting for it.
 
         The pinned source is a fresh one each time. torch's host allocator does not hand its memory
         out again before the copy is over, so that nothing overwrites it while it is read.
         """
+        sizes = [len(part) for part in parts]
         pinned = self.device.type == "cuda"
-        source = torch.tensor(values, dtype=dtype, pin_memory=pinned)
-        return source.to(self.device, non_blocking=True)
+        source = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
+        np.concatenate(parts, out=source.numpy())
+        uploaded: tuple[Tensor, ...] = source.to(self.device, non_blocking=True).split(sizes)
+        return uploaded

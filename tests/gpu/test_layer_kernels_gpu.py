@@ -7,9 +7,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from layer_cases import Heads, check_add_rms_norm, check_heads, check_rms_norm, check_silu_mul, send
+from layer_cases import (
+    Heads,
+    check_add_rms_norm,
+    check_embed,
+    check_heads,
+    check_rms_norm,
+    check_silu_mul,
+    send,
+)
 
+from minisgl.kernels import fused
 from minisgl.kernels.triton_activation import silu_mul
+from minisgl.kernels.triton_embedding import embed
 from minisgl.kernels.triton_heads import turn_and_store
 from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
 
@@ -18,6 +28,17 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS = [1, 3, 17, 256, 1023, 2048]
+
+
+def test_the_layers_take_these_kernels() -> None:
+    assert fused._kernels_for(GPU) == fused.triton_kernels()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 100, 896, 1024, 2560, 4096, 5120])
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_embed(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_embed(num_rows, size, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -61,6 +82,13 @@ def test_places_past_two_to_the_31() -> None:
     assert torch.equal(out[-9:], silu_mul(gate_up[-9:].contiguous()))
 
 
+def test_an_embedding_past_two_to_the_31() -> None:
+    size = 8192
+    weight = torch.randn(2**31 // size + 10, size, device=GPU, dtype=torch.bfloat16)
+    token_ids = torch.tensor([len(weight) - 1, 0, len(weight) - 9], device=GPU)
+    assert torch.equal(embed(token_ids, weight), weight[token_ids])
+
+
 def test_the_kv_cache_past_two_to_the_31() -> None:
     num_heads, head_dim, page_size = 8, 128, 16
     num_pages = 2**31 // (page_size * num_heads * head_dim) + 2
@@ -78,7 +106,7 @@ def test_the_kv_cache_past_two_to_the_31() -> None:
 
 def test_overlapping_launches_in_a_graph() -> None:
     """A chain in which each kernel reads what the one before wrote, with every launch overlapping
-    the next, gives to the bit what it gives without."""
+    the next, gives to the bit what it gives without. The token ids are written right before."""
     num_rows, num_heads, head_dim, num_layers = 48, 16, 128, 30
     size = num_heads * head_dim
     x, weight, table = send(
@@ -91,10 +119,12 @@ def test_overlapping_launches_in_a_graph() -> None:
     head_weight, positions, slots = send(GPU, torch.ones(head_dim).bfloat16(), rows, rows + 16)
     caches = torch.zeros(2, 4, 16, 1, head_dim, dtype=torch.bfloat16, device=GPU)
     gate, keys = x.flip(0).contiguous(), x[:, : 2 * head_dim].contiguous()
-    residual = torch.empty_like(x)
+    token_ids, last = torch.zeros_like(positions), torch.full_like(positions, num_rows - 1)
 
     def chain(*, pdl: bool) -> torch.Tensor:
-        residual.copy_(x)
+        token_ids.zero_()
+        torch.sub(last, positions, out=token_ids)
+        residual = embed(token_ids, x, pdl=pdl)
         delta = rms_norm(residual, weight, 1e-6, pdl=pdl)
         for _ in range(num_layers):
             normed, _ = add_rms_norm(delta, residual, weight, 1e-6, pdl=pdl)

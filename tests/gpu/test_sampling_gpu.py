@@ -1,17 +1,18 @@
-"""The same tokens from the same logits on the CPU and on a GPU."""
+"""The same tokens from the same logits on the CPU and on a GPU, by torch and by Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import pytest
 import torch
 
 from minisgl.kernels.philox import uniform
-from minisgl.kernels.sampling import margin, top_logprobs
+from minisgl.kernels.sampling import TokenScores, margin, top_logprobs
 from minisgl.request import SamplingParams
-from minisgl.runner.sampler import SampledRows, Sampler
+from minisgl.runner.sampler import Needs, Sampler, list_logprobs
 from minisgl.scheduler.plan import SlotJoin
 
 pytestmark = pytest.mark.gpu
@@ -61,17 +62,15 @@ def varied_joins() -> list[SlotJoin]:
     ]
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, step: int) -> SampledRows:
-    slots = range(ROWS - 1, -1, -1)
-    on_device = torch.arange(ROWS - 1, -1, -1, device=logits.device)
+SLOTS = range(ROWS - 1, -1, -1)
+
+
+def arguments(
+    sampler: Sampler, logits: torch.Tensor, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Needs]:
+    slots = torch.arange(ROWS - 1, -1, -1, device=logits.device)
     index = torch.full((ROWS,), step, device=logits.device)
-    return sampler.sample(logits, on_device, slots, index)
-
-
-def margins(sampler: Sampler, logits: torch.Tensor, step: int) -> torch.Tensor:
-    index = torch.full((ROWS,), step)
-    slots = range(ROWS - 1, -1, -1)
-    return margin(sampler.perturbed(logits, torch.tensor(list(slots)), slots, index))
+    return logits, slots, index, sampler.needs(SLOTS)
 
 
 def test_uniform_is_the_same_to_the_bit():
@@ -81,30 +80,55 @@ def test_uniform_is_the_same_to_the_bit():
     )
 
 
-def test_tokens_are_the_same():
-    samplers = Sampler(ROWS, VOCAB, CPU), Sampler(ROWS, VOCAB, GPU)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_tokens_are_the_same(backend: Literal["torch", "triton"]):
+    samplers = Sampler(ROWS, VOCAB, CPU), Sampler(ROWS, VOCAB, GPU, backend)
     for sampler in samplers:
         sampler.join(varied_joins())
     agreed = torch.ones(ROWS, dtype=torch.bool)  # rows whose histories are still the same
     for step in range(STEPS):
         logits = random_logits(step)
-        gaps = margins(samplers[0], logits, step)
-        on_cpu, on_gpu = (sample(s, logits.to(s.device), step).token_ids.cpu() for s in samplers)
-        differ = agreed & (on_cpu != on_gpu)
+        gaps = margin(samplers[0].perturbed(*arguments(samplers[0], logits, step)))
+        here, there = (
+            sampler.sample(*arguments(sampler, logits.to(sampler.device), step))
+            for sampler in samplers
+        )
+        differ = agreed & (here.token_ids != there.token_ids.cpu())
         assert (gaps[differ] < NOISE).all()
         agreed &= ~differ
+        wanted, tokens = samplers[0].logprobs_wanted(SLOTS), here.token_ids.tolist()
+        assert here.scores is not None and there.scores is not None
+        listed = [list_logprobs(tokens, on_host(s.scores), wanted) for s in (here, there)]
+        for row in agreed.nonzero().flatten().tolist():
+            if wanted[row] is not None:
+                ours, theirs = listed[0][row], listed[1][row]
+                assert theirs.logprob == pytest.approx(ours.logprob, abs=2e-5)
+                assert [id for id, _ in theirs.top] == [id for id, _ in ours.top]
     assert agreed.float().mean() > 0.95
 
 
-def test_a_row_on_the_gpu_is_the_same_alone_and_batched():
-    sampler, logits = Sampler(ROWS, VOCAB, GPU), random_logits(0).cuda()
+def on_host(scores: TokenScores | None) -> TokenScores:
+    assert scores is not None
+    return TokenScores(scores.logprob.cpu(), scores.top_ids.cpu(), scores.top_logprobs.cpu())
+
+
+def test_triton_is_what_a_gpu_samples_with():
+    assert Sampler(2, VOCAB, GPU)._triton is not None
+    assert Sampler(2, VOCAB, CPU)._triton is None
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_on_the_gpu_is_the_same_alone_and_batched(backend: Literal["torch", "triton"]):
+    sampler, logits = Sampler(ROWS, VOCAB, GPU, backend), random_logits(0).cuda()
     sampler.join(varied_joins())
-    slots = torch.arange(ROWS - 1, -1, -1, device=GPU)
-    index = torch.zeros(ROWS, dtype=torch.int64, device=GPU)
-    together = sampler.perturbed(logits, slots, slots.tolist(), index)
-    for row, slot in enumerate(slots.tolist()):
-        alone = sampler.perturbed(logits[row, None], slots[row, None], [slot], index[row, None])
-        assert torch.equal(alone[0], together[row])
+    args = arguments(sampler, logits, 0)
+    together = sampler.perturbed(*args)
+    tokens = sampler.sample(*args).token_ids
+    sampler.join(varied_joins())  # with the history of before
+    for row, slot in enumerate(SLOTS):
+        alone = (*(tensor[row, None] for tensor in args[:3]), sampler.needs([slot]))
+        assert torch.equal(sampler.perturbed(*alone)[0], together[row])
+        assert sampler.sample(*alone).token_ids[0] == tokens[row]
 
 
 def test_scores_are_the_same():
@@ -117,9 +141,26 @@ def test_scores_are_the_same():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_device_is_never_waited_for():
-    sampler, logits = Sampler(ROWS, VOCAB, GPU), torch.zeros(ROWS, VOCAB, device=GPU)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_device_is_never_waited_for(backend: Literal["torch", "triton"]):
+    sampler = Sampler(ROWS, VOCAB, GPU, backend)
+    logits = torch.zeros(ROWS, VOCAB, device=GPU)
+    sampler.sample(*arguments(sampler, logits, 0))  # compiles
     with no_waiting():
         for step in range(3):
             sampler.join(varied_joins())
-            sample(sampler, logits, step)
+            sampler.sample(*arguments(sampler, logits, step))
+
+
+def test_the_full_variant_is_not_captured_before_it_has_its_memory():
+    sampler = Sampler(ROWS, VOCAB, GPU)
+    needs = Needs(penalties=True)
+    args = arguments(sampler, torch.zeros(ROWS, VOCAB, device=GPU), 0)[:3]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        args[2].add_(1)  # torch warns of an empty graph
+        with pytest.raises(RuntimeError, match="before this is captured"):
+            sampler.sample(*args, needs)
+        graph.capture_end()

@@ -1,0 +1,102 @@
+"""The first pass over the logits, in Triton: the best token of every row before filters, and what
+filters and refused draws need so as not to read the row again."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from minisgl.kernels.triton_noise import gumbel, most_gumbel, words_of_quads
+from minisgl.kernels.triton_rank import rank_of
+from minisgl.kernels.triton_rows import (
+    GROUP_QUADS,
+    SEED,
+    group_maxima,
+    ids_of,
+    load_filters,
+    load_integer,
+    load_logits,
+    source_of,
+)
+
+
+@triton.jit(
+    do_not_specialize=["tiles_per_program"],
+    do_not_specialize_on_alignment=["slots", "output_index"],
+)
+def draw_kernel(
+    logits,
+    edited,
+    slots,
+    output_index,
+    records,
+    best_out,
+    peaks_out,
+    group_max,
+    group_bound,
+    vocab_size,
+    stride,
+    num_groups,
+    num_tiles,
+    tiles_per_program,
+    FULL: tl.constexpr,  # noqa: N803
+    QUADS: tl.constexpr,  # noqa: N803
+    pdl: tl.constexpr,
+):
+    """A part of a row: its best token if it is not drawn by rank; if the row is filtered, the
+    largest logit and the maxima of the groups, and what no token of a group scores more than."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    index = tl.load(output_index + row).to(tl.int32)
+    seed = load_integer(records, slot, SEED)
+    temperature, _, _, _, by_rank, _, filtered = load_filters(records, slot, vocab_size)
+    source = source_of(logits, edited, records, row, slot, stride, vocab_size, FULL)
+    group_max += row * num_groups
+    group_bound += row * num_groups
+
+    first = tl.program_id(0) * tiles_per_program
+    best = tl.full([QUADS, 4], -float("inf"), tl.float32)
+    best_ids = ids_of(first * QUADS + tl.arange(0, QUADS))
+    bar = tl.max(best)  # the best of all lanes
+    peaks = tl.full([QUADS // GROUP_QUADS], -float("inf"), tl.float32)
+    last = tl.minimum(first + tiles_per_program, num_tiles)
+    end = tl.minimum(last * QUADS * 4, vocab_size)
+    following = load_logits(source, best_ids, best_ids < end, FULL)
+    for tile in range(first, last):
+        x = following
+        quads = tile * QUADS + tl.arange(0, QUADS)
+        ids = ids_of(quads)
+        # On its way while this tile is worked on.
+        following = load_logits(source, ids + QUADS * 4, ids + QUADS * 4 < end, FULL)
+        groups = tile * (QUADS // GROUP_QUADS) + tl.arange(0, QUADS // GROUP_QUADS)
+        if filtered:
+            maxima = group_maxima(x)
+            tl.store(group_max + groups, maxima, mask=groups < num_groups)
+            peaks = tl.maximum(peaks, maxima)
+        if not by_rank:
+            if temperature > 0:
+                words = words_of_quads(seed, index, quads)
+                inverse = 1 / temperature
+                bound = tl.maximum(x * (inverse * (1 - 1e-6)), x * (inverse * (1 + 1e-6)))
+                bound += most_gumbel(words)
+                if filtered:
+                    tl.store(group_bound + groups, group_maxima(bound), mask=groups < num_groups)
+                if tl.max(bound) >= bar:
+                    score = tl.div_rn(x, temperature) + gumbel(words)
+                    # Of equals the earlier tile's stays, which has the lower ids.
+                    ahead = score > best
+                    best = tl.where(ahead, score, best)
+                    best_ids = tl.where(ahead, ids, best_ids)
+                    bar = tl.max(best)
+            else:
+                ahead = x > best
+                best = tl.where(ahead, x, best)
+                best_ids = tl.where(ahead, ids, best_ids)
+    part = row * num_tiles + tl.program_id(0)
+    tl.store(best_out + part, tl.max(rank_of(best, best_ids)))
+    if filtered:
+        tl.store(peaks_out + part, tl.max(peaks))

@@ -1,0 +1,184 @@
+"""The linear kernels at awkward sizes: on a GPU if there is one, or else in the interpreter.
+
+float32 leaves no doubt about which products were added; the sizes of models, half precision to its
+last place and CUDA graphs are in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton")
+
+from minisgl.kernels import reference
+from minisgl.kernels.triton_linear import (
+    LinearWorkspace,
+    Norm,
+    Tiles,
+    linear,
+    linear_add,
+    linear_silu_mul,
+    tiles,
+    workspace_size,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# float32 takes twice the room: tiles here are small ones.
+STREAM = Tiles(64, 16, 32, num_stages=2)
+HOW = {
+    "stream": STREAM,
+    "groups": replace(STREAM, block_n=16, block_k=64, groups=4),
+    "split": replace(STREAM, splits=3),
+    "split by many": replace(STREAM, block_n=16, block_k=16, splits=6),
+    "burst": Tiles(16, 16, 256, groups=4, burst=True),
+    "burst of three": Tiles(16, 8, 128, groups=4, burst=True),
+}
+EPS = 1e-3
+
+
+def workspace(m: int, n: int, k: int, how: Tiles, *, gated: bool = False) -> LinearWorkspace:
+    """Just as large as it must be, and with nothing in it that would do."""
+    room, counters = workspace_size(m, n, k, how, gated=gated)
+    return LinearWorkspace(
+        partials=torch.full((room,), torch.nan, device=DEVICE),
+        arrivals=torch.zeros(counters, dtype=torch.int32, device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
+def test_linear(m: int, n: int, k: int, biased: bool, how: Tiles) -> None:
+    x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    bias = torch.randn(n, device=DEVICE) if biased else None
+    room = workspace(m, n, k, how)
+    for _ in range(2):  # the second finds what the first left behind
+        out = linear(x, weight, bias, workspace=room, how=how)
+        torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    assert not room.arrivals.any()
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize(("m", "size", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250)])
+def test_linear_silu_mul(m: int, size: int, k: int, how: Tiles) -> None:
+    x, weight = torch.randn(m, k, device=DEVICE), torch.randn(2 * size, k, device=DEVICE)
+    weight /= k**0.5
+    room = workspace(m, 2 * size, k, how, gated=True)
+    for _ in range(2):
+        out = linear_silu_mul(x, weight, workspace=room, how=how)
+        expected = reference.silu_mul(F.linear(x, weight))
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert not room.arrivals.any()
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
+def test_linear_add(m: int, n: int, k: int, biased: bool, how: Tiles) -> None:
+    x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    bias = torch.randn(n, device=DEVICE) if biased else None
+    residual = torch.randn(m, n, device=DEVICE)
+    expected, room = residual.clone(), workspace(m, n, k, how)
+    for _ in range(2):
+        squares = linear_add(x, weight, bias, residual, workspace=room, how=how)
+        expected = expected + F.linear(x, weight, bias)
+        torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(squares.sum(1), expected.square().sum(1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_rounding_of_linear_add() -> None:
+    """The product is rounded before it is added: to 4096, 4100 or 4104 and their like."""
+    x, weight = torch.full((1, 16), 16, device=DEVICE).half(), torch.zeros(48, 16, device=DEVICE)
+    weight[:, 0] = 256 + torch.arange(48, device=DEVICE) / 16
+    residual = torch.full((1, 48), -4096.0, device=DEVICE).half()
+    expected = residual + (x.double() @ weight.double().T).half()
+    linear_add(x, weight.half(), None, residual, how=HOW["burst"])
+    assert torch.equal(residual, expected)
+
+
+def squares_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
+    parts = x.square().tensor_split(num_parts, dim=1)
+    return torch.stack([part.sum(1) for part in parts], dim=1)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "num_parts"),
+    [(1, 64, 256, 16), (3, 70, 100, 5), (17, 34, 250, 40), (40, 2, 17, 1)],
+)
+def test_norm(m: int, n: int, k: int, num_parts: int, how: Tiles) -> None:
+    """Rows of very different sizes, of which one is 0."""
+    x = torch.randn(m, k, device=DEVICE) * torch.arange(m, device=DEVICE)[:, None] * 0.1
+    weight, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
+    norm = Norm(torch.randn(k, device=DEVICE), EPS, squares_of(x, num_parts))
+    normed = reference.rms_norm(x, norm.weight, EPS)
+    out = linear(x, weight, bias, norm=norm, workspace=workspace(m, n, k, how), how=how)
+    torch.testing.assert_close(out, F.linear(normed, weight, bias), rtol=1e-5, atol=1e-4)
+    room = workspace(m, n, k, how, gated=True)
+    out = linear_silu_mul(x, weight, norm=norm, workspace=room, how=how)
+    expected = reference.silu_mul(F.linear(normed, weight))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_the_rounding_of_norm(how: Tiles) -> None:
+    """Seen through the identity: what is multiplied is the norm as by itself, to the bit."""
+    m, k = 5, 250
+    x, weight = torch.randn(m, k, device=DEVICE).half(), torch.randn(k, device=DEVICE).half()
+    norm = Norm(weight, EPS, squares_of(x.float(), 7))
+    identity = torch.eye(k, device=DEVICE).half()
+    out = linear(x, identity, norm=norm, workspace=workspace(m, k, k, how), how=how)
+    expected = reference.rms_norm(x, weight, EPS)
+    assert (out == expected).float().mean() > 0.99  # one scale may be a unit off
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_the_rounding_of_silu_mul(how: Tiles) -> None:
+    """Small integers, so that the products are exact, and the rounding behind them can be seen."""
+    x = torch.randint(-2, 3, (5, 200), device=DEVICE).half() / 4
+    weight = torch.randint(-2, 3, (2 * 40, 200), device=DEVICE).half() / 4
+    room = workspace(5, 80, 200, how, gated=True)
+    out = linear_silu_mul(x, weight, workspace=room, how=how)
+    expected = reference.silu_mul((x.double() @ weight.double().T).half())
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_rows_that_lie_apart(how: Tiles) -> None:
+    x, weight = torch.randn(5, 300, device=DEVICE)[:, 40:160], torch.randn(48, 120, device=DEVICE)
+    out = linear(x, weight, workspace=workspace(5, 48, 120, how), how=how)
+    torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_no_rows() -> None:
+    x, weight = torch.randn(0, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
+    assert linear(x, weight).shape == (0, 32)
+    assert linear_silu_mul(x, weight).shape == (0, 16)
+    assert len(linear_add(x, weight, None, torch.randn(0, 32, device=DEVICE))) == 0
+
+
+SHAPES = [(4096, 1024), (1024, 2048), (151936, 1024), (7168, 5120), (5120, 17408), (130, 100)]
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_workspace_is_large_enough_for_any_call(n: int, k: int) -> None:
+    room = LinearWorkspace.allocate(SHAPES, 256, torch.device("meta"))
+    for m in range(1, 257):
+        for gated in (False, True):
+            partials, arrivals = workspace_size(m, n, k, tiles(m, n, k, gated=gated), gated=gated)
+            assert partials <= room.partials.numel() and arrivals <= room.arrivals.numel()
+            how = tiles(m, n, k, gated=gated, may_split=False)
+            assert workspace_size(m, n, k, how, gated=gated) == (0, 0)
