@@ -27,6 +27,15 @@ TYPE_NAMES: dict[Any, str] = {
 }
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+# Backends whose decoding reads all that changes from step to step on the device.
+CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
+FLOAT32_BACKENDS = ("triton", "torch")
+LARGEST_AUTO_GRAPH = 512
+DEFAULT_PAGE_SIZE = 16
+# FlashInfer's kernels and TensorRT-LLM's are at their best there.
+FLASHINFER_PAGE_SIZE = 64
+TRTLLM_PAGE_SIZES = (16, 32, 64)
+
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
 # On CPU the KV cache is modest unless --num-pages says otherwise.
@@ -201,8 +210,11 @@ class DeviceFacts:
 
     has_cuda: bool
     free_cpu_bytes: int
-    attention_backends: tuple[str, ...]  # those that run here, best first
-    missing_backends: dict[str, str]  # why the others do not
+    # Those that run the model on the GPU in half precision, best first.
+    prefill_backends: tuple[str, ...] = ()
+    decode_backends: tuple[str, ...] = ()
+    missing_backends: dict[str, str] = field(default_factory=dict)  # why the others do not
+    flash_page_multiple: int = 1  # pages of fa must have a multiple of so many tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,14 +286,10 @@ def resolve(
 
     if config.tp != 1:
         raise ConfigError("--tp", config.tp, "this version runs one rank; allowed: 1")
-    if config.cuda_graph_max_bs:
-        raise ConfigError(
-            "--cuda-graph-max-bs", config.cuda_graph_max_bs, "this version runs eagerly; allowed: 0"
-        )
 
     dtype = _resolve_dtype(config, model, target, notes)
-    prefill, decode = _resolve_attention(config, device, notes)
-    page_size = config.page_size or 16
+    prefill, decode = _resolve_attention(config, device, target, dtype, notes)
+    page_size = _resolve_page_size(config, device, (prefill, decode), notes)
     return ResolvedConfig(
         model=config.model,
         device=target,
@@ -301,7 +309,7 @@ def resolve(
         schedule_conservativeness=config.schedule_conservativeness,
         attn_prefill=prefill,
         attn_decode=decode,
-        cuda_graph_max_bs=0,
+        cuda_graph_max_bs=_resolve_graphs(config, device, target, decode, notes),
         overlap=overlap,
         notes=tuple(notes),
     )
@@ -318,20 +326,76 @@ def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: 
 
 
 def _resolve_attention(
-    config: EngineConfig, device: DeviceFacts, notes: list[str]
+    config: EngineConfig, device: DeviceFacts, target: str, dtype: str, notes: list[str]
 ) -> tuple[str, str]:
+    """The backends of prefill and decode."""
+    usable: list[tuple[str, ...]] = []
+    for names in (device.prefill_backends, device.decode_backends):
+        if target == "cpu":
+            names = ("torch",)
+        elif dtype == "float32":
+            names = tuple(name for name in names if name in FLOAT32_BACKENDS)
+        usable.append(names)
     if config.attn == "auto":
-        best = device.attention_backends[0]
-        notes.append(f"attention backend {best}, the best that runs here")
-        return best, best
-    backends = config.attn.split(",")
-    for name in backends:
-        if name not in device.attention_backends:
-            why = device.missing_backends.get(name, "not usable here")
-            raise ConfigError(
-                "--attn", config.attn, f"{why}; {one_of(('auto', *device.attention_backends))}"
-            )
-    return backends[0], backends[-1]
+        prefill, decode = usable[0][0], usable[1][0]
+        notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
+        return prefill, decode
+    first, _, last = config.attn.partition(",")
+    chosen = (first, last or first)
+    for name, allowed in zip(chosen, usable, strict=True):
+        if name not in allowed:
+            why = device.missing_backends.get(name)
+            if target == "cpu":
+                why = f"{name} needs a GPU"
+            elif dtype == "float32" and name not in FLOAT32_BACKENDS:
+                why = f"{name} computes in bfloat16 and float16 only"
+            reason = why or f"{name} is not usable here"
+            raise ConfigError("--attn", config.attn, f"{reason}; {one_of(('auto', *allowed))}")
+    return chosen
+
+
+def _resolve_page_size(
+    config: EngineConfig, device: DeviceFacts, backends: tuple[str, str], notes: list[str]
+) -> int:
+    wanted = config.page_size
+    if "trtllm" in backends and wanted is not None and wanted not in TRTLLM_PAGE_SIZES:
+        allowed = ", ".join(map(str, TRTLLM_PAGE_SIZES))
+        notes.append(f"page size 64 instead of {wanted}: trtllm takes pages of {allowed} tokens")
+        return FLASHINFER_PAGE_SIZE
+    multiple = device.flash_page_multiple if "fa" in backends else 1
+    if wanted is None:
+        # Measured on an H200: triton reads pages of 16 as fast as larger ones, and small pages
+        # share more of a prefix.
+        by_backend = backends[1] in ("fi", "trtllm")
+        return max(multiple, FLASHINFER_PAGE_SIZE if by_backend else DEFAULT_PAGE_SIZE)
+    if wanted % multiple:
+        refuse(config, "page_size", f"fa takes a multiple of {multiple} here")
+    if "fi" in backends and wanted & (wanted - 1):
+        refuse(config, "page_size", "fi takes a power of two")
+    return wanted
+
+
+def _resolve_graphs(
+    config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
+) -> int:
+    """The largest batch to capture, if there is memory for it."""
+    wanted = config.cuda_graph_max_bs
+    reason = None
+    if target == "cpu":
+        reason = "CUDA graphs need a GPU"
+    elif decode not in CAPTURED_BACKENDS:
+        reason = f"decoding by {decode} plans each step on the host, and runs without graphs"
+    elif "triton" in device.missing_backends:
+        reason = f"CUDA graphs need Triton: {device.missing_backends['triton']}"
+    if reason is not None:
+        if wanted:
+            refuse(config, "cuda_graph_max_bs", f"{reason}; allowed: 0")
+        if target == "cuda":
+            notes.append(reason)
+        return 0
+    if wanted is None:
+        wanted = LARGEST_AUTO_GRAPH
+    return min(wanted, config.max_running_requests)
 
 
 def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:

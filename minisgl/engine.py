@@ -45,7 +45,7 @@ from minisgl.request import (
     SamplingParams,
 )
 from minisgl.runner.facts import device_facts
-from minisgl.runner.runner import ModelRunner
+from minisgl.runner.loading import load_runner
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, SchedulerCounters, Settled
 from minisgl.tokenizer import Tokenizer
@@ -108,6 +108,7 @@ class OutputStream:
         self._num_taken = 0  # output tokens
         self._num_prompt_taken = 0  # prompt logprobs
         self._changed = asyncio.Event()
+        self._finished = asyncio.Event()
         self._ended = False
         self._abort = abort
 
@@ -122,6 +123,17 @@ class OutputStream:
     def notify(self) -> None:
         """The request has changed. Called by the engine."""
         self._changed.set()
+        if self.request.finished:
+            self._finished.set()
+
+    async def wait_finished(self) -> None:
+        """Wait for the end alone, which wakes the caller once and not for every token.
+
+        Raises the request's error. What was not taken is in `request` and `text`.
+        """
+        await self._finished.wait()
+        if self.request.error is not None:
+            raise self.request.error.with_traceback(None)
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self
@@ -216,18 +228,12 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     name = config.model or folder.name
     model_config = read_model_config(folder)
     facts = model_config.facts()
-    resolved = resolve(config, facts, device_facts(), overlap=overlap_enabled())
+    resolved = resolve(config, facts, device_facts(facts), overlap=overlap_enabled())
     tokenizer = None
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
-    report("loading weights", 0.0)
-    runner = ModelRunner.load(
-        resolved,
-        model_config,
-        folder,
-        progress=lambda done, total: report("loading weights", done / total),
-    )
+    runner = load_runner(resolved, model_config, folder, report)
     for note in (*model_config.notes, *resolved.notes):
         logger.info("%s", note)
     if defaults.values:

@@ -98,7 +98,7 @@ class PagedModel:
                 torch.tensor(lengths, dtype=torch.int32),
                 longest=max(lengths, default=0),
             ),
-            chunks=ChunkRows(
+            chunks=ChunkRows.of(
                 page_table([sequence.pages for sequence, _ in chunks]),
                 tuple(starts[len(decodes) :]),
                 tuple(len(tokens) for _, tokens in chunks),

@@ -30,13 +30,14 @@ MODEL = ModelFacts(
     num_layer_weights=100_000,
     num_head_weights=256_000,
 )
-CPU = DeviceFacts(
-    has_cuda=False,
+CPU = DeviceFacts(has_cuda=False, free_cpu_bytes=64 << 30)
+GPU = DeviceFacts(
+    has_cuda=True,
     free_cpu_bytes=64 << 30,
-    attention_backends=("torch",),
-    missing_backends={"fi": "this version has no fi backend"},
+    prefill_backends=("fi", "trtllm", "triton", "torch"),
+    decode_backends=("triton", "trtllm", "fi", "torch"),
+    missing_backends={"fa": "flash-attn is not installed"},
 )
-GPU = dataclasses.replace(CPU, has_cuda=True)
 
 
 def resolved(
@@ -81,10 +82,10 @@ def test_a_value_that_is_never_right_is_refused_at_once(
     ("options", "message"),
     [
         ({"device": "cuda"}, "--device cuda: PyTorch finds no usable GPU"),
-        ({"attn": "fi"}, "--attn fi: this version has no fi backend; allowed: auto or torch"),
-        ({"attn": "torch,fi"}, "--attn torch,fi: this version has no fi backend"),
+        ({"attn": "fi"}, "--attn fi: fi needs a GPU; allowed: auto or torch"),
+        ({"attn": "torch,fi"}, "--attn torch,fi: fi needs a GPU"),
         ({"tp": 2}, "--tp 2: this version runs one rank; allowed: 1"),
-        ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: .*allowed: 0"),
+        ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: CUDA graphs need a GPU; allowed: 0"),
     ],
 )
 def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
@@ -92,6 +93,81 @@ def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn": "fa"}, "--attn fa: flash-attn is not installed; allowed: auto, fi, trtllm"),
+        (
+            {"attn": "fi", "dtype": "float32"},
+            "--attn fi: fi computes in bfloat16 and float16 only; allowed: auto, triton or torch",
+        ),
+        ({"attn": "fi", "page_size": 24}, "--page-size 24: fi takes a power of two"),
+        ({"attn": "torch", "cuda_graph_max_bs": 4}, "decoding by torch .*allowed: 0"),
+    ],
+)
+def test_a_value_that_is_wrong_on_this_gpu_is_refused_with_the_reason(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(machine=GPU, **options)
+
+
+def test_backends() -> None:
+    def chosen(attn: str, machine: DeviceFacts = GPU, **options: Any) -> tuple[str, str]:
+        config = resolved(machine=machine, attn=attn, **options)
+        return config.attn_prefill, config.attn_decode
+
+    assert chosen("auto") == ("fi", "triton")
+    assert chosen("auto", dtype="float32") == ("triton", "triton")
+    assert chosen("auto", device="cpu") == chosen("auto", CPU) == ("torch", "torch")
+    assert chosen("trtllm") == ("trtllm", "trtllm")
+    assert chosen("fi,triton") == ("fi", "triton")
+
+
+@pytest.mark.parametrize(
+    ("attn", "given", "expected"),
+    [
+        ("auto", None, 16),
+        ("triton", 5, 5),
+        ("trtllm", None, 64),
+        ("trtllm", 32, 32),
+        ("trtllm", 8, 64),
+        ("fi", None, 64),
+        ("fi", 1, 1),
+        ("torch", None, 16),
+    ],
+)
+def test_page_size(attn: str, given: int | None, expected: int) -> None:
+    config = resolved(machine=GPU, attn=attn, page_size=given)
+    assert config.page_size == expected
+    warned = any(note.startswith("page size 64 instead of 8: trtllm") for note in config.notes)
+    assert warned == (given == 8)
+
+
+def test_the_first_flash_attn_takes_large_pages_only() -> None:
+    flash = dataclasses.replace(
+        GPU, prefill_backends=("fa",), decode_backends=("fa",), flash_page_multiple=256
+    )
+    assert resolved(machine=flash, attn="fa").page_size == 256
+    assert resolved(machine=flash, attn="fa", page_size=512).page_size == 512
+    with pytest.raises(ConfigError, match="--page-size 64: fa takes a multiple of 256 here"):
+        resolved(machine=flash, attn="fa", page_size=64)
+
+
+def test_graphs() -> None:
+    assert resolved().cuda_graph_max_bs == 0
+    assert resolved(machine=GPU).cuda_graph_max_bs == 256
+    assert resolved(machine=GPU, max_running_requests=7).cuda_graph_max_bs == 7
+    assert resolved(machine=GPU, max_running_requests=4096).cuda_graph_max_bs == 512
+    assert resolved(machine=GPU, cuda_graph_max_bs=0).cuda_graph_max_bs == 0
+    assert resolved(machine=GPU, cuda_graph_max_bs=33).cuda_graph_max_bs == 33
+    eager = resolved(machine=GPU, attn="fi")
+    assert eager.cuda_graph_max_bs == 0
+    assert any("decoding by fi" in note for note in eager.notes)
+    without = dataclasses.replace(GPU, missing_backends={"triton": "triton is not installed"})
+    assert resolved(machine=without, attn="trtllm").cuda_graph_max_bs == 0
 
 
 def test_nothing_stays_automatic() -> None:

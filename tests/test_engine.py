@@ -62,7 +62,7 @@ def loaded(
 ) -> Loaded[Any]:
     facts = read_model_config(DEMO_FOLDER).facts()
     options = {"device": "cpu", "num_pages": 200, "page_size": runner.page_size, **options}
-    config = resolve(EngineConfig(**options), facts, device_facts(), overlap=overlap)
+    config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
     return Loaded(
         runner,
         config,

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ROWS = (
-    ("errors", "request", "config"),
+    ("errors", "request", "config", "progress"),
     ("tokenizer", "detokenizer", "kvcache"),
     ("scheduler",),
     ("kernels", "distributed", "attention", "layers", "models"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,8 +34,8 @@ from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
-from minisgl.runner.runner import ModelRunner
-from minisgl.runner.tables import SampleRows, SlotTables
+from minisgl.runner.loading import load_runner
+from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 FOLDER = TemporaryDirectory()
@@ -82,16 +82,20 @@ def case_of(name: str) -> Case:
 
 
 def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
-    """The engine on a checkpoint without a tokenizer."""
+    """The engine on a checkpoint without a tokenizer. `padded`: the largest batch that runs in the
+    shape of a captured one."""
     overlap = options.pop("overlap", True)
+    padded = options.pop("padded", 0)
     model_config = read_model_config(folder)
     facts = model_config.facts()
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
     config = resolve(
-        EngineConfig(model=str(folder), **options), facts, device_facts(), overlap=overlap
+        EngineConfig(model=str(folder), **options), facts, device_facts(facts), overlap=overlap
     )
-    runner = ModelRunner.load(config, model_config, folder)
+    if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
+        config = dataclasses.replace(config, cuda_graph_max_bs=padded)
+    runner = load_runner(config, model_config, folder)
     return Loaded(
         runner, config, runner.capacity, facts, None, GenerationDefaults(frozenset()), "test"
     )
@@ -187,6 +191,14 @@ def test_one_at_a_time_and_without_look_ahead(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("padded", [3, 8])
+def test_padded_steps(spec: str, padded: int) -> None:
+    """Batches over 3 run eagerly, so that the tables pass from one way to the other and back."""
+    check(case_of(spec), padded=padded)
+    check(case_of(spec), padded=padded, max_prefill_length=7, page_size=4)
+
+
+@pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_retraction_changes_no_token(spec: str, overlap: bool) -> None:
     stats, _ = check(case_of(spec), overlap=overlap, **FEW_PAGES)
@@ -230,6 +242,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"page_size": 1, "cache_type": "naive", "max_prefill_length": 7},
     {"max_running_requests": 1},
     FEW_PAGES,
+    {"padded": 8},
+    {"padded": 4, **FEW_PAGES},
 ]
 
 
@@ -287,27 +301,23 @@ def test_what_was_launched_behind_a_failed_step_does_not_run() -> None:
     asyncio.run(run())
 
 
-Prepare = Callable[[SlotTables, StepPlan], tuple[StepInputs, SampleRows]]
-
-
 @pytest.mark.parametrize("mutation", ["swap pages", "shift positions"])
 def test_mistakes_of_the_runner_show(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original: Prepare = SlotTables.prepare
+    original = SlotTables.inputs
 
-    def swap_pages(self: SlotTables, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
-        if len(plan.decode_slots) > 1 and plan.step == 10:
+    def mutant(
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+    ) -> tuple[StepInputs, SampleRows]:
+        assert plan is not None
+        if mutation == "swap pages" and len(plan.decode_slots) > 1 and plan.step == 10:
             first, second = plan.decode_slots[:2]
-            rows = self._page_table[[second, first], 0]
-            self._page_table[[first, second], 0] = rows
-        return original(self, plan)
-
-    def shift_positions(self: SlotTables, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
-        inputs, samples = original(self, plan)
-        if plan.step > 5:
+            table = self.state.page_table
+            table[[first, second], 0] = table[[second, first], 0]
+        inputs, samples = original(self, plan, shape, chunks)
+        if mutation == "shift positions" and plan.step > 5:
             inputs = dataclasses.replace(inputs, positions=inputs.positions + 1)
         return inputs, samples
 
-    mutant = {"swap pages": swap_pages, "shift positions": shift_positions}[mutation]
-    monkeypatch.setattr(SlotTables, "prepare", mutant)
+    monkeypatch.setattr(SlotTables, "inputs", mutant)
     with pytest.raises(AssertionError, match="no close call"):
         check(case_of("llama3"))

@@ -4,7 +4,7 @@ whatever the engine does with the pages in between."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from demo.evaluation import Case, cases
 from demo.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import StepInputs
-from minisgl.runner.tables import SampleRows, SlotTables
+from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 GREEDY = SamplingParams(temperature=0)
@@ -108,21 +108,22 @@ def test_a_chat_of_many_turns() -> None:
         assert [output.text for output in llm.generate(prompts, GREEDY)] == said
 
 
-Prepare = Callable[[SlotTables, StepPlan], tuple[StepInputs, SampleRows]]
-
-
 def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["Walter", "Lydia"]
     questions = [f"My name is {name}. What is my name?" for name in names]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    original: Prepare = SlotTables.prepare
+    original = SlotTables.inputs
 
-    def swap_first_pages(self: SlotTables, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
-        if len(plan.decode_slots) == 2 and not swapped:
+    def swap_first_pages(
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+    ) -> tuple[StepInputs, SampleRows]:
+        if shape.num_decodes == 2 and not swapped:
+            assert plan is not None
             first, second = plan.decode_slots
-            self._page_table[[first, second], 0] = self._page_table[[second, first], 0]
+            table = self.state.page_table
+            table[[first, second], 0] = table[[second, first], 0]
             swapped.append(plan.step)
-        return original(self, plan)
+        return original(self, plan, shape, chunks)
 
     def told() -> list[str]:
         with loaded(cache_type="naive", page_size=16) as llm:
@@ -133,6 +134,6 @@ def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
     swapped: list[int] = []
     assert told() == [f"Your name is {name}." for name in names]
-    monkeypatch.setattr(SlotTables, "prepare", swap_first_pages)
+    monkeypatch.setattr(SlotTables, "inputs", swap_first_pages)
     assert told() == [f"Your name is {name}." for name in names[::-1]]
     assert swapped

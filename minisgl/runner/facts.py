@@ -6,21 +6,27 @@ import os
 
 import torch
 
-from minisgl.config import ATTENTION_BACKENDS, DeviceFacts
+from minisgl.attention.backends import available_backends, flash_page_multiple
+from minisgl.config import DeviceFacts, ModelFacts
 
 
-def device_facts() -> DeviceFacts:
+def device_facts(model: ModelFacts) -> DeviceFacts:
+    """Imports the attention packages that are installed, which may take seconds."""
     # Not every system says how much memory is free; all say how much there is.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    if not torch.cuda.is_available():
+        return DeviceFacts(has_cuda=False, free_cpu_bytes=free_cpu_bytes)
+    found = available_backends(
+        torch.cuda.get_device_capability(), model.head_dim, model.num_heads // model.num_kv_heads
+    )
     return DeviceFacts(
-        has_cuda=torch.cuda.is_available(),
-        free_cpu_bytes=os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"),
-        attention_backends=("torch",),
-        missing_backends={
-            backend: f"this version has no {backend} backend"
-            for backend in ATTENTION_BACKENDS
-            if backend != "torch"
-        },
+        has_cuda=True,
+        free_cpu_bytes=free_cpu_bytes,
+        prefill_backends=found.prefill,
+        decode_backends=found.decode,
+        missing_backends=found.missing,
+        flash_page_multiple=flash_page_multiple(),
     )
 
 

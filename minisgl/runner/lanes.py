@@ -1,26 +1,42 @@
 """The streams of one device and the order between them.
 
-    h2d      ─[ids of N]──┐uploaded
-    compute  ─────────────┴─[tables, model, sampling of N]──┐computed
-    d2h      ───────────────────────────────────────────────┴─[tokens of N]──┐downloaded
-    host     ────────────────────────────────────────────────────────────────┴─ collect(N)
+    h2d      ─[plan of N]─┐uploaded
+    compute  ─────────────┴─[tables, model, sampling, tokens of N]──┐computed
+    d2h                                              (prompt scores)┴─[scores of N]──┐downloaded
+    host     ───────────────────────────────────────────────────────┴────────────────┴─ collect(N)
 
 Steps follow each other on `compute` and nowhere else, so that everything they share (slot tables,
-KV pages) changes in launch order without further events.
+KV pages) changes in launch order without further events. In a steady step of decode `compute` is
+the only lane in use: one graph, whose last kernel writes the tokens to the host itself.
 
 The one rule for tensors that cross lanes lives here too: a tensor is allocated on the lane that
 fills it and recorded on the lane that reads it, so that the caching allocator does not hand its
-memory out again before that lane has passed.
+memory out again before that lane has passed. A captured graph owns all it touches.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+GraphPool = Any  # the handle of a memory pool, as torch.cuda.graph_pool_handle makes it
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point on a lane, which the device passes some time."""
+
+    _event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Blocks without spinning; any thread may call it."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +44,11 @@ class Download:
     """Host copies that are complete once `wait` returns."""
 
     tensors: tuple[Tensor, ...]
-    _downloaded: torch.cuda.Event | None
+    _downloaded: Mark
 
     def wait(self) -> tuple[Tensor, ...]:
         """Blocks without spinning; any thread may call it."""
-        if self._downloaded is not None:
-            self._downloaded.synchronize()
+        self._downloaded.wait()
         return self.tensors
 
 
@@ -56,6 +71,37 @@ class Lanes:
             return
         with torch.cuda.stream(self._compute), torch.cuda.nvtx.range(label):
             yield
+
+    def graph_pool(self) -> GraphPool:
+        """Memory for graphs that share it, as much as the largest needs: no two run at once, and
+        what one leaves there nobody reads. It ends with the last of them."""
+        return torch.cuda.graph_pool_handle() if self._is_cuda else None
+
+    def capture(self, work: Callable[[], None], pool: GraphPool) -> Callable[[], None]:
+        """Record what `work` queues on the compute lane, instead of running it; returns what queues
+        it again, as one launch. `work` has run before, so that its kernels are compiled.
+
+        On a CPU, where there is nothing to record, it returns `work`.
+        """
+        if not self._is_cuda:
+            return work
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._compute):
+            # Other threads may go on to wait for events.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+    def mark(self) -> Mark:
+        """The end of what the compute lane has queued."""
+        if not self._is_cuda:
+            return Mark(None)
+        computed = torch.cuda.Event(blocking=True)
+        computed.record(self._compute)
+        return Mark(computed)
 
     def upload(self, parts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
         """int64 tensors of `parts` for the compute lane, in one copy."""
@@ -80,7 +126,7 @@ class Lanes:
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Start copying results of the compute lane to the host."""
         if not self._is_cuda:
-            return Download(tuple(tensors), None)
+            return Download(tuple(tensors), Mark(None))
         computed = torch.cuda.Event()
         computed.record(self._compute)
         self._d2h.wait_event(computed)
@@ -92,4 +138,4 @@ class Lanes:
                 tensor.record_stream(self._d2h)
             downloaded = torch.cuda.Event(blocking=True)
             downloaded.record(self._d2h)
-        return Download(tuple(copies), downloaded)
+        return Download(tuple(copies), Mark(downloaded))

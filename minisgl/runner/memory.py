@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from minisgl.attention.base import LayerKV
@@ -34,30 +36,40 @@ def allocate_kv(
         ) from error
 
 
-def fit_num_pages(
-    config: ResolvedConfig,
-    facts: ModelFacts,
-    *,
-    free_at_start: int,
-    free_now: int,
-    activation_bytes: int,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """What of a GPU's memory is not for the KV cache, in bytes."""
+
+    free_at_start: int  # before the weights were loaded
+    weight_bytes: int
+    activation_bytes: int  # of the largest step
+    graph_bytes: int
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU, counting what this process holds and does not use; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def fit_num_pages(config: ResolvedConfig, facts: ModelFacts, use: MemoryUse) -> int:
     """Pages that `memory_ratio` leaves room for on a GPU.
 
-    free_at_start: bytes free before the weights were loaded; free_now: with them in place;
-    activation_bytes: what the largest step takes on top. Raises DeviceMemoryError if nothing is
-    left for the cache.
+    Raises DeviceMemoryError if nothing is left for the cache.
     """
     page_bytes = facts.kv_bytes_per_token(config.dtype) * config.page_size
-    weight_bytes = free_at_start - free_now
-    budget = int(free_at_start * config.memory_ratio)
-    room = budget - weight_bytes - activation_bytes
+    budget = int(use.free_at_start * config.memory_ratio)
+    room = budget - use.weight_bytes - use.activation_bytes - use.graph_bytes
     num_pages = room // page_bytes
     if num_pages < 2:
         raise DeviceMemoryError(
-            f"--memory-ratio {config.memory_ratio} of the {free_at_start / GIB:.1f} GiB free is "
-            f"{budget / GIB:.1f} GiB; weights take {weight_bytes / GIB:.1f} and the largest step "
-            f"{activation_bytes / GIB:.1f}, which leaves nothing for the KV cache. Raise it, or "
-            "lower --max-prefill-length or --max-running-requests."
+            f"--memory-ratio {config.memory_ratio} of the {use.free_at_start / GIB:.1f} GiB free "
+            f"is {budget / GIB:.1f} GiB; weights take {use.weight_bytes / GIB:.1f}, the largest "
+            f"step {use.activation_bytes / GIB:.1f} and CUDA graphs {use.graph_bytes / GIB:.1f}, "
+            "which leaves nothing for the KV cache. Raise it, or lower --max-prefill-length, "
+            "--max-running-requests or --cuda-graph-max-bs."
         )
     return num_pages

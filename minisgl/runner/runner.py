@@ -1,39 +1,40 @@
 """One rank: it executes step plans on its device.
 
 `launch` returns at once and `collect` blocks, so a caller keeps the device busy by launching step
-N + 1 before it collects step N. One worker thread queues the work (on a CPU it does it), hence
-plans take effect in the order of their launch.
+N + 1 before it collects step N. A step that was captured is queued by the caller itself, which
+takes microseconds; one worker thread queues the others (on a CPU it runs them), hence plans take
+effect in the order of their launch.
 """
 
 from __future__ import annotations
 
-import math
 import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, LayerKV
-from minisgl.config import Capacity, ResolvedConfig
-from minisgl.errors import CheckpointError, DeviceMemoryError, EngineStoppedError, StepError
+from minisgl.config import Capacity
+from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling import TokenScores, top_logprobs
-from minisgl.models.config import ModelConfig
-from minisgl.models.loader import Progress, load_model
 from minisgl.models.transformer import CausalLM
-from minisgl.request import TokenLogprobs
-from minisgl.runner.lanes import Download, Lanes
-from minisgl.runner.memory import allocate_kv, fit_num_pages
-from minisgl.runner.profile import longest_step, pages_for_largest_step, widest_step
-from minisgl.runner.sampler import SampledRows, Sampler, list_logprobs
-from minisgl.runner.tables import SlotTables
+from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
+from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
+from minisgl.runner.lanes import Download, Lanes, Mark
+from minisgl.runner.outbox import Outbox
+from minisgl.runner.sampler import Needs, Sampler, list_logprobs
+from minisgl.runner.tables import Chunks, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # float32 logits of prompt rows that are scored at once.
 MAX_SCORED_BYTES = 256 << 20
+
+# What a captured step is ready for, whatever its rows ask for.
+PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
+FULL = PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,12 @@ class _Scored:
 class _Queued:
     """A step whose work is queued on the device."""
 
-    sampled: SampledRows
+    done: Mark
+    outbox_row: int
+    parts: tuple[range, ...]  # where in that row its sampled tokens are
+    num_logprobs: Sequence[int | None]  # what each sampled row asked for; empty where none did
     scored: list[_Scored]
-    download: Download
+    download: Download | None  # of `scored`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,91 +78,80 @@ class ModelRunner:
         capacity: Capacity,
         vocab_size: int,
         attention: Attention,
+        captured_attention: Attention,
         lanes: Lanes,
     ) -> None:
+        """captured_attention: attends in captured steps, whose chunks only the device knows."""
         self.capacity = capacity
         self.vocab_size = vocab_size
+        self.lanes = lanes
         self._model = model
         self._kv = kv
         self._attention = attention
-        self._lanes = lanes
+        self._captured_attention = captured_attention
+        self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device)
         self._tables = SlotTables(
             num_slots=capacity.num_slots,
             max_pages=-(-capacity.max_seq_len // capacity.page_size),
             page_size=capacity.page_size,
+            prompt_lengths=self._sampler.num_prompt_tokens,
             lanes=lanes,
         )
-        self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device)
+        self._outbox = Outbox(capacity.num_slots + MAX_CHUNKS, lanes.device)
+        self._graphs = StepGraphs()
+        self._graph_pool = lanes.graph_pool()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minisgl-runner")
+        self._last_on_worker: Future[_Queued] | None = None
+        self._decode_needs: tuple[tuple[int, ...], Needs] = ((), Needs())
         self._failed_epoch = -1
 
-    @classmethod
-    def load(
-        cls,
-        config: ResolvedConfig,
-        model_config: ModelConfig,
-        folder: Path,
-        progress: Progress | None = None,
-    ) -> ModelRunner:
-        """Load weights, find out how large the largest step is, and fill the rest with pages.
+    def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
+        """Capture the steps of these keys, in their order; `progress` gets the number done.
 
-        Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
+        To be called before the first launch. Without memory for more it stops, and larger batches
+        than those captured run eagerly.
         """
-        facts = model_config.facts()
-        device = torch.device(config.device)
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        lanes = Lanes(device)
-        free_at_start = _free_bytes(device)
+        if any(key.full for key in keys):
+            self._sampler.allocate_history()
+        steps: list[CapturedStep] = []
         try:
-            model = load_model(
-                model_config,
-                folder,
-                dtype=dtype,
-                device=device,
-                load_format=config.load_format,
-                max_seq_len=config.max_seq_len,
-                progress=progress,
-            )
-        except torch.OutOfMemoryError as error:
-            raise DeviceMemoryError(
-                f"The weights do not fit into the {free_at_start / (1 << 30):.1f} GiB that are "
-                "free on the device; choose a smaller model or --dtype bfloat16."
-            ) from error
+            for done, key in enumerate(keys):
+                progress(done)
+                steps.append(self._capture(key))
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+        self.lanes.synchronize()
+        self._graphs = StepGraphs(steps)
 
-        def build(num_pages: int) -> ModelRunner:
-            kv = allocate_kv(
-                facts,
-                num_pages=num_pages,
-                page_size=config.page_size,
-                dtype=dtype,
-                device=device,
-            )
-            runner = cls(
-                model=model,
-                kv=kv,
-                capacity=Capacity.of(config, num_pages),
-                vocab_size=facts.vocab_size,
-                attention=make_attention(config.attn_prefill, config.attn_decode),
-                lanes=lanes,
-            )
-            # Weights, tables and pages were filled on the default stream, which no lane waits for.
-            lanes.synchronize()
-            return runner
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey) -> CapturedStep:
+        """All rows are padded ones while it is captured, so that it may run in any state."""
+        needs = FULL if key.full else PLAIN
+        chunks: Tensor | None = None
+        if key.shape.num_chunks:
+            nothing = StepPlan(0, ())
+            chunks = self._tables.upload_chunks(nothing, key.shape).clone()
 
-        free_now = _free_bytes(device)
-        activation_bytes = _try_largest_steps(build(pages_for_largest_step(config)), config)
-        num_pages = config.num_pages or fit_num_pages(
-            config,
-            facts,
-            free_at_start=free_at_start,
-            free_now=free_now,
-            activation_bytes=activation_bytes,
-        )
-        return build(num_pages)
+        def run() -> None:
+            self._run(key.shape, chunks, key.shape.num_chunks, needs)
+
+        with self.lanes.compute("capture"):
+            self._outbox.open()
+            run()
+        return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue one step. Returns at once; what goes wrong is raised by `collect`."""
-        return StepHandle(plan.step, self._worker.submit(self._execute, plan))
+        last = self._last_on_worker
+        if plan.chunks or not self._graphs.max_batch or not (last is None or last.done()):
+            queued = self._last_on_worker = self._worker.submit(self._execute, plan)
+            return StepHandle(plan.step, queued)
+        queued = Future()
+        try:
+            queued.set_result(self._execute(plan))
+        except Exception as error:
+            queued.set_exception(error)
+        return StepHandle(plan.step, queued)
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Block until the step is done and return its tokens.
@@ -168,31 +161,30 @@ class ModelRunner:
         """
         try:
             queued = handle.queued.result()
-            tensors = iter(queued.download.wait())
+            queued.done.wait()
+            prompt_logprobs = _list_prompt_logprobs(queued)
         except Exception as error:
             # The frames of the failed step hold its activations, which the next one needs room for.
             traceback.clear_frames(error.__traceback__)
             raise self._explain(handle.step, error) from error
-        token_ids: list[int] = next(tensors).tolist()
+        token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
-        if queued.sampled.scores is not None:
-            scores = TokenScores(next(tensors), next(tensors), next(tensors))
-            logprobs = list_logprobs(token_ids, scores, queued.sampled.num_logprobs)
-        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        for scored in queued.scored:
-            rows = prompt_logprobs[scored.chunk] = []
-            for _ in scored.blocks:
-                scores = TokenScores(next(tensors), next(tensors), next(tensors))
-                count = len(scores.logprob)
-                targets = scored.token_ids[len(rows) : len(rows) + count]
-                rows += list_logprobs(targets, scores, [scored.num_logprobs] * count).values()
+        for part in queued.parts:
+            first = len(token_ids)
+            part_ids = self._outbox.token_ids(queued.outbox_row, part)
+            token_ids += part_ids
+            wanted = queued.num_logprobs[first : len(token_ids)]
+            if any(num is not None for num in wanted):
+                scores = self._outbox.scores(queued.outbox_row, part)
+                listed = list_logprobs(part_ids, scores, wanted)
+                logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(handle.step, token_ids, logprobs, prompt_logprobs)
 
     def close(self) -> None:
         """Wait for what is launched and end the worker thread."""
         self._worker.shutdown()
 
-    # -- on the worker thread ----------------------------------------------------------------------
+    # -- queueing a step ---------------------------------------------------------------------------
 
     def _execute(self, plan: StepPlan) -> _Queued:
         """After a failure the plans launched behind it would run on tables that it left half made,
@@ -203,32 +195,90 @@ class ModelRunner:
             return self._queue(plan)
         except Exception:
             self._failed_epoch = plan.epoch
+            with self.lanes.compute("recount"):
+                self._outbox.recount()
             raise
 
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
-        with self._lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
+        with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
             self._sampler.join(plan.joins)
-            inputs, samples = self._tables.prepare(plan)
-            hidden = self._model(inputs, self._kv, self._attention)
-            rows = hidden if samples.rows is None else hidden[samples.rows]
-            if samples.slots_host:
-                prompt_lengths = self._sampler.num_prompt_tokens[samples.slots]
-                sampled = self._sampler.sample(
-                    self._model.logits(rows),
-                    samples.slots,
-                    samples.slots_host,
-                    output_index=samples.positions + 1 - prompt_lengths,
-                )
-                self._tables.feed(samples, sampled.token_ids)
+            self._tables.update(plan)
+            needs = self._needs(plan)
+            captured = self._graphs.find(plan, full=needs.full)
+            shape = StepShape.of(plan) if captured is None else captured.key.shape
+            chunks: Tensor | None = None
+            if plan.chunks:
+                chunks = self._tables.upload_chunks(plan, shape)
+            row = self._outbox.open() if captured or plan.num_samples else 0
+            scored: list[_Scored] = []
+            if captured is None:
+                num_samples = plan.num_samples - len(plan.decode_slots)
+                hidden = self._run(shape, chunks, num_samples, needs, plan)
+                scored = list(self._score_prompts(plan, hidden))
             else:
-                sampled = SampledRows(samples.slots, None, ())
-            scored = list(self._score_prompts(plan, hidden))
-        tensors = [sampled.token_ids]
-        for scores in (sampled.scores, *(block for entry in scored for block in entry.blocks)):
-            if scores is not None:
-                tensors += [scores.logprob, scores.top_ids, scores.top_logprobs]
-        return _Queued(sampled, scored, self._lanes.download(tensors))
+                if captured.chunks is not None and chunks is not None:
+                    captured.chunks.copy_(chunks)
+                captured.replay()
+        tensors = [
+            tensor
+            for entry in scored
+            for block in entry.blocks
+            for tensor in (block.logprob, block.top_ids, block.top_logprobs)
+        ]
+        num_decodes, num_samples = len(plan.decode_slots), plan.num_samples
+        return _Queued(
+            done=self.lanes.mark(),
+            outbox_row=row,
+            parts=(
+                range(num_decodes),
+                range(shape.num_decodes, shape.num_decodes + num_samples - num_decodes),
+            ),
+            num_logprobs=self._logprobs_wanted(plan) if needs.num_logprobs >= 0 else (),
+            scored=scored,
+            download=self.lanes.download(tensors) if tensors else None,
+        )
+
+    def _run(
+        self,
+        shape: StepShape,
+        packed_chunks: Tensor | None,
+        num_chunk_samples: int,
+        needs: Needs,
+        plan: StepPlan | None = None,
+    ) -> Tensor:
+        """Queue a step's work from its inputs to its tokens; returns the rows' hidden states.
+
+        plan: of an eager step; None while a step is captured.
+        """
+        chunks = None
+        if packed_chunks is not None:
+            chunks = Chunks.split(packed_chunks, shape, num_chunk_samples)
+        inputs, samples = self._tables.inputs(plan, shape, chunks)
+        attention = self._captured_attention if plan is None else self._attention
+        if plan is not None:
+            attention.begin(inputs)
+        hidden: Tensor = self._model(inputs, self._kv, attention)
+        if len(samples.slots):
+            rows = hidden if samples.rows is None else hidden[samples.rows]
+            sampled = self._sampler.sample(
+                self._model.logits(rows), samples.slots, samples.output_index, needs
+            )
+            self._outbox.send(samples.slots, sampled.token_ids, sampled.scores, self._tables.state)
+        return hidden
+
+    def _needs(self, plan: StepPlan) -> Needs:
+        """Of the sampled rows. In steady decode the batch is the last step's."""
+        if plan.chunks:
+            return self._sampler.needs(_sampled_slots(plan))
+        slots, needs = self._decode_needs
+        if slots is not plan.decode_slots:
+            needs = self._sampler.needs(plan.decode_slots)
+            self._decode_needs = plan.decode_slots, needs
+        return needs
+
+    def _logprobs_wanted(self, plan: StepPlan) -> Sequence[int | None]:
+        return self._sampler.logprobs_wanted(_sampled_slots(plan))
 
     def _score_prompts(self, plan: StepPlan, hidden: Tensor) -> list[_Scored]:
         scored: list[_Scored] = []
@@ -238,11 +288,12 @@ class ModelRunner:
             targets = list(chunk.scored_token_ids)
             if targets:
                 entry = _Scored(index, targets, chunk.prompt_logprobs, [])
-                (device_targets,) = self._lanes.upload([targets])
+                (device_targets,) = self.lanes.upload([targets])
                 for first in range(0, len(targets), block):
                     part = device_targets[first : first + block]
                     logits = self._model.logits(hidden[row + first : row + first + len(part)])
-                    entry.blocks.append(top_logprobs(logits, part, chunk.prompt_logprobs))
+                    scores = top_logprobs(logits.float(), part, chunk.prompt_logprobs)
+                    entry.blocks.append(scores)
                 scored.append(entry)
             row += len(chunk.token_ids)
         return scored
@@ -254,39 +305,25 @@ class ModelRunner:
                 "--max-prefill-length or --max-running-requests."
             )
         try:
-            self._lanes.synchronize()
+            self.lanes.synchronize()
         except RuntimeError:  # the error sticks: nothing will run on this device any more
             return EngineStoppedError(f"The GPU failed in step {step}: {error}")
         return StepError(f"Step {step} failed: {type(error).__name__}: {error}")
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+def _sampled_slots(plan: StepPlan) -> tuple[int, ...]:
+    return plan.decode_slots + tuple(chunk.slot for chunk in plan.chunks if chunk.samples)
 
 
-def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
-    """Returns the bytes that they take on a GPU; on a CPU it is a self-test only.
-
-    Raises CheckpointError if the model's logits are not finite.
-    """
-    on_gpu = config.device == "cuda"
-    if on_gpu:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        result = runner.collect(runner.launch(longest_step(config, runner.vocab_size)))
-        if on_gpu:
-            runner.collect(runner.launch(widest_step(config)))
-    except StepError as error:
-        raise DeviceMemoryError(f"The largest step cannot run here. {error}") from error
-    finally:
-        runner.close()
-    if not all(math.isfinite(entry.logprob) for entry in result.prompt_logprobs.get(0, ())):
-        raise CheckpointError(
-            f"The model's logits are not finite in {config.dtype}: its weights are broken, or too "
-            "large for this --dtype."
-        )
-    return torch.cuda.max_memory_allocated() - before if on_gpu else 0
+def _list_prompt_logprobs(queued: _Queued) -> dict[int, list[TokenLogprobs]]:
+    """By chunk. Waits for the download."""
+    listed: dict[int, list[TokenLogprobs]] = {}
+    tensors = iter(queued.download.wait() if queued.download else ())
+    for scored in queued.scored:
+        rows = listed[scored.chunk] = []
+        for _ in scored.blocks:
+            scores = TokenScores(next(tensors), next(tensors), next(tensors))
+            count = len(scores.logprob)
+            targets = scored.token_ids[len(rows) : len(rows) + count]
+            rows += list_logprobs(targets, scores, [scored.num_logprobs] * count).values()
+    return listed

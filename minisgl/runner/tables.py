@@ -1,15 +1,37 @@
-"""What the device knows about each slot, and the inputs of a step made from it."""
+"""What the device knows about each slot, and the inputs of a step made from it.
+
+A step is made for a *shape*: so many decode rows and, behind them, so many rows of chunks. Run
+eagerly the shape is the plan's own. A captured step has a shape at least as large: its other decode
+rows are of the scratch slot, its other chunks are empty, and its other chunk rows are tokens that
+the scratch slot has at position 0.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, StepInputs
+from minisgl.kernels.slots import SlotRows, SlotState, kv_index_of, read_slots
 from minisgl.runner.lanes import Lanes
 from minisgl.scheduler.plan import StepPlan
+
+
+class StepShape(NamedTuple):
+    """How many rows of each kind a step has; chunks only where there are chunk rows."""
+
+    num_decodes: int
+    num_chunk_rows: int = 0
+    num_chunks: int = 0
+
+    @staticmethod
+    def of(plan: StepPlan) -> StepShape:
+        num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        return StepShape(len(plan.decode_slots), num_chunk_rows, len(plan.chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,130 +40,191 @@ class SampleRows:
 
     rows: Tensor | None  # [num_samples] int64 among the step's rows; None: they are all its rows
     slots: Tensor  # [num_samples] int64
-    slots_host: tuple[int, ...]
-    positions: Tensor  # [num_samples] int64: of the row's token; the sampled one comes behind it
+    output_index: Tensor  # [num_samples] int64: of the token to be sampled
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
-    """A plan on the device: int64 all, [n] each."""
+class Chunks:
+    """The chunks of a step on the device: int64 all."""
 
-    decode_slots: Tensor
-    grant_slots: Tensor
-    grant_columns: Tensor
-    grant_pages: Tensor
-    chunk_slots: Tensor
-    chunk_ends: Tensor
-    token_ids: Tensor  # of the chunks, one behind the other, and so the next two
+    token_ids: Tensor  # [num_chunk_rows], and so the next two
     positions: Tensor
     token_slots: Tensor
-    sampling_slots: Tensor  # of the chunks that sample
-    sampling_rows: Tensor  # their last rows, among all rows of the step
+    row_starts: Tensor  # [num_chunks + 1]
+    slots: Tensor  # [num_chunks], and so the next
+    ends: Tensor
+    sample_rows: Tensor  # [num_samples]: those of the chunks that sample, among the chunk rows
+    sample_slots: Tensor  # [num_samples]
+    sample_ends: Tensor  # [num_samples]
 
-
-def _pack(plan: StepPlan, *, with_decodes: bool) -> list[list[int]]:
-    """The parts of `_Sent`, in its order."""
-    grants = [
-        (grant.slot, column, page)
-        for grant in plan.grants
-        for column, page in enumerate(grant.pages, grant.index)
-    ]
-    sampling: list[tuple[int, int]] = []
-    num_rows = len(plan.decode_slots)
-    for chunk in plan.chunks:
-        num_rows += len(chunk.token_ids)
-        if chunk.samples:
-            sampling.append((chunk.slot, num_rows - 1))
-    return [
-        list(plan.decode_slots) if with_decodes else [],
-        [slot for slot, _, _ in grants],
-        [column for _, column, _ in grants],
-        [page for _, _, page in grants],
-        [chunk.slot for chunk in plan.chunks],
-        [chunk.end for chunk in plan.chunks],
-        [token_id for chunk in plan.chunks for token_id in chunk.token_ids],
-        [position for chunk in plan.chunks for position in range(chunk.start, chunk.end)],
-        [chunk.slot for chunk in plan.chunks for _ in chunk.token_ids],
-        [slot for slot, _ in sampling],
-        [row for _, row in sampling],
-    ]
+    @staticmethod
+    def split(packed: Tensor, shape: StepShape, num_samples: int) -> Chunks:
+        """The parts of what `_pack_chunks` has packed."""
+        tokens, chunks = shape.num_chunk_rows, shape.num_chunks
+        sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [num_samples] * 3
+        return Chunks(*packed.split(sizes))
 
 
 class SlotTables:
     """Device tables indexed by slot. They change on the compute lane only, in launch order.
 
     A slot's length and last token are the device's own knowledge: in steady decode the host sends
-    nothing, because the decode rows are those of the last step.
+    nothing, because the decode rows are those of the last step. What it does send, a page, a row of
+    the batch, is a pair of a place and a value: all tables lie in one tensor.
     """
 
-    def __init__(self, *, num_slots: int, max_pages: int, page_size: int, lanes: Lanes) -> None:
-        self._page_size = page_size
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        max_pages: int,
+        page_size: int,
+        prompt_lengths: Tensor,
+        lanes: Lanes,
+    ) -> None:
+        """prompt_lengths: [num_slots + 1] int64 on the device, which someone else keeps."""
+        self.scratch_slot = num_slots
+        self._max_pages = max_pages
         self._lanes = lanes
-        device = lanes.device
-        self._page_table = torch.zeros((num_slots, max_pages), dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        sizes = [(num_slots + 1) * max_pages, num_slots + 1, num_slots + 1, num_slots]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=lanes.device)
+        page_table, lengths, last_tokens, decode_slots = self._all.split(sizes)
+        self.state = SlotState(
+            page_table=page_table.view(num_slots + 1, max_pages),
+            lengths=lengths,
+            last_tokens=last_tokens,
+            prompt_lengths=prompt_lengths,
+            page_size=page_size,
+        )
+        # Rows past the batch are of the scratch slot, always.
+        self._decode_slots = decode_slots.fill_(num_slots)
+        self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
-        self._decode_slots = torch.empty(0, dtype=torch.int64, device=device)
+        self._rows = SlotRows.allocate(num_slots, max_pages, lanes.device)
+        self._lengths_host = [0] * num_slots
 
-    def prepare(self, plan: StepPlan) -> tuple[StepInputs, SampleRows]:
-        """Apply the plan's page grants and build its inputs. Runs on the compute lane."""
-        sent = self._send(plan)
-        if plan.grants:
-            granted = (sent.grant_slots, sent.grant_columns)
-            self._page_table.index_put_(granted, sent.grant_pages.to(torch.int32))
-        decode_positions = self._lengths[sent.decode_slots]
-        positions = torch.cat((decode_positions, sent.positions))
-        token_ids = torch.cat((self._last_tokens[sent.decode_slots], sent.token_ids))
-        slots = torch.cat((sent.decode_slots, sent.token_slots))
-        self._lengths.index_copy_(0, sent.decode_slots, decode_positions + 1)
-        if plan.chunks:
-            self._lengths.index_copy_(0, sent.chunk_slots, sent.chunk_ends)
+    def update(self, plan: StepPlan) -> None:
+        """Apply the plan's grants and its choice of decode rows. Runs on the compute lane."""
+        places, values = self._changes(plan)
+        if places:
+            device_places, device_values = self._lanes.upload([places, values])
+            self._all.index_copy_(0, device_places, device_values.int())
 
-        row_pages = self._page_table[slots, positions // self._page_size].to(torch.int64)
-        decode_width = self._num_pages(plan.longest_decode)
-        chunk_width = self._num_pages(max((chunk.end for chunk in plan.chunks), default=0))
+    def _changes(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        places: list[int] = []
+        values: list[int] = []
+        for grant in plan.grants:
+            first = grant.slot * self._max_pages + grant.index
+            places += range(first, first + len(grant.pages))
+            values += grant.pages
+        if plan.decode_slots is not self._decode_slots_host:
+            num_rows = max(len(plan.decode_slots), len(self._decode_slots_host))
+            places += range(self._decode_slots_at, self._decode_slots_at + num_rows)
+            values += plan.decode_slots
+            values += [self.scratch_slot] * (num_rows - len(plan.decode_slots))
+            self._decode_slots_host = plan.decode_slots
+        return places, values
+
+    def upload_chunks(self, plan: StepPlan, shape: StepShape) -> Tensor:
+        """The plan's chunks padded to `shape`, packed; to be split by `Chunks.split`."""
+        return self._lanes.upload([_pack_chunks(plan, shape, self.scratch_slot)])[0]
+
+    def lengths_after(self, plan: StepPlan) -> list[int]:
+        """Tokens that each decode row of the plan attends to, for backends that plan on the host.
+
+        Counts along, so it must see every plan, once.
+        """
+        lengths = self._lengths_host
+        for slot in plan.decode_slots:
+            lengths[slot] += 1
+        for chunk in plan.chunks:
+            lengths[chunk.slot] = chunk.end
+        return [lengths[slot] for slot in plan.decode_slots]
+
+    def inputs(
+        self, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+    ) -> tuple[StepInputs, SampleRows]:
+        """Build a step's inputs and advance the lengths. Runs on the compute lane.
+
+        plan: of an eager step, to tell the backends what the host knows; None: of a captured one.
+        """
+        longest, width = self._max_pages * self.state.page_size, self._max_pages
+        lengths_host: list[int] | None = None
+        starts: tuple[int, ...] = ()
+        lengths: tuple[int, ...] = ()
+        if plan is not None:
+            lengths_host = self.lengths_after(plan)
+            longest = plan.longest_decode
+            starts = tuple(chunk.start for chunk in plan.chunks)
+            lengths = tuple(len(chunk.token_ids) for chunk in plan.chunks)
+            width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
+        rows = self._rows.first(shape.num_decodes, width)
+        read_slots(self._decode_slots[: shape.num_decodes], self.state, rows)
+        decodes = DecodeRows(rows.page_table, rows.lengths, longest, lengths_host)
+        if chunks is None:
+            nothing = rows.lengths[:0]
+            no_chunks = ChunkRows(rows.page_table[:0], nothing, nothing, 0, (), ())
+            inputs = StepInputs(rows.token_ids, rows.positions, rows.kv_index, decodes, no_chunks)
+            return inputs, SampleRows(None, rows.slots, rows.output_index)
+
+        state = self.state
+        state.lengths[chunks.slots] = chunks.ends.int()
+        kv_index = kv_index_of(
+            state.page_table, chunks.token_slots, chunks.positions, state.page_size
+        )
         inputs = StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            kv_index=row_pages * self._page_size + positions % self._page_size,
-            decodes=DecodeRows(
-                page_table=self._page_table[sent.decode_slots, :decode_width],
-                lengths=(decode_positions + 1).to(torch.int32),
-                longest=plan.longest_decode,
-            ),
+            token_ids=torch.cat((rows.token_ids, chunks.token_ids)),
+            positions=torch.cat((rows.positions, chunks.positions)),
+            kv_index=torch.cat((rows.kv_index, kv_index)),
+            decodes=decodes,
             chunks=ChunkRows(
-                page_table=self._page_table[sent.chunk_slots, :chunk_width],
-                starts=tuple(chunk.start for chunk in plan.chunks),
-                lengths=tuple(len(chunk.token_ids) for chunk in plan.chunks),
+                page_table=state.page_table[chunks.slots, :width],
+                row_starts=chunks.row_starts.int(),
+                ends=chunks.ends.int(),
+                num_rows=shape.num_chunk_rows,
+                starts=starts,
+                lengths=lengths,
             ),
         )
-        if not plan.chunks:
-            return inputs, SampleRows(None, sent.decode_slots, plan.decode_slots, decode_positions)
-        decode_rows = torch.arange(len(plan.decode_slots), device=positions.device)
-        rows = torch.cat((decode_rows, sent.sampling_rows))
-        sampling_chunks = tuple(chunk.slot for chunk in plan.chunks if chunk.samples)
+        decode_rows = torch.arange(shape.num_decodes, device=kv_index.device)
+        output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
         return inputs, SampleRows(
-            rows=rows,
-            slots=torch.cat((sent.decode_slots, sent.sampling_slots)),
-            slots_host=plan.decode_slots + sampling_chunks,
-            positions=positions[rows],
+            rows=torch.cat((decode_rows, chunks.sample_rows + shape.num_decodes)),
+            slots=torch.cat((rows.slots, chunks.sample_slots)),
+            output_index=torch.cat((rows.output_index, output_index)),
         )
-
-    def _send(self, plan: StepPlan) -> _Sent:
-        """What of the plan the device does not know yet; nothing in a steady step of decode."""
-        new_decodes = plan.decode_slots is not self._decode_slots_host
-        if new_decodes or plan.grants or plan.chunks:
-            decode_slots, *rest = self._lanes.upload(_pack(plan, with_decodes=new_decodes))
-            if new_decodes:
-                self._decode_slots_host, self._decode_slots = plan.decode_slots, decode_slots
-            return _Sent(self._decode_slots, *rest)
-        nothing = self._decode_slots[:0]
-        return _Sent(self._decode_slots, *[nothing] * (len(fields(_Sent)) - 1))
-
-    def feed(self, samples: SampleRows, token_ids: Tensor) -> None:
-        """Make the sampled tokens the inputs of the next step. Runs on the compute lane."""
-        self._last_tokens.index_copy_(0, samples.slots, token_ids)
 
     def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        return -(-num_tokens // self.state.page_size)
+
+
+def _pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> list[int]:
+    """The parts of `Chunks`, one behind the other, padded to `shape`.
+
+    Rows to sample come in the order of the chunks that do; in a padded step there is one for every
+    chunk of the shape, and those left over sample for the scratch slot.
+    """
+    chunks = plan.chunks
+    sampling = [chunk for chunk in chunks if chunk.samples]
+    row_starts = list(itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
+    last_rows = [
+        end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples
+    ]
+    room, num_chunks = shape.num_chunk_rows, shape.num_chunks
+    num_samples = len(sampling) if shape == StepShape.of(plan) else num_chunks
+    parts = (
+        _padded([token_id for chunk in chunks for token_id in chunk.token_ids], room, 0),
+        _padded([at for chunk in chunks for at in range(chunk.start, chunk.end)], room, 0),
+        _padded([chunk.slot for chunk in chunks for _ in chunk.token_ids], room, scratch_slot),
+        _padded(row_starts, num_chunks + 1, row_starts[-1]),
+        _padded([chunk.slot for chunk in chunks], num_chunks, scratch_slot),
+        _padded([chunk.end for chunk in chunks], num_chunks, 0),
+        _padded(last_rows, num_samples, 0),
+        _padded([chunk.slot for chunk in sampling], num_samples, scratch_slot),
+        _padded([chunk.end for chunk in sampling], num_samples, 0),
+    )
+    return [value for part in parts for value in part]
+
+
+def _padded(values: list[int], size: int, filler: int) -> list[int]:
+    return values + [filler] * (size - len(values))

@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
@@ -19,6 +18,7 @@ import uvicorn
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_NOTE
+from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.service import Engine, Service
@@ -30,7 +30,6 @@ FLUSH_SECONDS = 2
 # Longer than the pools of clients keep a connection, so that none is closed under a new request.
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
-LOAD_LOG_SECONDS = 5
 
 Progress = Callable[[str, float], None]
 
@@ -44,22 +43,8 @@ async def start_engine(config: EngineConfig) -> Engine:
         return AsyncEngine.start
 
     start = await asyncio.to_thread(engine_class)
-    return await start(config, LoadLog())
-
-
-class LoadLog:
-    """A line of the log for each phase of loading, and now and then while it takes its time."""
-
-    def __init__(self) -> None:
-        self._phase = ""
-        self._next_s = 0.0
-
-    def __call__(self, phase: str, share: float) -> None:
-        """Called from the thread that loads, as often as it likes."""
-        now = time.monotonic()
-        if phase != self._phase or now >= self._next_s:
-            self._phase, self._next_s = phase, now + LOAD_LOG_SECONDS
-            logger.info("%s: %.0f %%", phase.capitalize(), 100 * share)
+    with LoadProgress() as progress:
+        return await start(config, progress)
 
 
 class Process:

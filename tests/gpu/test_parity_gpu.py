@@ -16,7 +16,8 @@ from minisgl.request import SamplingParams
 pytestmark = pytest.mark.gpu
 
 NAMES = [spec.name for spec in SPECS]
-ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
+# Graphs for all batches that occur here, but for one prompt's worth: that one runs eagerly.
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
 
 
 @pytest.mark.parametrize("spec", NAMES)
@@ -34,20 +35,33 @@ def test_alone_without_look_ahead_and_without_a_cache(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", NAMES)
+@pytest.mark.parametrize("attn", ["triton", "torch", "torch,triton", "triton,torch"])
+def test_without_graphs_and_by_every_backend_that_has_float32(spec: str, attn: str) -> None:
+    check(case_of(spec), **ON_GPU | {"attn": attn, "cuda_graph_max_bs": 0})
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_all_batches_in_graphs(overlap: bool) -> None:
+    check(case_of("qwen3"), overlap=overlap, **ON_GPU | {"cuda_graph_max_bs": 256})
+
+
+@pytest.mark.parametrize("spec", NAMES)
 def test_retraction_changes_no_token(spec: str) -> None:
     stats, _ = check(case_of(spec), **FEW_PAGES, **ON_GPU)
     assert stats.counters.num_retractions > 0
 
 
-def test_sampled_tokens_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("cuda_graph_max_bs", [0, 4, 8])
+def test_sampled_tokens_are_those_of_the_cpu(cuda_graph_max_bs: int) -> None:
     case = case_of("llama3")
+    on_gpu = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs}
 
     async def run(options: dict[str, Any]) -> list[list[int]]:
         async with AsyncEngine(load_engine(case.folder, **options)) as engine:
             outputs = await batch(engine, case.prompts, SAMPLED)
             return [output.token_ids for output in outputs]
 
-    assert asyncio.run(run(ON_GPU)) == asyncio.run(run({}))
+    assert asyncio.run(run(on_gpu)) == asyncio.run(run({}))
 
 
 @pytest.mark.parametrize("spec", NAMES)

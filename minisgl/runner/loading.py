@@ -1,0 +1,173 @@
+"""From a checkpoint to a runner: weights, the memory that is left, and what is captured in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from minisgl.attention.backends import make_attention
+from minisgl.attention.base import Attention, AttentionShape
+from minisgl.config import Capacity, ResolvedConfig
+from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.models.config import ModelConfig
+from minisgl.models.loader import load_model
+from minisgl.models.transformer import CausalLM
+from minisgl.runner.graphs import graph_keys
+from minisgl.runner.lanes import Lanes
+from minisgl.runner.memory import GIB, MemoryUse, allocate_kv, fit_num_pages, free_bytes
+from minisgl.runner.profile import longest_step, pages_for_largest_step, widest_step
+from minisgl.runner.runner import ModelRunner
+
+# Called with the phase and the share of it that is done, 0 to 1.
+Report = Callable[[str, float], None]
+
+
+def load_runner(
+    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
+) -> ModelRunner:
+    """Load weights, find out what the largest steps and their graphs take, fill the rest of the
+    memory with pages, and capture.
+
+    Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
+    """
+    report = report or (lambda phase, share: None)
+    device = torch.device(config.device)
+    lanes = Lanes(device)
+    free_at_start = free_bytes(device)
+    model = _load_model(config, model_config, folder, report, free_at_start)
+    free_with_weights = free_bytes(device)
+    report("trying the largest steps", 0.0)
+    build = _Builder(config, model_config, model, lanes)
+    trial = build(pages_for_largest_step(config))
+    activation_bytes = _try_largest_steps(trial, config)
+    graph_bytes = _try_graphs(trial, config)
+    del trial
+    num_pages = config.num_pages or fit_num_pages(
+        config,
+        model_config.facts(),
+        MemoryUse(
+            free_at_start=free_at_start,
+            weight_bytes=free_at_start - free_with_weights,
+            activation_bytes=activation_bytes,
+            graph_bytes=graph_bytes,
+        ),
+    )
+    runner = build(num_pages)
+    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length)
+    runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
+    return runner
+
+
+def _load_model(
+    config: ResolvedConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    report: Report,
+    free_at_start: int,
+) -> CausalLM:
+    report("loading weights", 0.0)
+    try:
+        return load_model(
+            model_config,
+            folder,
+            dtype=getattr(torch, config.dtype),
+            device=torch.device(config.device),
+            load_format=config.load_format,
+            max_seq_len=config.max_seq_len,
+            progress=lambda done, total: report("loading weights", done / total),
+        )
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"The weights do not fit into the {free_at_start / GIB:.1f} GiB that are free on the "
+            "device; choose a smaller model or --dtype bfloat16."
+        ) from error
+
+
+class _Builder:
+    """Makes runners of one model, with any number of pages."""
+
+    def __init__(
+        self, config: ResolvedConfig, model_config: ModelConfig, model: CausalLM, lanes: Lanes
+    ) -> None:
+        self._config = config
+        self._facts = model_config.facts()
+        self._model = model
+        self._lanes = lanes
+        shape = AttentionShape(
+            num_heads=self._facts.num_heads,
+            num_kv_heads=self._facts.num_kv_heads,
+            head_dim=self._facts.head_dim,
+            page_size=config.page_size,
+            dtype=getattr(torch, config.dtype),
+        )
+        self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
+        self._captured_attention = self._attention
+        if config.device == "cuda" and config.cuda_graph_max_bs and config.attn_prefill != "triton":
+            # It alone reads chunks from the device.
+            prefill = make_attention("triton", "triton", shape).prefill_backend
+            self._captured_attention = Attention(prefill, self._attention.decode_backend)
+
+    def __call__(self, num_pages: int) -> ModelRunner:
+        config = self._config
+        kv = allocate_kv(
+            self._facts,
+            num_pages=num_pages,
+            page_size=config.page_size,
+            dtype=getattr(torch, config.dtype),
+            device=self._lanes.device,
+        )
+        runner = ModelRunner(
+            model=self._model,
+            kv=kv,
+            capacity=Capacity.of(config, num_pages),
+            vocab_size=self._facts.vocab_size,
+            attention=self._attention,
+            captured_attention=self._captured_attention,
+            lanes=self._lanes,
+        )
+        # Weights, tables and pages were filled on the default stream, which no lane waits for.
+        self._lanes.synchronize()
+        return runner
+
+
+def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
+    """Returns the bytes that they take on a GPU; on a CPU it is a self-test only.
+
+    Raises CheckpointError if the model's logits are not finite.
+    """
+    on_gpu = config.device == "cuda"
+    if on_gpu:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        result = runner.collect(runner.launch(longest_step(config, runner.vocab_size)))
+        if on_gpu:
+            runner.collect(runner.launch(widest_step(config)))
+    except StepError as error:
+        raise DeviceMemoryError(f"The largest step cannot run here. {error}") from error
+    finally:
+        runner.close()
+    if not all(math.isfinite(entry.logprob) for entry in result.prompt_logprobs.get(0, ())):
+        raise CheckpointError(
+            f"The model's logits are not finite in {config.dtype}: its weights are broken, or too "
+            "large for this --dtype."
+        )
+    return torch.cuda.max_memory_allocated() - before if on_gpu else 0
+
+
+def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
+    """Bytes that all graphs will take: the first one's, which brings the memory that all share, and
+    then for each what the smaller ones take on average."""
+    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length)
+    if not keys or config.device != "cuda":
+        return 0
+    free = [free_bytes(runner.lanes.device)]
+    tried = (keys[:1], keys[len(keys) // 2 :][:2])
+    for some in tried:
+        runner.capture(some, lambda done: None)
+        free.append(free_bytes(runner.lanes.device))
+    each = (free[1] - free[2]) // len(tried[1])
+    return max(0, free[0] - free[1]) + max(0, each) * len(keys)

@@ -1,0 +1,58 @@
+"""The way of sampled tokens from the device to the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.sampling import TokenScores
+from minisgl.kernels.slots import Ring, SlotState, feed_slots
+from minisgl.request import MAX_LOGPROBS
+
+# More than steps may be queued and not yet collected.
+RING_SIZE = 8
+
+
+class Outbox:
+    """A ring of rows in host memory. Each step writes one; the host reads it once the step is done.
+
+    The device counts the steps itself, since a captured step is the same at each replay; the host
+    counts along.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._ring = Ring.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
+        self._token_ids = self._ring.token_ids.numpy()
+        self._num_steps = 0
+        self._row = 0
+
+    def open(self) -> int:
+        """The row of the step that is queued next."""
+        self._row = self._num_steps % RING_SIZE
+        self._num_steps += 1
+        return self._row
+
+    def send(
+        self, slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState
+    ) -> None:
+        """Queue the end of a step: its tokens, into the tables and to the host."""
+        feed_slots(slots, token_ids, scores, state, self._ring, self._row)
+
+    def recount(self) -> None:
+        """After a step of which it is unknown how far it got. Runs on the compute lane."""
+        self._ring.num_steps.fill_(self._num_steps)
+
+    def token_ids(self, row: int, part: range) -> list[int]:
+        """What the step that `row` was opened for has sampled, once it is done."""
+        ids: list[int] = self._token_ids[row, part.start : part.stop].tolist()
+        return ids
+
+    def scores(self, row: int, part: range) -> TokenScores:
+        """The same of its scores, if it had any."""
+        rows = slice(part.start, part.stop)
+        ring = self._ring
+        return TokenScores(
+            logprob=ring.logprob[row, rows],
+            top_ids=ring.top_ids[row, rows],
+            top_logprobs=ring.top_logprobs[row, rows],
+        )

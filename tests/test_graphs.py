@@ -1,0 +1,155 @@
+"""Which captured step a plan runs as, and what a padded step leaves untouched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS, CapturedStep, StepGraphs, graph_keys
+from minisgl.runner.lanes import Lanes
+from minisgl.runner.outbox import RING_SIZE, Outbox
+from minisgl.runner.tables import Chunks, SlotTables, StepShape
+from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
+
+CPU = torch.device("cpu")
+
+
+def graphs(max_batch: int, max_chunk_rows: int = 8192) -> StepGraphs:
+    def nothing() -> None:
+        pass
+
+    steps = [
+        CapturedStep(key, torch.empty(0) if key.shape.num_chunks else None, nothing)
+        for key in graph_keys(max_batch, max_chunk_rows)
+    ]
+    return StepGraphs(steps)
+
+
+def decode_plan(num_rows: int) -> StepPlan:
+    return StepPlan(1, tuple(range(num_rows)))
+
+
+def mixed_plan(num_rows: int, *lengths: int, scored: bool = False) -> StepPlan:
+    chunks = tuple(
+        Chunk(num_rows + i, 0, [1] * length, True, scored_token_ids=[1] if scored else ())
+        for i, length in enumerate(lengths)
+    )
+    return StepPlan(1, tuple(range(num_rows)), chunks=chunks)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2, 3, 7, 8, 33, 256, 300, 512])
+def test_every_batch_up_to_the_largest_has_a_graph(max_batch: int) -> None:
+    captured = graphs(max_batch)
+    assert captured.max_batch == max_batch
+    for full in (False, True):
+        for num_rows in range(1, max_batch + 1):
+            step = captured.find(decode_plan(num_rows), full=full)
+            assert step is not None and step.key.full == full and step.chunks is None
+            size = step.key.shape.num_decodes
+            assert num_rows <= size
+            # Padding costs less than half as much again, in the plain variant a quarter.
+            assert size < 2 * num_rows if full else size <= max(num_rows + 7, num_rows * 1.25)
+        assert captured.find(decode_plan(max_batch + 1), full=full) is None
+
+
+def test_the_largest_graphs_are_captured_first() -> None:
+    rows = [key.shape.num_decodes + key.shape.num_chunk_rows for key in graph_keys(256, 8192)]
+    assert rows == sorted(rows, reverse=True)
+    assert len(set(graph_keys(256, 8192))) == len(rows)
+    assert graph_keys(0, 8192) == []
+
+
+def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
+    captured = graphs(256)
+
+    def shape(plan: StepPlan, full: bool = False) -> StepShape | None:
+        step = captured.find(plan, full=full)
+        return None if step is None else step.key.shape
+
+    assert shape(mixed_plan(0, 5)) == StepShape(8, 128, MAX_CHUNKS)
+    assert shape(mixed_plan(8, 60, 4)) == StepShape(8, 128, MAX_CHUNKS)
+    assert shape(mixed_plan(9, 120, 9)) == StepShape(32, 256, MAX_CHUNKS)
+    assert shape(mixed_plan(32, 400)) == StepShape(32, 512, MAX_CHUNKS)
+    assert shape(mixed_plan(200, 400)) == StepShape(256, 512, MAX_CHUNKS)
+    assert shape(mixed_plan(3, CHUNK_ROWS[-1] + 1)) is None
+    assert shape(mixed_plan(3, *[1] * (MAX_CHUNKS + 1))) is None
+    assert shape(mixed_plan(3, 10), full=True) is None
+    assert shape(mixed_plan(3, 10, scored=True)) is None
+
+
+def make_tables() -> SlotTables:
+    return SlotTables(
+        num_slots=4,
+        max_pages=8,
+        page_size=4,
+        prompt_lengths=torch.tensor([0, 5, 3, 0, 0]),
+        lanes=Lanes(CPU),
+    )
+
+
+def test_padding_touches_no_slot_but_scratch() -> None:
+    padded, exact = make_tables(), make_tables()
+    join = StepPlan(
+        1,
+        (),
+        chunks=(Chunk(1, 0, [10, 11, 12, 13, 14], True), Chunk(2, 0, [20, 21], False)),
+        grants=(PageGrant(1, 0, (3, 4)), PageGrant(2, 0, (5,))),
+    )
+    mixed = StepPlan(2, (1,), longest_decode=6, chunks=(Chunk(2, 2, [22], True),), grants=())
+    for plan, room in ((join, StepShape(2, 9, 3)), (mixed, StepShape(3, 4, 2))):
+        for tables, shape in ((padded, room), (exact, StepShape.of(plan))):
+            tables.update(plan)
+            packed = tables.upload_chunks(plan, shape)
+            sampling = sum(chunk.samples for chunk in plan.chunks)
+            num_samples = shape.num_chunks if tables is padded else sampling
+            chunks = Chunks.split(packed, shape, num_samples)
+            inputs, samples = tables.inputs(None if tables is padded else plan, shape, chunks)
+            tables.state.last_tokens[samples.slots] = 90 + samples.slots.int()
+            if tables is exact:
+                expected, expected_samples = inputs, samples
+            else:
+                got, got_samples = inputs, samples
+        decodes, rows = len(plan.decode_slots), sum(len(c.token_ids) for c in plan.chunks)
+        for name in ("token_ids", "positions", "kv_index"):
+            ours, theirs = getattr(got, name), getattr(expected, name)
+            assert torch.equal(ours[:decodes], theirs[:decodes])
+            behind = slice(room.num_decodes, room.num_decodes + rows)
+            assert torch.equal(ours[behind], theirs[decodes:])
+            others = torch.cat((ours[decodes : room.num_decodes], ours[behind.stop :]))
+            assert name == "token_ids" or not others.any()
+        assert got.decodes.lengths.tolist()[decodes:] == [0] * (room.num_decodes - decodes)
+        assert got.chunks.row_starts.tolist()[-1] == rows
+        chosen = [*range(decodes), *range(room.num_decodes, room.num_decodes + sampling)]
+        assert got_samples.slots[chosen].tolist() == expected_samples.slots.tolist()
+        index = got_samples.output_index[chosen].tolist()
+        assert index == expected_samples.output_index.tolist()
+        for ours, theirs in (
+            (padded.state.lengths, exact.state.lengths),
+            (padded.state.page_table, exact.state.page_table),
+            (padded.state.last_tokens[:4], exact.state.last_tokens[:4]),
+        ):
+            assert torch.equal(ours, theirs)
+        assert padded.state.lengths[padded.scratch_slot] == 0
+
+
+def test_a_smaller_batch_leaves_no_row_behind() -> None:
+    tables = make_tables()
+    for slots in ((0, 1, 2, 3), (2,), (3, 0)):
+        tables.update(StepPlan(1, slots))
+        rows = tables._decode_slots.tolist()
+        assert rows == [*slots, *[tables.scratch_slot] * (4 - len(slots))]
+
+
+def test_the_outbox_keeps_a_step_until_others_went_round() -> None:
+    tables, outbox = make_tables(), Outbox(6, CPU)
+    slots = torch.tensor([0, 1])
+    rows = []
+    for step in range(2 * RING_SIZE):
+        rows.append(outbox.open())
+        outbox.send(slots, torch.tensor([step, 100 + step]), None, tables.state)
+        if step >= RING_SIZE - 1:
+            first = step - RING_SIZE + 1
+            assert outbox.token_ids(rows[first], range(2)) == [first, 100 + first]
+    outbox.open()  # a step that failed before it sent anything
+    outbox.recount()
+    assert outbox._ring.num_steps.item() == 2 * RING_SIZE + 1
