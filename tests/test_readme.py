@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.bench.config import BenchConfig
+from minisgl.bench.config import BenchConfig, LatencyConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
 
@@ -18,13 +18,19 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def row(spec: Field[Any]) -> str:
     names = ", ".join(f"`{name}`" for name in option_names(spec))
     unset = spec.default in (None, "", ())  # the help says what happens then
-    default = "" if unset else "off" if spec.default is False else f"`{spec.default}`"
+    value = ",".join(spec.default) if isinstance(spec.default, tuple) else spec.default
+    default = "" if unset else "off" if value is False else f"`{value}`"
     return f"| {names} | {default} | {spec.metadata['help']} |"
 
 
 @pytest.mark.parametrize(
     ("heading", "config"),
-    [("Engine", EngineConfig), ("Server", ServerConfig), ("Benchmark", BenchConfig)],
+    [
+        ("Engine", EngineConfig),
+        ("Server", ServerConfig),
+        ("Benchmark", BenchConfig),
+        ("Latency", LatencyConfig),
+    ],
 )
 def test_the_table_lists_every_option_as_it_is(heading: str, config: Any) -> None:
     section = README.partition(f"### {heading}\n")[2].partition("\n#")[0]

@@ -128,7 +128,8 @@ class Attention:
     decode_backend: AttentionBackend
 
     def begin(self, inputs: StepInputs) -> None:
-        """Called once a step, before the first layer and on its stream; outside a CUDA graph."""
+        """Called once a step, before the first layer and on its stream. In a step that is captured
+        too, whose backends then have nothing to do but allocate, the time before."""
         if inputs.decodes.num_rows and isinstance(self.decode_backend, PlansSteps):
             self.decode_backend.plan_decode(inputs.decodes)
         if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):

@@ -39,7 +39,7 @@ def load_runner(
     free_at_start = free_bytes(device)
     model = _load_model(config, model_config, folder, report, free_at_start)
     free_with_weights = free_bytes(device)
-    report("trying the largest steps", 0.0)
+    report("trying the largest steps, and compiling kernels the first time", 0.0)
     build = _Builder(config, model_config, model, lanes)
     trial = build(pages_for_largest_step(config))
     activation_bytes = _try_largest_steps(trial, config)

@@ -122,6 +122,8 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.lanes.synchronize()
         self._graphs = StepGraphs(steps)
+        # A captured step does not tell the host how long its rows are.
+        self._tables.counts_lengths = not self._graphs.max_batch
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
@@ -256,8 +258,7 @@ class ModelRunner:
             chunks = Chunks.split(packed_chunks, shape, num_chunk_samples)
         inputs, samples = self._tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
-        if plan is not None:
-            attention.begin(inputs)
+        attention.begin(inputs)
         hidden: Tensor = self._model(inputs, self._kv, attention)
         if len(samples.slots):
             rows = hidden if samples.rows is None else hidden[samples.rows]

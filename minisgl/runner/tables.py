@@ -101,6 +101,8 @@ class SlotTables:
         self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots, max_pages, lanes.device)
+        # Whether eager steps, all of them, keep the lengths of the slots on the host too.
+        self.counts_lengths = True
         self._lengths_host = [0] * num_slots
 
     def update(self, plan: StepPlan) -> None:
@@ -129,7 +131,7 @@ class SlotTables:
         """The plan's chunks padded to `shape`, packed; to be split by `Chunks.split`."""
         return self._lanes.upload([_pack_chunks(plan, shape, self.scratch_slot)])[0]
 
-    def lengths_after(self, plan: StepPlan) -> list[int]:
+    def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Tokens that each decode row of the plan attends to, for backends that plan on the host.
 
         Counts along, so it must see every plan, once.
@@ -153,7 +155,7 @@ class SlotTables:
         starts: tuple[int, ...] = ()
         lengths: tuple[int, ...] = ()
         if plan is not None:
-            lengths_host = self.lengths_after(plan)
+            lengths_host = self._lengths_after(plan) if self.counts_lengths else None
             longest = plan.longest_decode
             starts = tuple(chunk.start for chunk in plan.chunks)
             lengths = tuple(len(chunk.token_ids) for chunk in plan.chunks)
