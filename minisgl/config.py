@@ -252,6 +252,7 @@ class Capacity:
     page_size: int
     num_slots: int
     max_seq_len: int
+    max_graph_batch: int = 0  # the largest batch whose decoding is captured
 
     @staticmethod
     def of(config: ResolvedConfig, num_pages: int) -> Capacity:

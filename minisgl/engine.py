@@ -241,7 +241,8 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d, "
+        "CUDA graphs up to batch %d",
         name,
         time.monotonic() - started,
         resolved.dtype,
@@ -249,7 +250,14 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
         (capacity.num_pages - 1) * capacity.page_size,
         capacity.page_size,
         capacity.max_seq_len,
+        capacity.max_graph_batch,
     )
+    if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
+        logger.warning(
+            "No memory for CUDA graphs of batches over %d: larger ones run without; lower "
+            "--memory-ratio or --cuda-graph-max-bs.",
+            capacity.max_graph_batch,
+        )
     if capacity.max_seq_len < resolved.max_seq_len:
         logger.warning(
             "The longest sequence is capped at the KV cache: %d tokens instead of %d",

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import minisgl
 from minisgl.bench.workload import MAX_TOKEN_ID
-from minisgl.config import EngineConfig, ResolvedConfig
+from minisgl.config import Capacity, EngineConfig, ResolvedConfig
 from minisgl.engine import AsyncEngine
 from minisgl.llm import UNBOUNDED_QUEUE
 from minisgl.progress import LoadProgress
@@ -75,7 +75,7 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
         f"{weights} in {config.dtype}, on {devices}{device_name(config.device)}"
     )
     yield (
-        f"{_attention(config)}, {_graphs(config)}, "
+        f"{_attention(config)}, {_graphs(capacity)}, "
         f"{'steps planned ahead' if config.overlap else 'no look-ahead'}, "
         f"KV cache of {(capacity.num_pages - 1) * capacity.page_size:,} tokens in pages of "
         f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
@@ -93,6 +93,6 @@ def _attention(config: ResolvedConfig) -> str:
     return f"attention {', '.join(backends)}"
 
 
-def _graphs(config: ResolvedConfig) -> str:
-    largest = config.cuda_graph_max_bs
+def _graphs(capacity: Capacity) -> str:
+    largest = capacity.max_graph_batch
     return f"CUDA graphs up to batch {largest}" if largest else "no CUDA graphs"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,36 +108,36 @@ class ModelRunner:
     def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
         """Capture the steps of these keys, in their order; `progress` gets the number done.
 
-        To be called before the first launch. Without memory for more it stops, and larger batches
-        than those captured run eagerly.
+        To be called before the first launch. What there is no memory for is left out, and runs
+        eagerly.
         """
         if any(key.full for key in keys):
             self._sampler.allocate_history()
         steps: list[CapturedStep] = []
-        try:
-            for done, key in enumerate(keys):
-                progress(done)
+        for done, key in enumerate(keys):
+            progress(done)
+            try:
                 steps.append(self._capture(key))
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
         self.lanes.synchronize()
         self._graphs = StepGraphs(steps)
         # A captured step does not tell the host how long its rows are.
         self._tables.counts_lengths = not self._graphs.max_batch
+        self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
         """All rows are padded ones while it is captured, so that it may run in any state."""
         needs = FULL if key.full else PLAIN
         chunks: Tensor | None = None
-        if key.shape.num_chunks:
-            nothing = StepPlan(0, ())
-            chunks = self._tables.upload_chunks(nothing, key.shape).clone()
 
         def run() -> None:
             self._run(key.shape, chunks, key.shape.num_chunks, needs)
 
         with self.lanes.compute("capture"):
+            if key.shape.num_chunks:
+                chunks = self._tables.upload_chunks(StepPlan(0, ()), key.shape).clone()
             self._outbox.open()
             run()
         return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
