@@ -1,0 +1,42 @@
+"""Loading shows a bar on a terminal, and elsewhere a line of the log for each phase."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.console import Console
+
+from minisgl.progress import LoadProgress
+
+
+def test_a_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80)
+    with caplog.at_level(logging.INFO), LoadProgress(console) as progress:
+        progress("loading weights", 0.5)
+        progress("capturing graphs", 0.25)
+        progress._bar.refresh()
+    assert "Capturing graphs" in out.getvalue() and "25%" in out.getvalue()
+    assert not caplog.records
+
+
+def test_lines_of_the_log_elsewhere(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("minisgl.progress.time.monotonic", lambda: now)
+    out = io.StringIO()
+    with caplog.at_level(logging.INFO), LoadProgress(Console(file=out)) as progress:
+        for share in (0.0, 0.25, 0.5):
+            progress("loading weights", share)
+        now = 5.0
+        progress("loading weights", 0.75)
+        progress("capturing graphs", 0.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Loading weights: 0 %",
+        "Loading weights: 75 %",
+        "Capturing graphs: 0 %",
+    ]
+    assert out.getvalue() == ""
