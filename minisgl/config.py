@@ -385,7 +385,7 @@ def _resolve_graphs(
     if target == "cpu":
         reason = "CUDA graphs need a GPU"
     elif decode not in CAPTURED_BACKENDS:
-        reason = f"decoding by {decode} plans each step on the host, and runs without graphs"
+        reason = f"decoding by {decode} needs the host at each step, and runs without graphs"
     elif "triton" in device.missing_backends:
         reason = f"CUDA graphs need Triton: {device.missing_backends['triton']}"
     if reason is not None:

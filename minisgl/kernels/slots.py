@@ -76,7 +76,7 @@ class Ring:
     logprob: Tensor  # [ring, rows] float32, and the next two as in TokenScores
     top_ids: Tensor  # [ring, rows, rivals] int32
     top_logprobs: Tensor  # [ring, rows, rivals] float32
-    num_steps: Tensor  # [1] int32, on the device: steps written so far
+    next_row: Tensor  # [1] int32, on the device: where the next step is written
 
     @staticmethod
     def allocate(size: int, num_rows: int, num_rivals: int, device: torch.device) -> Ring:
@@ -90,7 +90,7 @@ class Ring:
             logprob=zeros(num_rows, dtype=torch.float32),
             top_ids=zeros(num_rows, num_rivals, dtype=torch.int32),
             top_logprobs=zeros(num_rows, num_rivals, dtype=torch.float32),
-            num_steps=torch.zeros(1, dtype=torch.int32, device=device),
+            next_row=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
 
@@ -135,8 +135,8 @@ def feed_slots(
     """Make `token_ids` [num_rows] int64 the last tokens of `slots` [num_rows] int64, and write them
     and their scores to the ring.
 
-    `ring_row` must be ring.num_steps modulo the ring's size; kernels ask the device, so that a
-    captured call writes to another row at each replay.
+    `ring_row` must be what ring.next_row says; kernels ask the device, so that a captured call
+    writes to another row at each replay.
     """
     if runs_triton(slots.device):
         from minisgl.kernels import triton_slots
@@ -144,7 +144,7 @@ def feed_slots(
         triton_slots.feed_slots(slots, token_ids, scores, state, ring)
         return
     state.last_tokens[slots] = token_ids.int()
-    ring.num_steps.add_(1)
+    ring.next_row.fill_((ring_row + 1) % len(ring.token_ids))
     num_rows = len(slots)
     ring.token_ids[ring_row, :num_rows].copy_(token_ids, non_blocking=True)
     if scores is not None:

@@ -42,7 +42,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
 def feed_slots(
     slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: Ring
 ) -> None:
-    """As in slots.py; the row of the ring follows from ring.num_steps alone."""
+    """As in slots.py; the device knows the row of the ring."""
     num_rows = len(slots)
     if scores is not None:
         rivals = scores.top_ids.shape[1]
@@ -53,12 +53,11 @@ def feed_slots(
             ring.logprob,
             ring.top_ids,
             ring.top_logprobs,
-            ring.num_steps,
+            ring.next_row,
             rivals,
             scores.top_ids.stride(0),
             ring.top_ids.shape[1],
             ring.top_ids.shape[2],
-            ring_size=ring.token_ids.shape[0],
             block=triton.next_power_of_2(max(1, ring.top_ids.shape[2])),
             num_warps=1,
         )
@@ -67,7 +66,7 @@ def feed_slots(
         token_ids,
         state.last_tokens,
         ring.token_ids,
-        ring.num_steps,
+        ring.next_row,
         num_rows,
         ring.token_ids.shape[1],
         ring_size=ring.token_ids.shape[0],
@@ -122,29 +121,29 @@ def _read_slot(
         )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _feed(
     slots: tl.tensor,
     token_ids: tl.tensor,
     last_tokens: tl.tensor,
     ring: tl.tensor,
-    num_steps: tl.tensor,
+    next_row: tl.tensor,
     num_rows: tl.tensor,
     row_stride: tl.tensor,
     ring_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """One program, since it counts the step when it has written it."""
-    step = tl.load(num_steps)
-    target = ring + (step % ring_size) * row_stride
+    """One program, since it moves on to the next row when it has written this one."""
+    ring_row = tl.load(next_row)
+    target = ring + ring_row * row_stride
     for start in range(0, num_rows, block):
         row = start + tl.arange(0, block)
         there = row < num_rows
         token = tl.load(token_ids + row, mask=there).to(tl.int32)
         tl.store(last_tokens + tl.load(slots + row, mask=there), token, mask=there)
         tl.store(target + row, token, mask=there)
-    tl.debug_barrier()  # every thread has read the old count
-    tl.store(num_steps, step + 1)
+    tl.debug_barrier()  # every thread has read the old one
+    tl.store(next_row, (ring_row + 1) % ring_size)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -155,17 +154,16 @@ def _send_scores(
     ring_logprob: tl.tensor,
     ring_ids: tl.tensor,
     ring_logprobs: tl.tensor,
-    num_steps: tl.tensor,
+    next_row: tl.tensor,
     num_rivals: tl.tensor,
     rivals_stride: tl.tensor,
     ring_rows: tl.tensor,
     ring_rivals: tl.tensor,
-    ring_size: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """A row a program; before `_feed` counts the step."""
+    """A row a program; before `_feed` moves on."""
     row = tl.program_id(0)
-    place = (tl.load(num_steps) % ring_size) * ring_rows + row
+    place = tl.load(next_row) * ring_rows + row
     tl.store(ring_logprob + place, tl.load(logprob + row))
     rival = tl.arange(0, block)
     there = rival < num_rivals

@@ -8,6 +8,7 @@ import torch
 
 from minisgl.attention.backends import available_backends, flash_page_multiple
 from minisgl.config import DeviceFacts, ModelFacts
+from minisgl.kernels.fused import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
@@ -20,12 +21,15 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     found = available_backends(
         torch.cuda.get_device_capability(), model.head_dim, model.num_heads // model.num_kv_heads
     )
+    missing = dict(found.missing)
+    if "triton" not in missing and not runs_triton(torch.device("cuda")):
+        missing["triton"] = "Triton does not run here; the log says why"
     return DeviceFacts(
         has_cuda=True,
         free_cpu_bytes=free_cpu_bytes,
-        prefill_backends=found.prefill,
-        decode_backends=found.decode,
-        missing_backends=found.missing,
+        prefill_backends=tuple(name for name in found.prefill if name not in missing),
+        decode_backends=tuple(name for name in found.decode if name not in missing),
+        missing_backends=missing,
         flash_page_multiple=flash_page_multiple(),
     )
 

@@ -45,8 +45,8 @@ def graph_keys(max_batch: int, max_chunk_rows: int) -> list[GraphKey]:
     keys += [
         GraphKey(StepShape(size, rows, MAX_CHUNKS))
         for size in {*MIXED_BATCHES, max_batch}
-        for rows in CHUNK_ROWS
-        if size <= max_batch and rows <= max_chunk_rows
+        for smaller, rows in zip((0, *CHUNK_ROWS), CHUNK_ROWS, strict=False)
+        if size <= max_batch and smaller < max_chunk_rows
     ]
     return sorted(keys, key=_num_rows, reverse=True)
 
@@ -59,7 +59,8 @@ class StepGraphs:
     """Finds the smallest captured step that a plan fits into."""
 
     def __init__(self, steps: Iterable[CapturedStep] = ()) -> None:
-        by_size = sorted(steps, key=lambda step: _num_rows(step.key))
+        self.steps = tuple(steps)
+        by_size = sorted(self.steps, key=lambda step: _num_rows(step.key))
         self._mixed = [step for step in by_size if step.chunks is not None]
         self._decodes = {
             full: [step for step in by_size if step.chunks is None and step.key.full == full]

@@ -17,9 +17,21 @@ from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
 from minisgl.runner.graphs import graph_keys
 from minisgl.runner.lanes import Lanes
-from minisgl.runner.memory import GIB, MemoryUse, allocate_kv, fit_num_pages, free_bytes
+from minisgl.runner.memory import (
+    GIB,
+    MemoryUse,
+    allocate_kv,
+    fit_num_pages,
+    free_bytes,
+    page_table_bytes,
+)
 from minisgl.runner.profile import longest_step, pages_for_largest_step, widest_step
 from minisgl.runner.runner import ModelRunner
+
+NO_ROOM_FOR_GRAPHS = (
+    "No room for what CUDA graphs need of memory besides the KV cache: lower --memory-ratio, "
+    "--cuda-graph-max-bs or --max-running-requests."
+)
 
 # Called with the phase and the share of it that is done, 0 to 1.
 Report = Callable[[str, float], None]
@@ -39,11 +51,18 @@ def load_runner(
     free_at_start = free_bytes(device)
     model = _load_model(config, model_config, folder, report, free_at_start)
     free_with_weights = free_bytes(device)
+    held_by_weights = _held_bytes(device)
     report("trying the largest steps, and compiling kernels the first time", 0.0)
     build = _Builder(config, model_config, model, lanes)
     trial = build(pages_for_largest_step(config))
-    activation_bytes = _try_largest_steps(trial, config)
-    graph_bytes = _try_graphs(trial, config)
+    try:
+        # Besides the weights: the step's own tensors, the sampler's and the slots' tables.
+        step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
+        graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
+    finally:
+        trial.close()
     del trial
     num_pages = config.num_pages or fit_num_pages(
         config,
@@ -51,13 +70,19 @@ def load_runner(
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
-            activation_bytes=activation_bytes,
+            # Its page tables are as short as its cache was.
+            activation_bytes=step_bytes + page_table_bytes(config),
             graph_bytes=graph_bytes,
         ),
     )
     runner = build(num_pages)
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length)
-    runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
+    try:
+        if keys:
+            runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
+    except torch.OutOfMemoryError as error:
+        runner.close()
+        raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     return runner
 
 
@@ -133,14 +158,17 @@ class _Builder:
         return runner
 
 
+def _held_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
-    """Returns the bytes that they take on a GPU; on a CPU it is a self-test only.
+    """Returns the bytes that are held meanwhile on a GPU, at most; on a CPU it is a self-test only.
 
     Raises CheckpointError if the model's logits are not finite.
     """
     on_gpu = config.device == "cuda"
     if on_gpu:
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     try:
         result = runner.collect(runner.launch(longest_step(config, runner.vocab_size)))
@@ -148,14 +176,12 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
             runner.collect(runner.launch(widest_step(config)))
     except StepError as error:
         raise DeviceMemoryError(f"The largest step cannot run here. {error}") from error
-    finally:
-        runner.close()
     if not all(math.isfinite(entry.logprob) for entry in result.prompt_logprobs.get(0, ())):
         raise CheckpointError(
             f"The model's logits are not finite in {config.dtype}: its weights are broken, or too "
             "large for this --dtype."
         )
-    return torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    return torch.cuda.max_memory_allocated() if on_gpu else 0
 
 
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
@@ -166,7 +192,7 @@ def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
         return 0
     free = [free_bytes(runner.lanes.device)]
     tried = (keys[:1], keys[len(keys) // 2 :][:2])
-    for some in tried:
+    for some in tried:  # which stay until the runner is closed
         runner.capture(some, lambda done: None)
         free.append(free_bytes(runner.lanes.device))
     each = (free[1] - free[2]) // len(tried[1])

@@ -42,8 +42,14 @@ class MemoryUse:
 
     free_at_start: int  # before the weights were loaded
     weight_bytes: int
-    activation_bytes: int  # of the largest step
+    activation_bytes: int  # of the largest step, and the tables
     graph_bytes: int
+
+
+def page_table_bytes(config: ResolvedConfig) -> int:
+    """Of the slots and of a step's decode rows, for the longest sequence."""
+    columns = -(-config.max_seq_len // config.page_size)
+    return 2 * (config.max_running_requests + 1) * columns * 4
 
 
 def free_bytes(device: torch.device) -> int:

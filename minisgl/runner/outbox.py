@@ -16,20 +16,19 @@ RING_SIZE = 8
 class Outbox:
     """A ring of rows in host memory. Each step writes one; the host reads it once the step is done.
 
-    The device counts the steps itself, since a captured step is the same at each replay; the host
+    The device knows the next row itself, since a captured step is the same at each replay; the host
     counts along.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._ring = Ring.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
         self._token_ids = self._ring.token_ids.numpy()
-        self._num_steps = 0
         self._row = 0
+        self._next_row = 0
 
     def open(self) -> int:
         """The row of the step that is queued next."""
-        self._row = self._num_steps % RING_SIZE
-        self._num_steps += 1
+        self._row, self._next_row = self._next_row, (self._next_row + 1) % RING_SIZE
         return self._row
 
     def send(
@@ -40,7 +39,7 @@ class Outbox:
 
     def recount(self) -> None:
         """After a step of which it is unknown how far it got. Runs on the compute lane."""
-        self._ring.num_steps.fill_(self._num_steps)
+        self._ring.next_row.fill_(self._next_row)
 
     def token_ids(self, row: int, part: range) -> list[int]:
         """What the step that `row` was opened for has sampled, once it is done."""

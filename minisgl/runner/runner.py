@@ -8,6 +8,7 @@ effect in the order of their launch.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,21 +106,26 @@ class ModelRunner:
         self._decode_needs: tuple[tuple[int, ...], Needs] = ((), Needs())
         self._failed_epoch = -1
 
-    def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
-        """Capture the steps of these keys, in their order; `progress` gets the number done.
+    @property
+    def kv_bytes(self) -> int:
+        return sum(layer.k.nbytes + layer.v.nbytes for layer in self._kv)
 
-        To be called before the first launch. What there is no memory for is left out, and runs
+    def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
+        """Capture the steps of these keys too, in their order; `progress` gets the number done.
+
+        To be called while no request runs. What there is no memory for is left out, and runs
         eagerly.
         """
         if any(key.full for key in keys):
             self._sampler.allocate_history()
-        steps: list[CapturedStep] = []
+        steps = list(self._graphs.steps)
         for done, key in enumerate(keys):
             progress(done)
             try:
                 steps.append(self._capture(key))
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+                self._recount()
+        progress(len(keys))
         self.lanes.synchronize()
         self._graphs = StepGraphs(steps)
         # A captured step does not tell the host how long its rows are.
@@ -128,7 +134,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
-        """All rows are padded ones while it is captured, so that it may run in any state."""
+        """It runs once, with padded rows alone."""
         needs = FULL if key.full else PLAIN
         chunks: Tensor | None = None
 
@@ -137,15 +143,15 @@ class ModelRunner:
 
         with self.lanes.compute("capture"):
             if key.shape.num_chunks:
-                chunks = self._tables.upload_chunks(StepPlan(0, ()), key.shape).clone()
+                nothing, size = StepPlan(0, ()), key.shape.num_chunks
+                chunks = self._tables.upload_chunks(nothing, key.shape, size).clone()
             self._outbox.open()
             run()
         return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue one step. Returns at once; what goes wrong is raised by `collect`."""
-        last = self._last_on_worker
-        if plan.chunks or not self._graphs.max_batch or not (last is None or last.done()):
+        if not self._is_quick(plan):
             queued = self._last_on_worker = self._worker.submit(self._execute, plan)
             return StepHandle(plan.step, queued)
         queued = Future()
@@ -154,6 +160,14 @@ class ModelRunner:
         except Exception as error:
             queued.set_exception(error)
         return StepHandle(plan.step, queued)
+
+    def _is_quick(self, plan: StepPlan) -> bool:
+        """Whether the caller may queue the plan itself: a replay, with nothing before it that the
+        worker has still to queue."""
+        last = self._last_on_worker
+        if plan.chunks or not (last is None or last.done()):
+            return False
+        return self._graphs.find(plan, full=self._needs(plan).full) is not None
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Block until the step is done and return its tokens.
@@ -183,8 +197,11 @@ class ModelRunner:
         return StepResult(handle.step, token_ids, logprobs, prompt_logprobs)
 
     def close(self) -> None:
-        """Wait for what is launched and end the worker thread."""
+        """Wait for what is launched, end the worker thread and give the memory back."""
         self._worker.shutdown()
+        self.lanes.synchronize()
+        self._graphs = StepGraphs()
+        self._kv.clear()
 
     # -- queueing a step ---------------------------------------------------------------------------
 
@@ -197,9 +214,15 @@ class ModelRunner:
             return self._queue(plan)
         except Exception:
             self._failed_epoch = plan.epoch
-            with self.lanes.compute("recount"):
-                self._outbox.recount()
+            with contextlib.suppress(
+                RuntimeError
+            ):  # of a device that is lost; the first one counts
+                self._recount()
             raise
+
+    def _recount(self) -> None:
+        with self.lanes.compute("recount"):
+            self._outbox.recount()
 
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
@@ -209,14 +232,16 @@ class ModelRunner:
             needs = self._needs(plan)
             captured = self._graphs.find(plan, full=needs.full)
             shape = StepShape.of(plan) if captured is None else captured.key.shape
+            num_chunk_samples = plan.num_samples - len(plan.decode_slots)
+            if captured is not None:
+                num_chunk_samples = shape.num_chunks
             chunks: Tensor | None = None
             if plan.chunks:
-                chunks = self._tables.upload_chunks(plan, shape)
+                chunks = self._tables.upload_chunks(plan, shape, num_chunk_samples)
             row = self._outbox.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
             if captured is None:
-                num_samples = plan.num_samples - len(plan.decode_slots)
-                hidden = self._run(shape, chunks, num_samples, needs, plan)
+                hidden = self._run(shape, chunks, num_chunk_samples, needs, plan)
                 scored = list(self._score_prompts(plan, hidden))
             else:
                 if captured.chunks is not None and chunks is not None:

@@ -65,16 +65,17 @@ def list_logprobs(
 
     Serves sampled tokens and, with `top_logprobs` of their logits, those of a prompt.
     """
-    logprob = scores.logprob.tolist()
-    top_ids, top = scores.top_ids.tolist(), scores.top_logprobs.tolist()
+    asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
+    rows = [row for row, _ in asked]
+    logprob = scores.logprob[rows].tolist()
+    top_ids, top = scores.top_ids[rows].tolist(), scores.top_logprobs[rows].tolist()
     return {
         row: TokenLogprobs(
             token_ids[row],
-            logprob[row],
-            tuple(zip(top_ids[row][:num], top[row][:num], strict=True)),
+            logprob[place],
+            tuple(zip(top_ids[place][:num], top[place][:num], strict=True)),
         )
-        for row, num in enumerate(num_logprobs)
-        if num is not None
+        for place, (row, num) in enumerate(asked)
     }
 
 

@@ -111,6 +111,7 @@ class SlotTables:
         if places:
             device_places, device_values = self._lanes.upload([places, values])
             self._all.index_copy_(0, device_places, device_values.int())
+        self._decode_slots_host = plan.decode_slots
 
     def _changes(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         places: list[int] = []
@@ -124,12 +125,14 @@ class SlotTables:
             places += range(self._decode_slots_at, self._decode_slots_at + num_rows)
             values += plan.decode_slots
             values += [self.scratch_slot] * (num_rows - len(plan.decode_slots))
-            self._decode_slots_host = plan.decode_slots
         return places, values
 
-    def upload_chunks(self, plan: StepPlan, shape: StepShape) -> Tensor:
-        """The plan's chunks padded to `shape`, packed; to be split by `Chunks.split`."""
-        return self._lanes.upload([_pack_chunks(plan, shape, self.scratch_slot)])[0]
+    def upload_chunks(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Tensor:
+        """The plan's chunks padded to `shape`, packed; to be split by `Chunks.split`.
+
+        num_samples: rows to sample, of which those that no chunk needs are of the scratch slot.
+        """
+        return self._lanes.upload([_pack_chunks(plan, shape, num_samples, self.scratch_slot)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Tokens that each decode row of the plan attends to, for backends that plan on the host.
@@ -200,12 +203,10 @@ class SlotTables:
         return -(-num_tokens // self.state.page_size)
 
 
-def _pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> list[int]:
-    """The parts of `Chunks`, one behind the other, padded to `shape`.
-
-    Rows to sample come in the order of the chunks that do; in a padded step there is one for every
-    chunk of the shape, and those left over sample for the scratch slot.
-    """
+def _pack_chunks(
+    plan: StepPlan, shape: StepShape, num_samples: int, scratch_slot: int
+) -> list[int]:
+    """The parts of `Chunks`, one behind the other, each padded behind what the plan has."""
     chunks = plan.chunks
     sampling = [chunk for chunk in chunks if chunk.samples]
     row_starts = list(itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
@@ -213,7 +214,6 @@ def _pack_chunks(plan: StepPlan, shape: StepShape, scratch_slot: int) -> list[in
         end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples
     ]
     room, num_chunks = shape.num_chunk_rows, shape.num_chunks
-    num_samples = len(sampling) if shape == StepShape.of(plan) else num_chunks
     parts = (
         _padded([token_id for chunk in chunks for token_id in chunk.token_ids], room, 0),
         _padded([at for chunk in chunks for at in range(chunk.start, chunk.end)], room, 0),
