@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from test_parity import case_of, check, complete, greedy, load_engine
 from torch import Tensor
 
@@ -40,7 +41,7 @@ def test_mixed_steps_whose_chunks_are_cut_and_fill_a_shape(
 class FailingLanes(Lanes):
     fails = False
 
-    def upload(self, parts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
         if self.fails:
             raise torch.OutOfMemoryError("no room for the upload")
         return super().upload(parts)

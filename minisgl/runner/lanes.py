@@ -21,7 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 GraphPool = Any  # the handle of a memory pool, as torch.cuda.graph_pool_handle makes it
@@ -103,13 +105,14 @@ class Lanes:
         computed.record(self._compute)
         return Mark(computed)
 
-    def upload(self, parts: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
         """int64 tensors of `parts` for the compute lane, in one copy."""
-        sizes = [len(part) for part in parts]
-        packed = [value for part in parts for value in part]
+        arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+        sizes = [len(array) for array in arrays]
+        source = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self._is_cuda)
+        np.concatenate(arrays, out=source.numpy())
         if not self._is_cuda:
-            return torch.split(torch.tensor(packed, dtype=torch.int64), sizes)
-        source = torch.tensor(packed, dtype=torch.int64, pin_memory=True)
+            return torch.split(source, sizes)
         with torch.cuda.stream(self._h2d):
             target = source.to(self.device, non_blocking=True)
             uploaded = torch.cuda.Event()

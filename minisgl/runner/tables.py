@@ -9,10 +9,13 @@ the scratch slot has at position 0.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, StepInputs
@@ -205,28 +208,37 @@ class SlotTables:
 
 def _pack_chunks(
     plan: StepPlan, shape: StepShape, num_samples: int, scratch_slot: int
-) -> list[int]:
-    """The parts of `Chunks`, one behind the other, each padded behind what the plan has."""
+) -> NDArray[np.int64]:
+    """The parts of `Chunks`, one behind the other, each padded behind what the plan has.
+
+    Nothing is done in Python for each token: there may be thousands, and the event loop waits.
+    """
     chunks = plan.chunks
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    row_starts = list(itertools.accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
-    last_rows = [
-        end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples
-    ]
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    row_starts = [0, *itertools.accumulate(lengths)]
+    slots = [chunk.slot for chunk in chunks]
+    ends = [chunk.end for chunk in chunks]
+    sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
     room, num_chunks = shape.num_chunk_rows, shape.num_chunks
-    parts = (
-        _padded([token_id for chunk in chunks for token_id in chunk.token_ids], room, 0),
-        _padded([at for chunk in chunks for at in range(chunk.start, chunk.end)], room, 0),
-        _padded([chunk.slot for chunk in chunks for _ in chunk.token_ids], room, scratch_slot),
-        _padded(row_starts, num_chunks + 1, row_starts[-1]),
-        _padded([chunk.slot for chunk in chunks], num_chunks, scratch_slot),
-        _padded([chunk.end for chunk in chunks], num_chunks, 0),
-        _padded(last_rows, num_samples, 0),
-        _padded([chunk.slot for chunk in sampling], num_samples, scratch_slot),
-        _padded([chunk.end for chunk in sampling], num_samples, 0),
+    parts: tuple[tuple[Sequence[ArrayLike], int, int], ...] = (  # what there is, size, filler
+        ([chunk.token_ids for chunk in chunks], room, 0),
+        ([np.arange(chunk.start, chunk.end) for chunk in chunks], room, 0),
+        ([np.repeat(np.array(slots, dtype=np.int64), lengths)], room, scratch_slot),
+        ([row_starts], num_chunks + 1, row_starts[-1]),
+        ([slots], num_chunks, scratch_slot),
+        ([ends], num_chunks, 0),
+        ([[row_starts[place + 1] - 1 for place in sampling]], num_samples, 0),
+        ([[slots[place] for place in sampling]], num_samples, scratch_slot),
+        ([[ends[place] for place in sampling]], num_samples, 0),
     )
-    return [value for part in parts for value in part]
-
-
-def _padded(values: list[int], size: int, filler: int) -> list[int]:
-    return values + [filler] * (size - len(values))
+    packed = np.empty(sum(size for _, size, _ in parts), dtype=np.int64)
+    at = 0
+    for pieces, size, filler in parts:
+        end = at + size
+        for piece in pieces:
+            values = np.asarray(piece, dtype=np.int64)
+            packed[at : at + len(values)] = values
+            at += len(values)
+        packed[at:end] = filler
+        at = end
+    return packed
