@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def graph_keys(max_batch: int, max_chunk_rows: int) -> list[GraphKey]:
     keys += [
         GraphKey(StepShape(size, rows, MAX_CHUNKS))
         for size in {*MIXED_BATCHES, max_batch}
-        for smaller, rows in zip((0, *CHUNK_ROWS), CHUNK_ROWS, strict=False)
+        for smaller, rows in pairwise((0, *CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows
     ]
     return sorted(keys, key=_num_rows, reverse=True)

@@ -54,6 +54,19 @@ class Download:
         return self.tensors
 
 
+def pack(parts: Sequence[ArrayLike], *, pinned: bool) -> tuple[Tensor, list[int]]:
+    """`parts` one behind the other, int64, on the host, and the size of each.
+
+    The tensor is a fresh one each time. torch's host allocator does not hand pinned memory out
+    again before the copies from it are over, so that nothing overwrites it while it is read.
+    """
+    arrays = [np.asarray(part, dtype=np.int64) for part in parts]
+    sizes = [len(array) for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
+    np.concatenate(arrays, out=packed.numpy())
+    return packed, sizes
+
+
 class Lanes:
     """On a CPU everything is done when it returns, and there is nothing to order."""
 
@@ -107,10 +120,7 @@ class Lanes:
 
     def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
         """int64 tensors of `parts` for the compute lane, in one copy."""
-        arrays = [np.asarray(part, dtype=np.int64) for part in parts]
-        sizes = [len(array) for array in arrays]
-        source = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self._is_cuda)
-        np.concatenate(arrays, out=source.numpy())
+        source, sizes = pack(parts, pinned=self._is_cuda)
         if not self._is_cuda:
             return torch.split(source, sizes)
         with torch.cuda.stream(self._h2d):

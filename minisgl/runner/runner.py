@@ -214,9 +214,7 @@ class ModelRunner:
             return self._queue(plan)
         except Exception:
             self._failed_epoch = plan.epoch
-            with contextlib.suppress(
-                RuntimeError
-            ):  # of a device that is lost; the first one counts
+            with contextlib.suppress(RuntimeError):  # the device is lost, as the first error says
                 self._recount()
             raise
 

@@ -38,6 +38,7 @@ from minisgl.kernels.sampling_tables import (
     pack_record,
 )
 from minisgl.request import SamplingParams, TokenLogprobs
+from minisgl.runner.lanes import pack
 from minisgl.scheduler.plan import SlotJoin
 
 if TYPE_CHECKING:  # imports Triton, which may be missing
@@ -303,14 +304,7 @@ class Sampler:
         return [edit for edit in edits if edit[0] < self.vocab_size]
 
     def _upload(self, parts: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """`parts` on the device, in one copy, without waiting for it.
-
-        The pinned source is a fresh one each time. torch's host allocator does not hand its memory
-        out again before the copy is over, so that nothing overwrites it while it is read.
-        """
-        sizes = [len(part) for part in parts]
-        pinned = self.device.type == "cuda"
-        source = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pinned)
-        np.concatenate(parts, out=source.numpy())
+        """`parts` on the device, in one copy, without waiting for it."""
+        source, sizes = pack(parts, pinned=self.device.type == "cuda")
         uploaded: tuple[Tensor, ...] = source.to(self.device, non_blocking=True).split(sizes)
         return uploaded
