@@ -129,9 +129,10 @@ def test_a_model_of_these_kernels(
         for name in ("is_worth_it", "is_norm_worth_it"):
             monkeypatch.setattr(triton_linear, name, lambda *shape, gated: True)
         workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
+        linear_kernels = fused.LinearKernels(workspace, products=None)
         for module in model.modules():
             if isinstance(module, Linear | Embedding):
-                module.workspace = workspace
+                module.kernels = linear_kernels
     num_tokens = len(case.prompt) + 2
     paged = PagedModel(model, config, page_size=16)
     logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)

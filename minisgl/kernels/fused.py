@@ -19,6 +19,7 @@ from torch import Tensor
 from minisgl.kernels import reference
 
 if TYPE_CHECKING:  # not every platform has Triton
+    from minisgl.kernels.cublaslt import Products
     from minisgl.kernels.triton_linear import LinearWorkspace
 
 logger = logging.getLogger(__name__)
@@ -68,38 +69,44 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _kernels_for(gate_up.device).silu_mul(gate_up)
 
 
-def linear_workspace(weights: Sequence[Tensor]) -> LinearWorkspace | None:
-    """What the linear maps below need for these weights to run the kernels for few rows; None where
-    there are none for their dtype and device."""
+class LinearKernels(NamedTuple):
+    """What the linear maps of a model need besides their weights; one map at a time may run."""
+
+    workspace: LinearWorkspace  # of the Triton kernels for few rows
+    products: Products | None  # of cuBLASLt, for those that it was tuned for
+
+
+def linear_kernels(weights: Sequence[Tensor]) -> LinearKernels | None:
+    """For maps with these weights; None where there are none for their dtype and device."""
     first = weights[0]
     if first.dtype == torch.float32 or not runs_triton(first.device):
         return None
+    from minisgl.kernels.cublaslt import load_products
     from minisgl.kernels.triton_linear import MAX_ROWS, LinearWorkspace
 
     shapes = {(weight.shape[0], weight.shape[1]) for weight in weights}
-    return LinearWorkspace.allocate(shapes, MAX_ROWS, first.device)
+    workspace = LinearWorkspace.allocate(shapes, MAX_ROWS, first.device)
+    return LinearKernels(workspace, load_products(first.dtype, first.device))
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: LinearWorkspace | None
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, kernels: LinearKernels | None) -> Tensor:
     """x Wᵀ + bias. x: [num_rows, k]; weight: [n, k]; bias: [n]; returns [num_rows, n]."""
-    if workspace is not None:
+    if kernels is not None:
         from minisgl.kernels import triton_linear
 
         if triton_linear.is_worth_it(x.shape[0], *weight.shape, gated=False):
-            return triton_linear.linear(x, weight, bias, workspace=workspace)
-    return F.linear(x, weight, bias)
+            return triton_linear.linear(x, weight, bias, workspace=kernels.workspace)
+    return _product(x, weight, bias, kernels)
 
 
-def linear_silu_mul(x: Tensor, weight: Tensor, workspace: LinearWorkspace | None) -> Tensor:
+def linear_silu_mul(x: Tensor, weight: Tensor, kernels: LinearKernels | None) -> Tensor:
     """silu_mul(linear(x, weight)). weight: [2 · size, k]; returns [num_rows, size]."""
-    if workspace is not None:
+    if kernels is not None:
         from minisgl.kernels import triton_linear
 
         if triton_linear.is_worth_it(x.shape[0], *weight.shape, gated=True):
-            return triton_linear.linear_silu_mul(x, weight, workspace=workspace)
-    return silu_mul(linear(x, weight, None, workspace))
+            return triton_linear.linear_silu_mul(x, weight, workspace=kernels.workspace)
+    return silu_mul(linear(x, weight, None, kernels))
 
 
 def linear_add(
@@ -107,16 +114,26 @@ def linear_add(
     weight: Tensor,
     bias: Tensor | None,
     rows: Tensor,
-    workspace: LinearWorkspace | None,
+    kernels: LinearKernels | None,
 ) -> Residual:
     """rows + linear(x, weight, bias)."""
-    if workspace is not None:
+    if kernels is not None:
         from minisgl.kernels import triton_linear
 
         if triton_linear.is_worth_it(x.shape[0], *weight.shape, gated=False):
-            squares = triton_linear.linear_add(x, weight, bias, rows, workspace=workspace)
+            squares = triton_linear.linear_add(x, weight, bias, rows, workspace=kernels.workspace)
             return Residual(rows, squares=squares)
-    return Residual(rows, delta=F.linear(x, weight, bias))
+    return Residual(rows, delta=_product(x, weight, bias, kernels))
+
+
+def _product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, kernels: LinearKernels | None
+) -> Tensor:
+    if bias is None and kernels is not None and kernels.products is not None:
+        out = kernels.products(x, weight)
+        if out is not None:
+            return out
+    return F.linear(x, weight, bias)
 
 
 def norm(residual: Residual, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -133,20 +150,20 @@ def norm_linear(
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
-    workspace: LinearWorkspace | None,
+    kernels: LinearKernels | None,
 ) -> tuple[Tensor, Tensor]:
     """linear of the norm of the residual stream, and the stream in one tensor."""
     rows, _, squares = residual
-    if workspace is not None and squares is not None:
+    if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
         if triton_linear.is_norm_worth_it(rows.shape[0], *weight.shape, gated=False):
             its_norm = triton_linear.Norm(norm_weight, eps, squares)
             return triton_linear.linear(
-                rows, weight, bias, norm=its_norm, workspace=workspace
+                rows, weight, bias, norm=its_norm, workspace=kernels.workspace
             ), rows
     hidden, rows = norm(residual, norm_weight, eps)
-    return linear(hidden, weight, bias, workspace), rows
+    return linear(hidden, weight, bias, kernels), rows
 
 
 def norm_linear_silu_mul(
@@ -154,20 +171,20 @@ def norm_linear_silu_mul(
     norm_weight: Tensor,
     eps: float,
     weight: Tensor,
-    workspace: LinearWorkspace | None,
+    kernels: LinearKernels | None,
 ) -> tuple[Tensor, Tensor]:
     """linear_silu_mul of the norm of the residual stream, and the stream in one tensor."""
     rows, _, squares = residual
-    if workspace is not None and squares is not None:
+    if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
         if triton_linear.is_norm_worth_it(rows.shape[0], *weight.shape, gated=True):
             its_norm = triton_linear.Norm(norm_weight, eps, squares)
             return triton_linear.linear_silu_mul(
-                rows, weight, norm=its_norm, workspace=workspace
+                rows, weight, norm=its_norm, workspace=kernels.workspace
             ), rows
     hidden, rows = norm(residual, norm_weight, eps)
-    return linear_silu_mul(hidden, weight, workspace), rows
+    return linear_silu_mul(hidden, weight, kernels), rows
 
 
 def turn_and_store(

@@ -50,7 +50,7 @@ class SelfAttention(nn.Module):
         """Writes the rows' K and V. rotary_table: RotaryEmbedding.table."""
         first, q_norm, k_norm = self.qkv_proj, self.q_norm, self.k_norm
         qkv, rows = fused.norm_linear(
-            residual, norm.weight, norm.eps, first.weight, first.bias, first.workspace
+            residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
         )
         q = fused.turn_and_store(
             qkv,

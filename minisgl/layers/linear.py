@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
-
-if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_linear import LinearWorkspace
+from minisgl.kernels.fused import LinearKernels, Residual
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -22,7 +18,7 @@ def empty_weight(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """y = x Wᵀ + b. x: [num_rows, in_features]; returns [num_rows, out_features]."""
 
-    workspace: LinearWorkspace | None = None  # see share_workspace
+    kernels: LinearKernels | None = None  # see share_kernels
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -30,11 +26,11 @@ class Linear(nn.Module):
         self.bias = empty_weight(out_features) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return fused.linear(x, self.weight, self.bias, self.workspace)
+        return fused.linear(x, self.weight, self.bias, self.kernels)
 
     def add(self, x: Tensor, rows: Tensor) -> Residual:
         """rows + y, which may be written over `rows`: [num_rows, out_features]."""
-        return fused.linear_add(x, self.weight, self.bias, rows, self.workspace)
+        return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
 
 
 class MergedLinear(Linear):
@@ -51,7 +47,7 @@ class MergedLinear(Linear):
 class Embedding(nn.Module):
     """Row `id` of the table for each id. token_ids: [n]; returns [n, hidden_size]."""
 
-    workspace: LinearWorkspace | None = None  # for when the table is also the head
+    kernels: LinearKernels | None = None  # for when the table is also the head
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -61,10 +57,22 @@ class Embedding(nn.Module):
         return fused.embed(token_ids, self.weight)
 
 
-def share_workspace(model: nn.Module) -> None:
+def share_kernels(model: nn.Module) -> None:
     """Let the linear maps of a model, whose weights have their dtype and device, use the kernels
-    for few rows. They run one at a time, and so share what memory these need."""
+    that there are for these. They run one at a time, and so share what memory these need."""
     modules = [module for module in model.modules() if isinstance(module, Linear | Embedding)]
-    workspace = fused.linear_workspace([module.weight for module in modules])
+    kernels = fused.linear_kernels([module.weight for module in modules])
     for module in modules:
-        module.workspace = workspace
+        module.kernels = kernels
+
+
+def tune(modules: Sequence[Linear | Embedding], max_rows: int) -> None:
+    """Choose the algorithms of maps with share_kernels, by trying them with up to so many rows."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for module in modules:
+        by_shape.setdefault(module.weight.shape, []).append(module.weight)
+    products = modules[0].kernels and modules[0].kernels.products
+    if products:
+        for weights in by_shape.values():
+            products.tune(weights, max_rows)
+        torch.cuda.empty_cache()  # of the products' results

@@ -23,11 +23,11 @@ class GatedMLP(nn.Module):
         first = self.gate_up_proj
         if first.bias is None:
             hidden, rows = fused.norm_linear_silu_mul(
-                residual, norm.weight, norm.eps, first.weight, first.workspace
+                residual, norm.weight, norm.eps, first.weight, first.kernels
             )
         else:
             gate_up, rows = fused.norm_linear(
-                residual, norm.weight, norm.eps, first.weight, first.bias, first.workspace
+                residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
             )
             hidden = fused.silu_mul(gate_up)
         return self.down_proj.add(hidden, rows)

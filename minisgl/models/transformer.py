@@ -15,7 +15,7 @@ from minisgl.attention.base import Attention, LayerKV, StepInputs
 from minisgl.kernels import fused
 from minisgl.kernels.fused import Residual
 from minisgl.layers.attention import SelfAttention
-from minisgl.layers.linear import Embedding, Linear, share_workspace
+from minisgl.layers.linear import Embedding, Linear, share_kernels, tune
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
@@ -71,7 +71,7 @@ class CausalLM(nn.Module):
             tied = config.tie_word_embeddings
             self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
         self.to(dtype).to_empty(device=device)
-        share_workspace(self)
+        share_kernels(self)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
@@ -88,5 +88,16 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size], rows of what forward returned; returns [n, vocab], alike."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return fused.linear(hidden, head.weight, None, head.workspace)
+        return fused.linear(hidden, self._head.weight, None, self._head.kernels)
+
+    def tune(self, max_rows: int, max_logits: int) -> None:
+        """Choose what multiplies matrices on a GPU, by trying, for steps of up to so many rows, and
+        logits of up to so many. Before anything is captured."""
+        tune(
+            [m for m in self.layers.modules() if isinstance(m, Linear) and m.bias is None], max_rows
+        )
+        tune([self._head], max_logits)
+
+    @property
+    def _head(self) -> Linear | Embedding:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
