@@ -2,7 +2,6 @@
 `tuned`: with the one that the engine takes.
 
 python scripts/bench_linear.py                  # the tiles in use
-python scripts/bench_linear.py --rows 8192      # prefill: cuBLAS only
 python scripts/bench_linear.py --tune           # candidates, too; the best two of each case
 python scripts/bench_linear.py --chain          # the launches of a layer, one after the other
 
@@ -328,17 +327,17 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
 
 def compare(shapes: list[Shape], rows: list[int]) -> None:
     from minisgl.kernels.cublaslt import load_products
-    from minisgl.kernels.triton_linear import MAX_ROWS, tiles
+    from minisgl.kernels.triton_linear import tiles
 
     workspace, products = make_workspace(), load_products(DTYPE, DEVICE)
     for shape in shapes:
         if products is not None and not shape.gated:
-            products.tune(next(problems(shape, rows, workspace)).weights, max(rows))
+            products.tune(next(problems(shape, rows, workspace)).weights)
         for problem in problems(shape, rows, workspace):
             line = start(problem, time_s(problem.calls(problem.cublas)))
             if products is not None and products(problem.x, problem.weights[0]) is not None:
                 line += f" tuned {time_s(problem.calls(products)) * 1e6:6.2f}"
-            if len(problem.x) <= max(256, MAX_ROWS):
+            if len(problem.x) <= 256:
                 how = tiles(len(problem.x), shape.n, shape.k, gated=shape.gated)
                 right = "" if problem.is_right(how) else " WRONG"
                 alone_s, took_s = (problem.time_s(how, pdl) for pdl in (False, True))

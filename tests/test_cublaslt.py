@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernels import cublaslt
-from minisgl.kernels.cublaslt import ROWS, CublasLt, CublasLtError, Products, load_products
+from minisgl.kernels.cublaslt import MAX_ROWS, CublasLt, CublasLtError, Products, load_products
 
 N = K = 4096
 BROKEN, REFUSED = 3, 4
@@ -48,10 +47,10 @@ class FakeLibrary:
         return self.clock_ms - began
 
 
-def tuned(algorithms: list[int], max_rows: int = 64) -> tuple[Products, FakeLibrary]:
+def tuned(algorithms: list[int]) -> tuple[Products, FakeLibrary]:
     library: Any = FakeLibrary(algorithms)
     products = Products(library, torch.device("cpu"))
-    products.tune([weight(), weight()], max_rows)
+    products.tune([weight(), weight()])
     library.used.clear()
     return products, library
 
@@ -75,19 +74,11 @@ def test_the_fastest_for_as_many_rows_or_the_next_more(m: int, expected: int) ->
     assert library.used == [expected]
 
 
-def test_more_rows_than_were_tried_take_what_the_most_took() -> None:
-    products, library = tuned([1, 6, 50], max_rows=40)
-    assert products(rows(500), weight()) is not None
-    assert library.used == [6]  # the best for 48, the next of ROWS
-
-
-def test_tuning_for_more_rows_keeps_what_was_chosen() -> None:
-    products, library = tuned([1, 50], max_rows=8)
-    products.tune([weight()], max_rows=max(ROWS))
-    library.used.clear()
-    for m in (8, 512):
-        products(rows(m), weight())
-    assert library.used == [1, 50]
+def test_more_rows_are_left_to_torch() -> None:
+    products, library = tuned([6])
+    assert products(rows(MAX_ROWS), weight()) is not None
+    assert products(rows(MAX_ROWS + 1), weight()) is None
+    assert library.used == [6]
 
 
 def test_an_algorithm_that_does_not_run_is_left_out() -> None:
@@ -111,17 +102,8 @@ def test_none_for_weights_and_rows_that_do_not_suit() -> None:
     assert products(rows(9).view(-1)[8 : 8 + 8 * K].view(8, K), weight()) is None
     assert products(rows(0), weight()) is None
     for shape in ((N + 4, K), (64, 64)):
-        products.tune([weight(*shape)], max_rows=8)
+        products.tune([weight(*shape)])
         assert products(torch.zeros(8, shape[1], dtype=torch.bfloat16), weight(*shape)) is None
-
-
-def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "_MAX_PLANS", 10)
-    products, _ = tuned([1])
-    x = rows(50)
-    for m in range(1, 50):
-        assert products(x[:m], weight()) is not None
-        assert len(products._plans) <= 10
 
 
 def test_without_the_library_there_are_no_products(monkeypatch: pytest.MonkeyPatch) -> None:

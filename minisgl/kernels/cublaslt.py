@@ -1,10 +1,13 @@
-"""Matrix products by cuBLASLt, each with the algorithm that was the fastest when it was tried.
+"""Matrix products of few rows by cuBLASLt, each with the algorithm that was the fastest when tried.
 
 F.linear takes the first algorithm that cuBLAS proposes. Of all that it proposes, others are up to
-10 % faster on an H200: where a model decodes 32 to 128 rows often one that does not split k, and
-where it prefills one of narrower tiles (scripts/bench_linear.py shows both). So the proposals are
-timed at start, on the weights of the model, for some numbers of rows; the numbers between them take
-what the next larger one took.
+15 % faster on an H200 where a model decodes, often one that does not split k
+(scripts/bench_linear.py). So the proposals are timed at start, on the weights of the model, for
+some numbers of rows; the numbers between them take what the next larger one took.
+
+From some 64 rows on the device comes to its power limit within a tenth of a second. What was the
+fastest in a short trial then loses to cuBLAS's own choice, whose larger tiles move less: 1 to 3 %
+at 128 to 210 rows of Qwen3-14B, and nothing is gained in prefill. So there F.linear stays.
 
 The binding is to the library that torch has loaded. Where it lacks something, or refuses a product,
 `Products` has no answer, and the caller takes F.linear.
@@ -29,15 +32,12 @@ logger = logging.getLogger(__name__)
 WORKSPACE_BYTES = 32 << 20  # as much as torch gives cuBLAS on Hopper
 # Smaller weights are multiplied as fast as they are launched, by any algorithm.
 MIN_WEIGHT_BYTES = 16 << 20
-ROWS = (
-    *(8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 768),
-    *(1024, 2048, 4096, 8192, 16384),
-)
+ROWS = (8, 16, 32, 48, 64)
+MAX_ROWS = ROWS[-1]
 _ALIGNMENT = 256  # of addresses, which the library takes for granted
 _PROPOSALS = 8  # that are asked for with, and as many without a workspace
 _COLD_BYTES = 128 << 20  # of weights between two readings of the same: none is left in L2
 _ROUNDS = 3
-_MAX_PLANS = 4096
 
 # From cublasLt.h and library_types.h, which are the same for CUDA 12 and 13.
 _COMPUTE_32F, _R_32F = 68, 0
@@ -239,6 +239,8 @@ class Products:
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """x: [m, k]; weight: [n, k]. Returns [m, n], or None where F.linear is to be taken."""
         (m, k), n = x.shape, weight.shape[0]
+        if m > MAX_ROWS:
+            return None
         key = (m, n, k)
         if key not in self._plans:
             self._plans[key] = self._plan(m, n, k)
@@ -249,27 +251,21 @@ class Products:
         self._library.multiply(*plan, x, weight, y, self._workspace)
         return y
 
-    def tune(self, weights: Sequence[Tensor], max_rows: int) -> None:
-        """Choose algorithms for weights of this shape, [n, k] contiguous, and up to so many rows.
+    def tune(self, weights: Sequence[Tensor]) -> None:
+        """Choose algorithms for weights of this shape, [n, k] contiguous.
 
-        Several weights are read in turn, as a model reads its layers'. Takes up to a second, most
-        of it for thousands of rows.
+        Several weights are read in turn, as a model reads its layers'. Takes some 0.1 s.
         """
         n, k = weights[0].shape
-        if n % 8 or k % 8 or weights[0].nbytes < MIN_WEIGHT_BYTES:
-            return
-        chosen = self._chosen.setdefault((n, k), [])
-        for m in ROWS[: bisect_left(ROWS, max_rows) + 1][len(chosen) :]:
-            chosen.append(self._fastest(weights, m))
-        self._plans.clear()
+        if n % 8 == k % 8 == 0 and weights[0].nbytes >= MIN_WEIGHT_BYTES:
+            self._chosen[n, k] = [self._fastest(weights, m) for m in ROWS]
+            self._plans.clear()
 
     def _plan(self, m: int, n: int, k: int) -> tuple[Layouts, _Algorithm] | None:
         chosen = self._chosen.get((n, k))
         if not chosen or m == 0:
             return None
-        algorithm = chosen[min(bisect_left(ROWS, m), len(chosen) - 1)]
-        if len(self._plans) >= _MAX_PLANS:  # prefill has steps of any length
-            self._plans.clear()
+        algorithm = chosen[bisect_left(ROWS, m)]
         layouts = self._library.layouts(m, n, k)
         if algorithm is None or not self._library.accepts(layouts, algorithm):
             return None

@@ -66,13 +66,12 @@ def share_kernels(model: nn.Module) -> None:
         module.kernels = kernels
 
 
-def tune(modules: Sequence[Linear | Embedding], max_rows: int) -> None:
-    """Choose the algorithms of maps with share_kernels, by trying them with up to so many rows."""
+def tune(modules: Sequence[Linear | Embedding]) -> None:
+    """Choose the algorithms of maps without bias that have share_kernels, by trying them."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for module in modules:
         by_shape.setdefault(module.weight.shape, []).append(module.weight)
     products = modules[0].kernels and modules[0].kernels.products
     if products:
         for weights in by_shape.values():
-            products.tune(weights, max_rows)
-        torch.cuda.empty_cache()  # of the products' results
+            products.tune(weights)

@@ -90,13 +90,11 @@ class CausalLM(nn.Module):
         """hidden: [n, hidden_size], rows of what forward returned; returns [n, vocab], alike."""
         return fused.linear(hidden, self._head.weight, None, self._head.kernels)
 
-    def tune(self, max_rows: int, max_logits: int) -> None:
-        """Choose what multiplies matrices on a GPU, by trying, for steps of up to so many rows, and
-        logits of up to so many. Before anything is captured."""
-        tune(
-            [m for m in self.layers.modules() if isinstance(m, Linear) and m.bias is None], max_rows
-        )
-        tune([self._head], max_logits)
+    def tune(self) -> None:
+        """Choose what multiplies matrices in steps of few rows on a GPU, by trying. Before anything
+        is captured."""
+        linears = [m for m in self.layers.modules() if isinstance(m, Linear) and m.bias is None]
+        tune([*linears, self._head])
 
     @property
     def _head(self) -> Linear | Embedding:

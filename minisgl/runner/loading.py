@@ -51,7 +51,7 @@ def load_runner(
     free_at_start = free_bytes(device)
     model = _load_model(config, model_config, folder, report, free_at_start)
     report("choosing matrix products", 0.0)
-    model.tune(config.max_prefill_length, config.max_running_requests)
+    model.tune()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("trying the largest steps, and compiling kernels the first time", 0.0)
