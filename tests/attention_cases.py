@@ -11,11 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from layer_cases import EPS, assert_rounded_alike
 from paged import UNDEFINED_PAGE
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, DecodesQKV, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.kernels import reference
+from minisgl.kernels.fused import NormRope
+from minisgl.kernels.slots import kv_index_of
+from minisgl.layers.rope import RotaryEmbedding
 
 # Relative to the largest output; half precision rounds weights and outputs to 11 or 8 bits.
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -42,6 +47,19 @@ class Shape:
         heads = self.num_kv_heads * self.group
         wide = torch.randn(num_rows, heads + 3, self.head_dim, device=self.device)
         return wide.to(self.dtype)[:, 1 : heads + 1]
+
+    def qkv(self, num_rows: int) -> Tensor:
+        """What the projection to q, k and v returns."""
+        size = self.num_kv_heads * (self.group + 2) * self.head_dim
+        return torch.randn(num_rows, size, device=self.device).to(self.dtype)
+
+    def norm_rope(self, max_seq_len: int, *, normed: bool) -> NormRope:
+        frequencies = 1e4 ** -torch.linspace(0, 1, self.head_dim // 2, device=self.device)
+        table = RotaryEmbedding(frequencies, max_seq_len, scale=1.1).table
+        if not normed:
+            return NormRope(table)
+        weights = (1 + 0.3 * torch.randn(2, self.head_dim, device=self.device)).to(self.dtype)
+        return NormRope(table, weights[0], weights[1], EPS)
 
 
 def paged_cache(shape: Shape, lengths: Sequence[int], seed: int = 0) -> tuple[LayerKV, Tensor]:
@@ -77,6 +95,60 @@ def check_decode(
     out = backend.decode(q, kv, rows, shape.scale)
     assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
     return out
+
+
+def check_decode_qkv(
+    backend: DecodesQKV, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
+) -> None:
+    """Twice, to the bit: the second time the rows' own tokens are in the cache already."""
+    kv, table = paged_cache(shape, lengths, seed)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
+    longest = max(1, *lengths)
+    rows = DecodeRows(table, on_device, longest)
+    qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
+    forget_own(kv, rows)
+    expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
+    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+    assert_close(out, expected, shape)
+    assert_stored(kv, expected_kv, rows)
+    assert torch.equal(backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale), out)
+    assert_stored(kv, expected_kv, rows)
+
+
+def own_places(kv: LayerKV, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that are not empty; the position of each one's own token, and where it is cached."""
+    live = rows.lengths.nonzero().flatten()
+    positions = rows.lengths[live].long() - 1
+    return live, positions, kv_index_of(rows.page_table, live, positions, kv.page_size)
+
+
+def forget_own(kv: LayerKV, rows: DecodeRows) -> None:
+    for cache in (kv.k, kv.v):
+        cache.flatten(0, 1)[own_places(kv, rows)[2]] = torch.nan
+
+
+def turned_and_attended(
+    qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, shape: Shape
+) -> tuple[Tensor, LayerKV]:
+    """What is to come of a decode that turns: its result in float32, and the cache."""
+    live, positions, slots = own_places(kv, rows)
+    kv = LayerKV(kv.k.clone(), kv.v.clone())
+    table, *norms = norm_rope
+    q = reference.turn_and_store(qkv[live], positions, table, slots, kv.k, kv.v, *norms)
+    live_rows = DecodeRows(rows.page_table[live], rows.lengths[live], rows.longest)
+    out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
+    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.scale)
+    return out, kv
+
+
+def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeRows) -> None:
+    """Own keys but for their rounding; all else to the bit, and so what is not a number."""
+    slots = own_places(kv, rows)[2]
+    own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
+    assert_rounded_alike(own_keys, expected_keys[slots].cpu())
+    expected_keys = expected_keys.index_copy(0, slots, own_keys).view(kv.k.shape)
+    torch.testing.assert_close(kv.k, expected_keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kv.v, expected.v, rtol=0, atol=0, equal_nan=True)
 
 
 def check_prefill(

@@ -7,20 +7,34 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from attention_cases import Shape, assert_close, check_decode, check_prefill, paged_cache
+from attention_cases import (
+    Shape,
+    assert_close,
+    assert_rounded_alike,
+    check_decode,
+    check_decode_qkv,
+    check_prefill,
+    forget_own,
+    own_places,
+    paged_cache,
+    turned_and_attended,
+)
 
 from minisgl.attention.backends import make_attention
-from minisgl.attention.base import ChunkRows, DecodeRows
+from minisgl.attention.base import Attention, ChunkRows, DecodeRows, StepInputs
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
+from minisgl.kernels import fused
 from minisgl.kernels.triton_attention import DecodeTiles, PrefillTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
@@ -37,12 +51,56 @@ SHAPES = [
     ]
 ]  # fmt: skip
 
+QKV_SHAPES = [
+    Shape(group, head_dim, page_size, num_kv_heads=1 + group % 2, device=DEVICE)
+    for group, head_dim, page_size in [
+        (1, 64, 1), (2, 128, 16), (3, 80, 3), (5, 128, 64), (8, 64, 16), (18, 64, 4),
+    ]
+]  # fmt: skip
+
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_decode(shape: Shape) -> None:
     """Shares begin and end at 64, 128 and so on; pages at multiples of their size."""
     check_decode(TritonAttention(TILES), shape, [1, 63, 64, 65, 129, 200])
     check_decode(TritonAttention(), shape, [257, 2, 17, 127, 128, 16], seed=1)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
+def test_decode_that_turns_and_stores(shape: Shape, normed: bool) -> None:
+    """Rows of nothing, of their own token alone, and with it alone in their last share (193)."""
+    check_decode_qkv(TritonAttention(TILES), shape, [1, 193, 0, 2, 64, 65, 48], normed=normed)
+    check_decode_qkv(TritonAttention(), shape, [0, 257, 17, 128, 16], normed=normed, seed=1)
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 0], [2], [16], [17]], ids=str)
+def test_few_tokens_to_turn(lengths: list[int]) -> None:
+    check_decode_qkv(TritonAttention(), Shape(2, 64, 16, device=DEVICE), lengths, normed=True)
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, 64])
+def test_any_number_of_splits_that_turn(programs_per_sm: int) -> None:
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_share=16)
+    shape = Shape(3, 64, 16, device=DEVICE)
+    for normed, lengths in ((True, [200, 1, 0, 129]), (False, [257])):
+        check_decode_qkv(TritonAttention(tiles), shape, lengths, normed=normed)
+
+
+def test_scores_far_below_zero() -> None:
+    """Where all keys point away from the query, the own one too, a share that has no own key must
+    not take its score for 0."""
+    shape = Shape(1, 64, 16, num_kv_heads=1, device=DEVICE)
+    kv, table = paged_cache(shape, [300])
+    rows = DecodeRows(table, torch.tensor([300], dtype=torch.int32, device=DEVICE), 300)
+    qkv, norm_rope = shape.qkv(1), shape.norm_rope(300, normed=False)
+    qkv[:, 64:128] = -30 * qkv[:, :64]
+    _, stored = turned_and_attended(qkv, kv, rows, norm_rope, shape)
+    kv.k.mul_(0.1).add_(stored.k.flatten(0, 1)[own_places(kv, rows)[2]])
+    forget_own(kv, rows)
+    expected, _ = turned_and_attended(qkv, kv, rows, norm_rope, shape)
+    out = TritonAttention(TILES).decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+    assert_close(out, expected, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -55,6 +113,8 @@ def test_prefill(shape: Shape) -> None:
 def test_float16() -> None:
     shape = Shape(2, 64, 16, dtype=torch.float16, device=DEVICE)
     check_decode(TritonAttention(), shape, [1, 33, 300])
+    for normed in (False, True):
+        check_decode_qkv(TritonAttention(), shape, [1, 33, 300, 0], normed=normed)
     check_prefill(TritonAttention(), shape, [(0, 150), (57, 20), (128, 1)])
 
 
@@ -141,6 +201,44 @@ def test_nothing_to_do() -> None:
     assert TritonAttention().decode(shape.queries(0), kv, rows, 0.3).shape[0] == 0
     chunks = ChunkRows.of(table[:0], (), ())
     assert TritonAttention().prefill(shape.queries(0), kv, chunks, 0.3).shape[0] == 0
+
+
+@pytest.mark.parametrize("num_chunk_rows", [0, 5])
+def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend in a step of decode rows alone, and only there: beside a chunk, all rows are
+    turned before. The result is the same."""
+    shape = Shape(2, 64, 16, device=DEVICE)
+    kv, table = paged_cache(shape, [70, 1, 20])
+    lengths = torch.tensor([70, 1], dtype=torch.int32, device=DEVICE)
+    rows = DecodeRows(table[:2], lengths, 70)
+    qkv, norm_rope = shape.qkv(2 + num_chunk_rows), shape.norm_rope(70, normed=True)
+    forget_own(kv, rows)
+    expected, expected_kv = turned_and_attended(qkv[:2], kv, rows, norm_rope, shape)
+    _, positions, slots = own_places(kv, rows)
+    chunk = torch.arange(20 - num_chunk_rows, 20, device=DEVICE)
+    chunk_slots = table[2].long()[chunk // 16] * 16 + chunk % 16
+    chunks = ChunkRows.of(table[2:], (20 - num_chunk_rows,), (num_chunk_rows,))
+    inputs = StepInputs(
+        token_ids=positions,  # not looked at
+        positions=torch.cat((positions, chunk)),
+        kv_index=torch.cat((slots, chunk_slots)),
+        decodes=rows,
+        chunks=chunks if num_chunk_rows else ChunkRows.of(table[:0], (), ()),
+    )
+    turned: list[int] = []
+    turn_and_store = fused.turn_and_store
+
+    def recorded(qkv: Tensor, *args: Any) -> Tensor:
+        turned.append(qkv.shape[0])
+        return turn_and_store(qkv, *args)
+
+    monkeypatch.setattr(fused, "turn_and_store", recorded)
+    attention = Attention(TorchAttention(), TritonAttention())
+    out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.scale)
+    assert turned == ([qkv.shape[0]] if num_chunk_rows else [])
+    assert_close(out[:2], expected, shape)
+    own_keys = kv.k.flatten(0, 1)[slots].cpu()
+    assert_rounded_alike(own_keys, expected_kv.k.flatten(0, 1)[slots].cpu())
 
 
 def test_it_is_made_by_name() -> None:

@@ -26,6 +26,9 @@ from layer_cases import (
 )
 from paged import PagedModel
 
+from minisgl.attention.base import Attention
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.triton_backend import TritonAttention
 from minisgl.kernels import fused, triton_linear
 from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options
 from minisgl.kernels.triton_linear import LinearWorkspace
@@ -113,7 +116,7 @@ def test_launches_overlap_on_no_cpu() -> None:
 def test_a_model_of_these_kernels(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With the linear kernels, or without."""
+    """With the linear kernels, or without. Steps that only decode norm and turn in attention."""
     case, kernels = make_case(spec_named(name), tmp_path), fused.triton_kernels()
     config = read_model_config(tmp_path)
     model = load_model(
@@ -135,5 +138,6 @@ def test_a_model_of_these_kernels(
                 module.kernels = linear_kernels
     num_tokens = len(case.prompt) + 2
     paged = PagedModel(model, config, page_size=16)
+    paged.attention = Attention(TorchAttention(), TritonAttention())
     logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
     assert relative_error(logits, case.logits[:num_tokens]) < TOLERANCE

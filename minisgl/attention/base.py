@@ -10,6 +10,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from minisgl.kernels import fused
+from minisgl.kernels.fused import NormRope
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
@@ -120,6 +123,20 @@ class PlansSteps(Protocol):
     def plan_prefill(self, rows: ChunkRows) -> None: ...
 
 
+@runtime_checkable
+class DecodesQKV(Protocol):
+    """A backend whose decode can do the work of fused.turn_and_store, in one launch with its own.
+
+    Each row's own token is the last of its length, and nobody else's.
+    """
+
+    def decode_qkv(
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+    ) -> Tensor:
+        """qkv: as turn_and_store takes it; returns [num_rows, num_heads, head_dim]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """The pair of backends that a model calls."""
@@ -134,6 +151,22 @@ class Attention:
             self.decode_backend.plan_decode(inputs.decodes)
         if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):
             self.prefill_backend.plan_prefill(inputs.chunks)
+
+    def attend_qkv(
+        self, qkv: Tensor, kv: LayerKV, inputs: StepInputs, norm_rope: NormRope, scale: float
+    ) -> Tensor:
+        """Norm and turn the heads of q and k, write the rows' K and V to the cache, and attend.
+
+        qkv: as fused.turn_and_store takes it; returns [num_rows, num_heads, head_dim].
+        """
+        rows, backend = inputs.decodes, self.decode_backend
+        if rows.num_rows == qkv.shape[0] and isinstance(backend, DecodesQKV):
+            return backend.decode_qkv(qkv, kv, rows, norm_rope, scale)
+        table, q_weight, k_weight, eps = norm_rope
+        q = fused.turn_and_store(
+            qkv, inputs.positions, table, inputs.kv_index, kv.k, kv.v, q_weight, k_weight, eps
+        )
+        return self(q, kv, inputs, scale)
 
     def __call__(self, q: Tensor, kv: LayerKV, inputs: StepInputs, scale: float) -> Tensor:
         """Attend over the cache, where K and V of the rows are already.

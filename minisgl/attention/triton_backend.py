@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.kernels.fused import NormRope
 from minisgl.kernels.triton_attention import (
     DecodeTiles,
     DecodeWorkspace,
@@ -57,7 +58,7 @@ def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:
 
 
 class TritonAttention:
-    """Implements AttentionBackend on a CUDA device, for float32, float16 and bfloat16.
+    """Implements AttentionBackend and DecodesQKV on a CUDA device, for float32, float16, bfloat16.
 
     Calls go on one stream: the splits of decode meet in memory that all calls share. A row's result
     depends on the rows beside it only in where its keys are split, which follows from how many rows
@@ -85,23 +86,49 @@ class TritonAttention:
 
         Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
         """
-        num_rows, num_heads, head_dim = q.shape
+        return self._decode(q, q.shape[1], kv, rows, scale, None)
+
+    def decode_qkv(
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+    ) -> Tensor:
+        """qkv: as turn_and_store of fused.py takes it; returns [num_rows, num_heads, head_dim].
+
+        Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
+        """
+        num_kv_heads, head_dim = kv.k.shape[2:]
+        num_all = qkv.shape[1] // head_dim
+        heads = qkv.view(qkv.shape[0], num_all, head_dim)
+        return self._decode(heads, num_all - 2 * num_kv_heads, kv, rows, scale, norm_rope)
+
+    def _decode(
+        self,
+        heads: Tensor,
+        num_heads: int,
+        kv: LayerKV,
+        rows: DecodeRows,
+        scale: float,
+        norm_rope: NormRope | None,
+    ) -> Tensor:
+        num_rows, _, head_dim = heads.shape
         num_kv_heads = kv.k.shape[2]
         tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim, q.itemsize
+            num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim, heads.itemsize
         )
-        num_shares = max(1, self._sms_of(q.device) * tiles.programs_per_sm // num_kv_heads)
+        num_shares = max(1, self._sms_of(heads.device) * tiles.programs_per_sm // num_kv_heads)
         num_stats = (num_shares + num_rows) * num_heads
         return paged_decode(
-            q,
+            heads,
             kv.k,
             kv.v,
             rows.page_table,
             rows.lengths,
             scale=scale,
             num_shares=num_shares,
-            workspace=self._workspace(num_stats, num_stats * head_dim, num_rows * num_kv_heads, q),
+            workspace=self._workspace(
+                num_stats, num_stats * head_dim, num_rows * num_kv_heads, heads
+            ),
             tiles=tiles,
+            norm_rope=norm_rope,
             pdl=self._pdl,
         )
 

@@ -187,6 +187,15 @@ def norm_linear_silu_mul(
     return linear_silu_mul(hidden, weight, kernels), rows
 
 
+class NormRope(NamedTuple):
+    """How the heads of q and k are normed and turned: what turn_and_store takes of the model."""
+
+    table: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+
 def turn_and_store(
     qkv: Tensor,
     positions: Tensor,

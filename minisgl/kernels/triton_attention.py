@@ -3,7 +3,8 @@
 Both are FlashAttention (Dao, "FlashAttention-2", 2023): an online softmax in float32 over tiles of
 keys, in powers of two, with log2(e) folded into the scale. Decode splits the keys of a row over
 programs (Dao et al., "Flash-Decoding", 2023). A *group* is the query heads that share a KV head;
-one program serves a whole group, so that it reads K and V once.
+one program serves a whole group, so that it reads K and V once. Decode can do the work of
+triton_heads.py besides, which saves a launch in every layer of a step that only decodes.
 
 Nothing here waits for the device, and nothing about a step is known on the host but how many rows
 and chunks it may have: each program finds its share of the work from what the device tables say, so
@@ -26,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.fused import NormRope
 from minisgl.kernels.triton_launch import pdl_options
 
 _LOG2_E = 1.4426950408889634
@@ -94,10 +96,16 @@ def paged_decode(
     num_shares: int,
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
+    norm_rope: NormRope | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """q: [num_rows, num_heads, head_dim]; page_table: [num_rows, max_pages] int32, and lengths:
     [num_rows] int32, on the device. Returns the shape of q; rows of length 0 are zeros.
+
+    With `norm_rope`, q is what turn_and_store of fused.py takes, as [num_rows, num_heads +
+    2 * num_kv_heads, head_dim], and its work is done too: the rows' own tokens, the last of their
+    lengths, need not be in the cache, but are written to it. Rows of length 0 write nothing. K and
+    q may differ from turn_and_store's by a unit in the last place, and rarely do.
 
     The keys of all rows are cut into shares of one size, about `num_shares` of them. A row has a
     whole number of shares, hence there are up to num_rows more, the *items*, which the workspace
@@ -105,10 +113,14 @@ def paged_decode(
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
+    if norm_rope is not None:
+        num_heads -= 2 * num_kv_heads
+        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype == q.dtype
+        assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and lengths.stride(0) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return out
     block_g = triton.next_power_of_2(group)
@@ -124,6 +136,7 @@ def paged_decode(
         workspace.peaks,
         workspace.totals,
         workspace.arrivals,
+        *(norm_rope or (None, None, None, 0.0)),
         num_rows,
         num_shares,
         tiles.min_share,
@@ -274,6 +287,10 @@ def _decode_kernel(
     peaks: tl.tensor,
     totals: tl.tensor,
     arrivals: tl.tensor,
+    rotary_table: tl.tensor | None,
+    q_weight: tl.tensor | None,
+    k_weight: tl.tensor | None,
+    eps: float,
     num_rows: tl.tensor,
     num_shares: tl.tensor,
     min_share: tl.tensor,
@@ -299,6 +316,10 @@ def _decode_kernel(
     merges what all have, which costs less than a second launch where a step is short; a row of one
     share needs no merging. On tensor cores, the group padded to block_h, even for a single head:
     compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA cores.
+
+    With a rotary table, q is qkv, and each program norms and turns the queries that it needs. A
+    row's own token comes from there too: the softmax of the program that has it in its share starts
+    with it. That program writes it to the cache, where none reads it.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, share = _find_row(lengths, item, num_rows, num_shares, min_share, block_rows)
@@ -313,21 +334,31 @@ def _decode_kernel(
         return
     end = tl.minimum(first + share, length)
     table = page_table + row * table_stride
+    num_own = ((end == length) & (length > 0)).to(tl.int32)  # of the row's own token: 1 or 0
+    if rotary_table is not None:
+        end = tl.minimum(end, tl.maximum(length - 1, 0))  # of the keys that are in the cache
     pages = _load_pages(table, first, end, page_size, block_n)
-    if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
-        tl.extra.cuda.gdc_wait()
 
+    num_heads: tl.constexpr = num_kv_heads * group
     row_size: tl.constexpr = num_kv_heads * head_dim
     k += kv_head * head_dim
     v += kv_head * head_dim
-    queries = q + row.to(tl.int64) * q_stride + kv_head * group * head_dim
+    q += row.to(tl.int64) * q_stride
     heads, dims = tl.arange(0, block_h), tl.arange(0, block_d)
     within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim]
     real = (heads < group)[:, None] & (dims < head_dim)[None, :]
-    query = tl.load(queries + within, real, 0.0)
-    acc = tl.zeros((block_h, block_d), tl.float32)
-    peak = tl.full((block_h,), _LOWEST, tl.float32)
-    lane_totals = tl.zeros((block_h, block_n), tl.float32)  # summed once, not in every tile
+    if rotary_table is None:
+        if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
+            tl.extra.cuda.gdc_wait()
+        query = tl.load(q + kv_head * group * head_dim + within, real, 0.0)
+        acc = tl.zeros((block_h, block_d), tl.float32)
+        peak = tl.full((block_h,), _LOWEST, tl.float32)
+        lane_totals = tl.zeros((block_h, block_n), tl.float32)  # summed once, not in every tile
+    else:
+        query, acc, peak, lane_totals = _start_with_own(
+            q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
+            kv_head, num_kv_heads, group, head_dim, page_size, block_h, block_n, block_d, pdl,
+        )  # fmt: skip
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = _offsets(pages, start, row_size, page_size, block_n, block_d)
         # A tile ahead, so that no load of keys waits for a load of pages.
@@ -346,7 +377,6 @@ def _decode_kernel(
 
     total = tl.sum(lane_totals, 1)
     num_splits = tl.cdiv(length, share)
-    num_heads: tl.constexpr = num_kv_heads * group
     if num_splits <= 1:
         result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
         tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
@@ -373,6 +403,108 @@ def _decode_kernel(
             merged,
             mask=(group_heads < group)[:, None] & (dims < head_dim)[None, :],
         )
+
+
+@triton.jit
+def _start_with_own(
+    qkv: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    table: tl.tensor,
+    length: tl.tensor,
+    num_own: tl.tensor,
+    rotary_table: tl.tensor,
+    q_weight: tl.tensor | None,
+    k_weight: tl.tensor | None,
+    eps: tl.tensor,
+    scale: tl.tensor,
+    kv_head: tl.tensor,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_h: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    pdl: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The queries, and the acc, peak and lane totals of a softmax over the row's own token, which
+    goes to the cache; over nothing where num_own is 0. qkv: of the row; k and v: of the KV head.
+
+    All tiles are [block_h, block_d], and their real rows are loaded alike, the one key and what all
+    heads share once for each: then a thread holds the same places of all, and nothing is passed
+    around through shared memory. Besides each tile there is one of the dims that its own turn with.
+    """
+    half: tl.constexpr = head_dim // 2
+    head = tl.arange(0, block_h)[:, None]
+    dim = tl.broadcast_to(tl.arange(0, block_d)[None, :], block_h, block_d)
+    partner = tl.where(dim < half, dim + half, dim - half)
+    real = (head < group) & (dim < head_dim)
+
+    # Before the wait, what is older than the kernel before: all but the heads.
+    position = tl.maximum(length - 1, 0)
+    page = tl.load(table + position // page_size, num_own > 0, 0)
+    turn = rotary_table + position.to(tl.int64) * head_dim + tl.minimum(dim, partner)
+    cos, sin = tl.load(turn, real, 0.0), tl.load(turn + half, real, 0.0)
+    q_scales, k_scales, q_partner_scales, k_partner_scales = None, None, None, None
+    if q_weight is not None:
+        q_scales = tl.load(q_weight + dim, real, 0.0)
+        k_scales = tl.load(k_weight + dim, real, 0.0)
+        q_partner_scales = tl.load(q_weight + partner, real, 0.0)
+        k_partner_scales = tl.load(k_weight + partner, real, 0.0)
+    if pdl:  # for qkv to be complete, and for the last reader of `out`, the workspace and the cache
+        tl.extra.cuda.gdc_wait()
+
+    queries = qkv + (kv_head * group + head) * head_dim
+    own_k = qkv + (num_kv_heads * group + kv_head) * head_dim
+    own_v = own_k + num_kv_heads * head_dim
+    query, query_partners = tl.load(queries + dim, real, 0.0), tl.load(queries + partner, real, 0.0)
+    own = (head < num_own * group) & real
+    key, key_partners = tl.load(own_k + dim, own, 0.0), tl.load(own_k + partner, own, 0.0)
+    value = tl.load(own_v + dim, own, 0.0)
+
+    sin = tl.where(dim < half, -sin, sin)
+    query = _norm_and_turn(
+        query, query_partners, cos, sin, q_scales, q_partner_scales, eps, head_dim
+    )
+    key = _norm_and_turn(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
+    place = (page.to(tl.int64) * page_size + position % page_size) * (num_kv_heads * head_dim) + dim
+    tl.store(k + place, key, mask=own & (head == 0))
+    tl.store(v + place, value, mask=own & (head == 0))
+
+    peak = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    lanes = tl.broadcast_to(tl.arange(0, block_n)[None, :], block_h, block_n)
+    return (
+        query,
+        value.to(tl.float32),
+        tl.where(num_own > 0, peak, _LOWEST),
+        tl.where(lanes < num_own, 1.0, 0.0),  # the weight of the peak
+    )
+
+
+@triton.jit
+def _norm_and_turn(
+    x: tl.tensor,
+    partners: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    x_scales: tl.tensor | None,
+    partner_scales: tl.tensor | None,
+    eps: tl.tensor,
+    head_dim: tl.constexpr,
+) -> tl.tensor:
+    """What becomes of x, rounded as in triton_heads.py, but for the last line: there its products
+    are rounded before they are added. All tiles are [heads, dims]; a head's partners are its own
+    elements in another order."""
+    dtype = x.dtype
+    x, partners = x.to(tl.float32), partners.to(tl.float32)
+    if x_scales is not None and partner_scales is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / head_dim) + eps)
+        x = (x * scale).to(dtype).to(tl.float32)
+        x = (x_scales.to(tl.float32) * x).to(dtype).to(tl.float32)
+        partners = (partners * scale).to(dtype).to(tl.float32)
+        partners = (partner_scales.to(tl.float32) * partners).to(dtype).to(tl.float32)
+    return (x * cos + partners * sin).to(dtype)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
 from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
+from minisgl.kernels.fused import NormRope, Residual
 from minisgl.layers.linear import Linear, MergedLinear
 from minisgl.layers.norm import RMSNorm
 
@@ -52,16 +52,8 @@ class SelfAttention(nn.Module):
         qkv, rows = fused.norm_linear(
             residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
         )
-        q = fused.turn_and_store(
-            qkv,
-            inputs.positions,
-            rotary_table,
-            inputs.kv_index,
-            kv.k,
-            kv.v,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-        )
-        out = attention(q, kv, inputs, self.scale)
+        norm_rope = NormRope(rotary_table)
+        if q_norm is not None and k_norm is not None:
+            norm_rope = NormRope(rotary_table, q_norm.weight, k_norm.weight, q_norm.eps)
+        out = attention.attend_qkv(qkv, kv, inputs, norm_rope, self.scale)
         return self.o_proj.add(out.flatten(1), rows)

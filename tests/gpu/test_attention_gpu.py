@@ -6,21 +6,27 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from attention_cases import (
     Shape,
     assert_close,
+    assert_stored,
     check_decode,
+    check_decode_qkv,
     check_prefill,
+    forget_own,
     in_float32,
     paged_cache,
+    turned_and_attended,
 )
 
-from minisgl.attention.base import ChunkRows, DecodeRows
+from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
+from minisgl.kernels.triton_linear import LinearWorkspace, linear
 
 pytestmark = pytest.mark.gpu
 
@@ -49,12 +55,29 @@ def test_every_group(group: int, dtype: torch.dtype) -> None:
     check_prefill(TritonAttention(), shape, [(0, 300), (17, 40), (511, 2), (5, 1)])
 
 
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "page_size"),
+    [(1, 64, 1), (2, 128, 16), (3, 80, 3), (5, 128, 64), (8, 256, 1), (17, 64, 16)],
+)
+def test_decode_that_turns_and_stores(
+    group: int, head_dim: int, page_size: int, normed: bool
+) -> None:
+    """Rows of nothing, of their own token alone, and around the ends of pages and shares."""
+    shape = cuda(group, head_dim, page_size, torch.bfloat16)
+    lengths = [0, 1, 2, 16, 17, 63, 64, 65, 128, 129, 193, 1000]
+    check_decode_qkv(TritonAttention(), shape, lengths, normed=normed)
+    check_decode_qkv(TritonAttention(), shape, [3000], normed=normed, seed=1)
+    check_decode_qkv(TritonAttention(), shape, [1], normed=normed, seed=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 8, 33, 256, 300])
 def test_batches(num_rows: int, dtype: torch.dtype) -> None:
     draw = random.Random(num_rows)
     lengths = [draw.randint(1, 1500) for _ in range(num_rows)]
     check_decode(TritonAttention(), cuda(2, 128, 64, dtype), lengths)
+    check_decode_qkv(TritonAttention(), cuda(2, 128, 16, dtype), lengths, normed=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,6 +127,43 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
         graph.replay()
         assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
         assert torch.equal(out, backend.decode(q, kv, rows, shape.scale))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None:
+    """Captured of no tokens at all, as padded rows have."""
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    draw = random.Random(0)
+    longest = [draw.randint(1, 4000) for _ in range(15)] + [32768]
+    kv, full_table = paged_cache(shape, longest)
+    limits = torch.tensor(longest, device="cuda")
+    table = torch.zeros_like(full_table[:num_rows])
+    lengths = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
+    qkv, norm_rope = shape.qkv(num_rows), shape.norm_rope(32768, normed=True)
+    backend, rows = TritonAttention(), DecodeRows(table, lengths, 32768)
+    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)  # compiles, makes the workspace
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+    full_kv = LayerKV(kv.k.clone(), kv.v.clone())
+    for turn in range(6):
+        order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
+        order = order.to("cuda")
+        shares = torch.rand(num_rows, device="cuda") if turn else 1
+        table.copy_(full_table[order])
+        lengths.copy_((limits[order] * shares).clamp(min=1))
+        lengths[1:][turn::4] = 0
+        kv.k.copy_(full_kv.k)
+        kv.v.copy_(full_kv.v)
+        forget_own(kv, rows)
+        qkv.copy_(torch.randn_like(qkv))
+        out.fill_(torch.nan)
+        expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
+        torch.cuda.synchronize()  # lengths and pages are to be older than the launch before
+        graph.replay()
+        assert_close(out, expected, shape)
+        assert_stored(kv, expected_kv, rows)
+        assert torch.equal(out, backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale))
 
 
 @pytest.mark.parametrize("group", [2, 5])
@@ -174,16 +234,58 @@ def test_launches_that_overlap() -> None:
         assert all(torch.equal(out, right) for out, right in zip(outs, expected, strict=True))
 
 
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+def test_turning_overlaps_with_the_projection_before_it(num_rows: int) -> None:
+    """As the layers of a model follow each other, but all with one cache, so that each writes what
+    the one before wrote."""
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    lengths = [3000, 700, 129, 1][:num_rows] * max(1, num_rows // 4)
+    kv, table = paged_cache(shape, lengths)
+    rows = DecodeRows(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
+    forget_own(kv, rows)
+    first, norm_rope = shape.qkv(num_rows), shape.norm_rope(3000, normed=True)
+    size = shape.num_kv_heads * shape.group * shape.head_dim
+    weight = (torch.randn(first.shape[1], size, device="cuda") * 2 * size**-0.5).bfloat16()
+    workspace = LinearWorkspace.allocate([(first.shape[1], size)], num_rows, first.device)
+
+    def run(backend: TritonAttention, *, pdl: bool) -> list[Tensor]:
+        qkvs = [first]
+        for _ in range(12):
+            out = backend.decode_qkv(qkvs[-1], kv, rows, norm_rope, shape.scale)
+            qkvs.append(linear(out.flatten(1), weight, None, workspace=workspace, pdl=pdl))
+        return qkvs
+
+    torch.cuda.synchronize()
+    expected = run(TritonAttention(pdl=False), pdl=False)
+    expected_kv = [kv.k.clone(), kv.v.clone()]
+    backend = TritonAttention()
+    run(backend, pdl=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        qkvs = run(backend, pdl=True)
+    for _ in range(20):
+        for qkv in qkvs[1:]:
+            qkv.fill_(torch.nan)
+        forget_own(kv, rows)
+        torch.cuda.synchronize()
+        graph.replay()
+        assert all(torch.equal(qkv, right) for qkv, right in zip(qkvs, expected, strict=True))
+        for cache, right in zip((kv.k, kv.v), expected_kv, strict=True):
+            torch.testing.assert_close(cache, right, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_device_is_never_waited_for() -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     kv, table = paged_cache(shape, [300, 40])
     lengths = torch.tensor([300, 40], dtype=torch.int32, device="cuda")
     q, chunks, backend = shape.queries(2), shape.queries(60), TritonAttention()
+    qkv, norm_rope = shape.qkv(2), shape.norm_rope(300, normed=False)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             backend.decode(q, kv, DecodeRows(table, lengths, 300), shape.scale)
+            backend.decode_qkv(qkv, kv, DecodeRows(table, lengths, 300), norm_rope, shape.scale)
             rows = ChunkRows.of(table, (260, 20), (40, 20))
             backend.prefill(chunks, kv, rows, shape.scale)
     finally:
