@@ -27,9 +27,10 @@ def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> De
     """num_items: pairs of a row and a KV head; group: query heads that share one.
 
     Measured on an H200 in bfloat16 with head_dim 128 (bench_attention.py --tune), where the group
-    makes little difference. Few items are cut into as many shares as there are SMs, or twice where
-    a program has less on its way. Many fill the device by themselves, and are cut so
-    that no long row is left alone at the end.
+    makes little difference. Few items are cut into as many shares as there are SMs, or twice as
+    many, each long enough to be worth the work at its ends. Many fill the device by themselves, and
+    are cut so that no long row is left alone at the end. Two warps read as fast as four, but take
+    twice as long to turn a row's heads (decode_qkv), which every share of it does.
     """
     del group
     if itemsize == 4:  # multiplied on CUDA cores, where larger tiles do not keep their registers
@@ -38,10 +39,9 @@ def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> De
         return DecodeTiles(16, num_warps=4, num_stages=4, programs_per_sm=3, min_share=64)
     if num_items <= 16:
         return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_share=128)
-    if num_items <= 128:
-        return DecodeTiles(32, num_warps=2, num_stages=4, programs_per_sm=2, min_share=256)
     per_sm = 2 if num_items <= 512 else 8
-    return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=per_sm, min_share=64)
+    min_share = 256 if num_items <= 128 else 64
+    return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=per_sm, min_share=min_share)
 
 
 def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:
