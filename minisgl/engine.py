@@ -31,6 +31,7 @@ from minisgl.errors import (
     InvalidRequestError,
     MinisglError,
     StepError,
+    without_words,
 )
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.config import read_model_config
@@ -47,7 +48,8 @@ from minisgl.request import (
 from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.scheduler.scheduler import Scheduler, SchedulerCounters, Settled
+from minisgl.scheduler.scheduler import Scheduler, Settled
+from minisgl.stats import EngineStats, Meter
 from minisgl.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -72,23 +74,6 @@ class Runner(Protocol[Handle]):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot, for logs and metrics."""
-
-    num_running: int
-    num_queued: int
-    num_pages: int  # that requests may use
-    num_free_pages: int
-    num_cached_pages: int  # held by the prefix cache alone, evictable
-    num_output_tokens: int  # since the start
-    counters: SchedulerCounters
-
-    @property
-    def num_used_pages(self) -> int:
-        return self.num_pages - self.num_free_pages - self.num_cached_pages
 
 
 class OutputStream:
@@ -295,7 +280,7 @@ class AsyncEngine:
         # One step beyond the running one is launched, so that the device never waits for the loop.
         self._max_in_flight = 2 if self.config.overlap else 1
         self._streams: dict[str, OutputStream] = {}
-        self._num_output_tokens = 0
+        self._meter = Meter()
         self._pump_is_due = False
         self._refusal: str | None = None  # why no new work is taken
         self._idle = asyncio.Event()
@@ -441,8 +426,11 @@ class AsyncEngine:
                 self._fail_step(step, outcome)
                 self._launch_steps()
             else:
+                now = time.monotonic()
+                self._meter.step_ended(now, captured=outcome.captured)
                 settled = self._scheduler.settle(outcome)
                 self._launch_steps()
+                self._meter.tokens_came(settled.progressed, now)
                 self._hand_out(settled)
         except Exception as error:
             self._die(error)
@@ -452,6 +440,8 @@ class AsyncEngine:
             plan = self._scheduler.plan()
             if plan is None:
                 return
+            if self._scheduler.num_in_flight == 1:
+                self._meter.step_began(time.monotonic())
             try:
                 handle = self._runner.launch(plan)
             except Exception as error:
@@ -460,7 +450,6 @@ class AsyncEngine:
                 self._collector.add(plan.step, handle)
 
     def _hand_out(self, settled: Settled) -> None:
-        self._num_output_tokens += len(settled.progressed)
         for request in settled.progressed:
             stream = self._streams.get(request.id)
             if stream is None:
@@ -485,6 +474,10 @@ class AsyncEngine:
 
     def _end_stream(self, request: Request) -> None:
         self._streams.pop(request.id).notify()
+        now = time.monotonic()
+        self._meter.request_ended(request, now)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s", _ending(request, now))
         if not self._streams:
             self._idle.set()
 
@@ -504,10 +497,12 @@ class AsyncEngine:
         """Nothing can run any more: every waiter gets the reason."""
         if self.failure is not None:
             return
-        logger.critical("The engine has failed: %s", error, exc_info=error)
         reason = error
-        if not isinstance(error, MinisglError):
-            reason = EngineStoppedError(f"{type(error).__name__}: {error}")
+        if isinstance(error, MinisglError):
+            logger.critical("The engine has failed: %s", error, exc_info=error)
+        else:
+            logger.critical("The engine has failed: %s", without_words(error))
+            reason = EngineStoppedError(type(error).__name__)
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
         # The scheduler's books may be what is broken: every waiter is told without them.
@@ -556,10 +551,22 @@ class AsyncEngine:
             num_pages=kv.num_pages - 1,
             num_free_pages=kv.num_free,
             num_cached_pages=kv.num_cached,
-            num_output_tokens=self._num_output_tokens,
             counters=replace(self._scheduler.counters),
+            totals=self._meter.totals.copy(),
         )
 
     def audit(self) -> None:
         """Recompute the invariants of scheduler and KV cache; AssertionError if one fails."""
         self._scheduler.audit()
+
+
+def _ending(request: Request, now: float) -> str:
+    """A line for the log: counts and times, and nothing of what was said."""
+    assert request.finish_reason is not None
+    first = request.first_token_s
+    return (
+        f"request {request.id}: {request.finish_reason.value} after "
+        f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "
+        f"({request.num_cached_tokens} cached), {request.num_output_tokens} output tokens"
+        + ("" if first is None else f" from {first - request.submitted_s:.3f} s on")
+    )

@@ -6,6 +6,7 @@ command line returns (2: the caller asked for something wrong, 1: something fail
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 
 
@@ -95,6 +96,15 @@ class EngineStoppedError(MinisglError):
 
     http_status = 503
     type = "service_unavailable"
+
+
+def without_words(error: BaseException) -> str:
+    """Type and stack of an error that nobody foresaw, for the log.
+
+    Its message is left out: it may hold a piece of somebody's prompt or answer.
+    """
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{type(error).__name__}\n{frames}".rstrip()
 
 
 def one_of(values: Iterable[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -128,13 +129,16 @@ class Request:
     """One sequence, from submission to its end. Made by the engine, changed by the scheduler only.
 
     `token_ids` are the tokens known on the host: the prompt and the settled output. What launched
-    steps are still computing is the scheduler's business.
+    steps are still computing is the scheduler's business. The times are seconds of
+    `time.monotonic`, of when the event loop had a token.
     """
 
     __slots__ = (
         "error",
         "finish_reason",
+        "first_token_s",
         "id",
+        "last_token_s",
         "logprobs",
         "max_len",
         "max_tokens",
@@ -145,6 +149,7 @@ class Request:
         "seed",
         "status",
         "stop_token_ids",
+        "submitted_s",
         "token_ids",
     )
 
@@ -175,6 +180,9 @@ class Request:
         self.error: BaseException | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if asked for
+        self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
 
     @property
     def num_output_tokens(self) -> int:

@@ -23,8 +23,10 @@ from minisgl.errors import (
     QueueFullError,
 )
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Process
+from minisgl.stats import EngineStats, Totals
 
 VOCAB_SIZE = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -189,6 +191,17 @@ class FakeEngine:
         self.failure = error
         for stream in list(self.running.values()):
             stream.fail(EngineStoppedError(f"The engine has failed: {error}"))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_queued=0,
+            num_pages=self.capacity.num_pages - 1,
+            num_free_pages=self.capacity.num_pages - 1,
+            num_cached_pages=0,
+            counters=SchedulerCounters(),
+            totals=Totals(),
+        )
 
     async def drain(self, seconds: float, /) -> None:
         self.draining = True

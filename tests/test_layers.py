@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = (
     ("errors", "request", "config", "progress"),
     ("tokenizer", "detokenizer", "kvcache"),
-    ("scheduler",),
+    ("scheduler", "stats"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
     ("engine", "llm"),

@@ -58,6 +58,7 @@ class _Queued:
     num_logprobs: Sequence[int | None]  # what each sampled row asked for; empty where none did
     scored: list[_Scored]
     download: Download | None  # of `scored`
+    captured: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class ModelRunner:
                 scores = self._outbox.scores(queued.outbox_row, part)
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
-        return StepResult(handle.step, token_ids, logprobs, prompt_logprobs)
+        return StepResult(handle.step, token_ids, logprobs, prompt_logprobs, queued.captured)
 
     def close(self) -> None:
         """Wait for what is launched, end the worker thread and give the memory back."""
@@ -262,6 +263,7 @@ class ModelRunner:
             num_logprobs=self._logprobs_wanted(plan) if needs.num_logprobs >= 0 else (),
             scored=scored,
             download=self.lanes.download(tensors) if tensors else None,
+            captured=captured is not None,
         )
 
     def _run(

@@ -91,3 +91,4 @@ class StepResult:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # by chunk index: of its scored_token_ids
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    captured: bool = False  # the step ran as a CUDA graph

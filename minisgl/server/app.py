@@ -17,6 +17,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.server.access import Observe, log_failure, request_id
+from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.protocol import (
     Body,
     ChatRequest,
@@ -54,16 +56,21 @@ class HTTPError(CallerError):
 
 
 def create_app(service: Service) -> Starlette:
-    routes = Routes(service)
+    metrics = Metrics(service)
+    routes = Routes(service, metrics)
     config = service.config
-    middleware = [Middleware(RequireKey, key=config.api_key)] if config.api_key else []
+    middleware = [Middleware(Observe, metrics=metrics, error_response=_error_response)]
+    if config.api_key:
+        middleware.append(Middleware(RequireKey, key=config.api_key))
     if config.cors_origin:
-        # Outside of the key, because browsers send none with their preflight.
+        # Outside of all, because browsers send no key with their preflight, and show a page only
+        # those errors that have the headers too.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
         )
         middleware.insert(0, cors)
     return Starlette(
@@ -74,6 +81,7 @@ def create_app(service: Service) -> Starlette:
             Route("/v1/models/{name:path}", routes.model),
             Route("/health", routes.health),
             Route("/version", routes.version),
+            Route("/metrics", routes.metrics),
         ],
         middleware=middleware,
         exception_handlers={
@@ -88,8 +96,9 @@ def create_app(service: Service) -> Starlette:
 class Routes:
     """The handlers. They look at the service anew in each request, for it changes phase."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, metrics: Metrics) -> None:
         self._service = service
+        self._metrics = metrics
         strict = service.config.strict_fields
         self._chat_request = StrictChatRequest if strict else ChatRequest
         self._completion_request = StrictCompletionRequest if strict else CompletionRequest
@@ -130,6 +139,9 @@ class Routes:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": metadata.version("minisgl")})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -178,9 +190,9 @@ class RequireKey:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
-                app = _error_response(
-                    HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
-                )
+                error = HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
+                log_failure(request_id(scope), 401, error)
+                app = _error_response(error)
         await app(scope, receive, send)
 
 
@@ -222,6 +234,9 @@ def _error_response(error: Exception, headers: Mapping[str, str] | None = None) 
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    if request.url.path not in OPEN_PATHS:  # a probe that asks early gets its 503 and no line
+        status = error.http_status if isinstance(error, MinisglError) else 500
+        log_failure(request_id(request.scope), status, error)
     retry = isinstance(error, MinisglError) and error.http_status == 429
     return _error_response(error, {"retry-after": "1"} if retry else None)
 
@@ -236,6 +251,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         fault = HTTPError(405, f"{here} is not allowed.", "method_not_allowed")
     else:
         fault = HTTPError(error.status_code, error.detail, "http_error")
+    log_failure(request_id(request.scope), error.status_code, fault)
     return _error_response(fault, error.headers)
 
 

@@ -21,6 +21,7 @@ from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.report import report
 from minisgl.server.service import Engine, Service
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Process:
                 create_app(self._service),
                 lifespan="off",
                 ws="none",
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -87,6 +89,7 @@ class Process:
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
         engine: Engine | None = None
+        reporting: asyncio.Future[None] | None = None
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
@@ -94,6 +97,7 @@ class Process:
                 os._exit(0)
             engine = loading.result()
             self._begin(engine, listener)
+            reporting = asyncio.ensure_future(report(engine.stats))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
@@ -101,6 +105,8 @@ class Process:
                 await engine.drain(self._config.drain_timeout)
         finally:
             stopping.cancel()
+            if reporting is not None:
+                reporting.cancel()
             server.should_exit = True
             await serving
             if engine is not None:

@@ -9,6 +9,7 @@ from minisgl.config import Capacity
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.request import OutputDelta, SamplingParams
 from minisgl.server.config import ServerConfig
+from minisgl.stats import EngineStats
 
 
 class Tokenizer(Protocol):
@@ -51,6 +52,7 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
     ) -> OutputStream: ...
+    def stats(self) -> EngineStats: ...
     async def drain(self, seconds: float, /) -> None: ...
     async def close(self) -> None: ...
 
@@ -87,6 +89,10 @@ class Service:
             raise NotReadyError("draining", "The server is shutting down.")
         return self._engine
 
+    def stats(self) -> EngineStats | None:
+        """Of the engine in any phase; None while it is loading."""
+        return None if self._engine is None else self._engine.stats()
+
     @property
     def dead(self) -> bool:
         return self._engine is not None and self._engine.failure is not None
@@ -94,6 +100,12 @@ class Service:
     def model_names(self) -> tuple[str, ...]:
         """What the model is called here; the first is its name where a request gives none."""
         return self.config.served_model_name or (self.engine().model_name,)
+
+    def first_name(self) -> str | None:
+        """Of the model, in any phase; None while that is not known."""
+        if self.config.served_model_name:
+            return self.config.served_model_name[0]
+        return None if self._engine is None else self._engine.model_name
 
     def model_name(self, wanted: str | None) -> str:
         """The name to answer under; raises ModelNotFoundError."""

@@ -7,17 +7,15 @@ being sent would not close an async generator, so a `finally` there runs at garb
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import ContextLengthError, MinisglError
+from minisgl.errors import ContextLengthError
+from minisgl.server.access import log_failure, name_request
 from minisgl.server.replies import DONE, Choice, Reply, error_body, event
 from minisgl.server.service import Engine, OutputStream
-
-logger = logging.getLogger(__name__)
 
 
 class Answer(ABC):
@@ -26,9 +24,11 @@ class Answer(ABC):
     def __init__(self, engine: Engine, reply: Reply) -> None:
         self._engine = engine
         self._reply = reply
+        self._request_id = reply.id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: list[OutputStream] = []
+        self._request_id = name_request(scope, self._reply.id)
         try:
             # All of it is submitted before the first byte, so that a refusal has its own status.
             for choice in self._reply.choices:
@@ -79,8 +79,7 @@ class StreamedAnswer(Answer):
             last = self._reply.last_events()
         except Exception as error:
             # The status is long sent, so the error travels as an event.
-            if not isinstance(error, MinisglError):
-                logger.exception("request %s failed", self._reply.id)
+            log_failure(self._request_id, 200, error)
             last = event(error_body(error)) + DONE
         await send({"type": "http.response.body", "body": last})
 

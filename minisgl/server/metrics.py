@@ -1,0 +1,151 @@
+"""/metrics: the numbers that the engine and the routes keep, in Prometheus' text format.
+
+Nothing of prometheus_client runs until someone asks, so a token costs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import accumulate
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from minisgl.server.service import Service
+from minisgl.stats import EngineStats, Histogram
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Answered(NamedTuple):
+    """What HTTP responses are counted by."""
+
+    route: str
+    status: int
+
+
+class Metrics(Collector):
+    """Of one server. Those of the engine are there once it has started."""
+
+    def __init__(self, service: Service) -> None:
+        self.responses: Counter[Answered] = Counter()
+        self._service = service
+        # One of its own: the library's is global, and would add up the servers of a process.
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Called at registration, where it keeps the library from collecting."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry."""
+        yield self._info()
+        yield self._responses()
+        stats = self._service.stats()
+        if stats is not None:
+            yield from _gauges(stats)
+            yield from _counters(stats)
+            yield from _histograms(stats)
+
+    def _info(self) -> Metric:
+        labels = {
+            "version": metadata.version("minisgl"),
+            "model": self._service.first_name() or "",
+        }
+        return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
+
+    def _responses(self) -> Metric:
+        family = CounterMetricFamily(
+            "minisgl_http_responses",
+            "HTTP responses begun; status 499: the client left before.",
+            labels=Answered._fields,
+        )
+        for answered, count in self.responses.items():
+            family.add_metric([answered.route, str(answered.status)], count)
+        return family
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "minisgl_running_requests", "Requests that steps are computed for.", stats.num_running
+    )
+    yield GaugeMetricFamily(
+        "minisgl_queued_requests", "Requests that wait to run.", stats.num_queued
+    )
+    yield GaugeMetricFamily(
+        "minisgl_token_usage_ratio",
+        "Share of the KV cache's pages that requests hold, 0 to 1.",
+        stats.token_usage,
+    )
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    counters, totals = stats.counters, stats.totals
+    yield CounterMetricFamily(
+        "minisgl_prompt_tokens", "Prompt tokens of admitted requests.", counters.num_prompt_tokens
+    )
+    yield CounterMetricFamily(
+        "minisgl_cached_prompt_tokens",
+        "Those of them that were found in the prefix cache.",
+        counters.num_cached_tokens,
+    )
+    yield CounterMetricFamily(
+        "minisgl_generated_tokens", "Generated tokens.", totals.num_output_tokens
+    )
+    yield CounterMetricFamily(
+        "minisgl_retractions",
+        "Times that a running request went back to the queue because the KV cache was full.",
+        counters.num_retractions,
+    )
+    yield CounterMetricFamily(
+        "minisgl_graph_steps", "Steps that ran as a CUDA graph.", totals.num_graph_steps
+    )
+    finished = CounterMetricFamily(
+        "minisgl_requests_finished", "Requests that have ended.", labels=["reason"]
+    )
+    for reason, count in totals.num_finished.items():
+        finished.add_metric([reason.value], count)
+    yield finished
+
+
+def _histograms(stats: EngineStats) -> Iterator[Metric]:
+    totals = stats.totals
+    yield _histogram(
+        "minisgl_step_seconds", "Time of a step, from its launch to its tokens.", totals.step_s
+    )
+    yield _histogram(
+        "minisgl_time_to_first_token_seconds",
+        "Time from a request's submission to its first token.",
+        totals.ttft_s,
+    )
+    yield _histogram(
+        "minisgl_inter_token_seconds",
+        "Time from one token of a request to its next.",
+        totals.itl_s,
+    )
+    yield _histogram(
+        "minisgl_request_seconds",
+        "Time from submission to the end of requests that finished with stop or length.",
+        totals.e2e_s,
+    )
+
+
+def _histogram(name: str, documentation: str, histogram: Histogram) -> Metric:
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+    return HistogramMetricFamily(name, documentation, buckets, histogram.sum)

@@ -1,0 +1,150 @@
+"""What the engine counts and measures: plain numbers, for logs and metrics.
+
+Everything here is fed once a step or once a request. Times are seconds of `time.monotonic`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minisgl.request import FinishReason, Request
+from minisgl.scheduler.scheduler import SchedulerCounters
+
+# Upper ends of buckets, in seconds: of what happens once a step, and of what lasts many steps.
+STEP_BOUNDS = (
+    *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
+)
+REQUEST_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
+    *(30.0, 60.0, 120.0, 300.0, 600.0),
+)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often which values came, and their sum."""
+
+    bounds: tuple[float, ...]  # ascending; a bucket has all up to its bound, that one included
+    counts: list[int] = field(init=False)  # by bucket; the last one is above all bounds
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def copy(self) -> Histogram:
+        copied = Histogram(self.bounds)
+        copied.counts[:] = self.counts
+        copied.sum = self.sum
+        return copied
+
+
+def _of_steps() -> Histogram:
+    return Histogram(STEP_BOUNDS)
+
+
+def _of_requests() -> Histogram:
+    return Histogram(REQUEST_BOUNDS)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since the start. Times end when the event loop learns of them."""
+
+    num_output_tokens: int = 0
+    num_graph_steps: int = 0  # that ran as a CUDA graph
+    num_finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
+    step_s: Histogram = field(default_factory=_of_steps)  # the device's, from launch to tokens
+    ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
+    itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
+    e2e_s: Histogram = field(default_factory=_of_requests)  # of requests with a whole answer
+
+    def copy(self) -> Totals:
+        return Totals(
+            self.num_output_tokens,
+            self.num_graph_steps,
+            dict(self.num_finished),
+            *(times.copy() for times in (self.step_s, self.ttft_s, self.itl_s, self.e2e_s)),
+        )
+
+
+class Meter:
+    """Fills `totals`. The engine calls it on its loop."""
+
+    def __init__(self) -> None:
+        self.totals = Totals()
+        self._step_began_s = 0.0
+        self._last_tokens_s = 0.0  # when the last step that had tokens ended
+
+    def step_began(self, now: float) -> None:
+        """A step was launched on an idle device. Others begin when the one before them ends."""
+        self._step_began_s = now
+
+    def step_ended(self, now: float, *, captured: bool) -> None:
+        self.totals.step_s.observe(now - self._step_began_s)
+        self.totals.num_graph_steps += captured
+        self._step_began_s = now
+
+    def tokens_came(self, requests: Sequence[Request], now: float) -> None:
+        """One step brought a token for each of `requests`."""
+        totals = self.totals
+        before, self._last_tokens_s = self._last_tokens_s, now
+        num_steady = 0  # had a token in the step before, as almost all; they are observed at once
+        for request in requests:
+            last = request.last_token_s
+            request.last_token_s = now
+            if last == before:
+                num_steady += 1
+            elif last is None:
+                request.first_token_s = now
+                totals.ttft_s.observe(now - request.submitted_s)
+            else:
+                totals.itl_s.observe(now - last)
+        if num_steady:
+            totals.itl_s.observe(now - before, num_steady)
+        totals.num_output_tokens += len(requests)
+
+    def request_ended(self, request: Request, now: float) -> None:
+        reason = request.finish_reason
+        assert reason is not None
+        self.totals.num_finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.totals.e2e_s.observe(now - request.submitted_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot, for logs and metrics."""
+
+    num_running: int
+    num_queued: int
+    num_pages: int  # that requests may use
+    num_free_pages: int
+    num_cached_pages: int  # held by the prefix cache alone, evictable
+    counters: SchedulerCounters
+    totals: Totals
+
+    @property
+    def num_used_pages(self) -> int:
+        return self.num_pages - self.num_free_pages - self.num_cached_pages
+
+    @property
+    def token_usage(self) -> float:
+        """The share of the KV cache that running requests hold, 0 to 1."""
+        return self.num_used_pages / self.num_pages
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.totals.num_output_tokens
