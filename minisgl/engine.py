@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from minisgl.config import (
@@ -296,12 +297,17 @@ class AsyncEngine:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    async def encode(self, text: str) -> list[int]:
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that requests may use are below."""
+        return self.model.vocab_size
+
+    async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        tokenizer = self._need_tokenizer()
+        encode = partial(self._need_tokenizer().encode, add_special_tokens=add_special_tokens)
         if len(text) <= MAX_CHARS_ON_LOOP:
-            return tokenizer.encode(text)
-        return await asyncio.to_thread(tokenizer.encode, text)
+            return encode(text)
+        return await asyncio.to_thread(encode, text)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any

@@ -33,8 +33,9 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class FakeTokenizer:
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        return bytes(token_ids).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
+        known = bytes(token_id for token_id in token_ids if 0 <= token_id < VOCAB_SIZE)
+        return known.decode(errors="replace")
 
     def token_text(self, token_id: int, /) -> str:
         return chr(token_id)
@@ -129,6 +130,7 @@ class FakeStream:
 
 class FakeEngine:
     model_name = "fake"
+    vocab_size = VOCAB_SIZE
     tokenizer = FakeTokenizer()
     defaults = FakeDefaults()
 
@@ -151,16 +153,18 @@ class FakeEngine:
         self.running: dict[str, FakeStream] = {}
         self.submitted: list[FakeStream] = []
         self.aborted: list[str] = []
+        self.template_options: dict[str, Any] = {}  # of the last conversation
         self.failure: BaseException | None = None
         self.draining = False
         self.closed = False
 
-    async def encode(self, text: str, /) -> list[int]:
+    async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
     ) -> list[int]:
+        self.template_options = template_options
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return list(text.encode())
 

@@ -320,6 +320,7 @@ def test_chat_chunks() -> None:
         "completion_tokens": 0,
         "total_tokens": 3,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

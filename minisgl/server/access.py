@@ -83,17 +83,9 @@ def _route(scope: Scope) -> str:
     return next((route.path for route in routes if route.endpoint == endpoint), UNROUTED)
 
 
-def name_request(scope: Scope, reply_id: str) -> str:
-    """The id of a request in the log: what it was called before, else that of its reply."""
-    known: str = scope.setdefault("state", {}).setdefault("request_id", reply_id)
-    if known != reply_id:
-        logger.debug("request %s is answered as %s", known, reply_id)
-    return known
-
-
 def request_id(scope: Scope) -> str:
-    """The same; "-" for a request that was refused before it had one."""
-    known: str = scope.get("state", {}).get("request_id", "-")
+    """What the request is called in the log; RequestIds has made it."""
+    known: str = scope["state"]["request_id"]
     return known
 
 

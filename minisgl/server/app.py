@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,15 +19,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
+from minisgl.server.openapi import describe
 from minisgl.server.protocol import (
     Body,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     StrictChatRequest,
     StrictCompletionRequest,
+    StrictDetokenizeRequest,
+    StrictTokenizeRequest,
+    TokenizeRequest,
     decode,
     fitted,
     for_choice,
@@ -39,11 +47,15 @@ from minisgl.server.replies import (
     encode,
     error_body,
 )
-from minisgl.server.service import Engine, Service
+from minisgl.server.request_ids import HEADER, RequestIds, reply_id
+from minisgl.server.service import Engine, Service, Tokenizer
 from minisgl.server.sse import StreamedAnswer, WholeAnswer
 
 MAX_BODY_BYTES = 16 << 20
+MANY_TOKENS = 4096  # whose texts are put together in a thread
 OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which carry no key
+
+Put = TypeVar("Put")
 
 
 class HTTPError(CallerError):
@@ -70,18 +82,22 @@ def create_app(service: Service) -> Starlette:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", HEADER],
         )
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(RequestIds))
     return Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/health", routes.health),
             Route("/version", routes.version),
             Route("/metrics", routes.metrics),
+            Route("/openapi.json", routes.openapi),
         ],
         middleware=middleware,
         exception_handlers={
@@ -102,6 +118,8 @@ class Routes:
         strict = service.config.strict_fields
         self._chat_request = StrictChatRequest if strict else ChatRequest
         self._completion_request = StrictCompletionRequest if strict else CompletionRequest
+        self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
+        self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -109,22 +127,28 @@ class Routes:
         body = await _read(request, self._chat_request)
         model = self._service.model_name(body.model)
         prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
-        return _answer(engine, body, model, ChatChoice, self._jobs(engine, body, [prompt]))
+        jobs = self._jobs(engine, body, [prompt])
+        return _answer(request, engine, body, model, ChatChoice, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
         engine = self._service.engine()
         body = await _read(request, self._completion_request)
         model = self._service.model_name(body.model)
         prompts = body.prompts()
-        token_ids = [
-            await engine.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
-        ]
+        special = body.add_special_tokens is not False
+        token_ids = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                token_ids.append(await engine.encode(prompt, add_special_tokens=special))
+                await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
+            else:
+                token_ids.append(prompt)
         jobs = self._jobs(engine, body, token_ids)
         if body.echo:
             for job in jobs:
                 prompt = prompts[job.index // body.num_choices]
                 job.echo = prompt if isinstance(prompt, str) else _decode(engine, prompt)
-        return _answer(engine, body, model, CompletionChoice, jobs)
+        return _answer(request, engine, body, model, CompletionChoice, jobs)
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._service.model_names()]
@@ -132,6 +156,32 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         return _json(self._model(self._service.model_name(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        engine = self._service.engine()
+        body = await _read(request, self._tokenize_request)
+        self._service.model_name(body.model)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            token_ids = await engine.encode(body.prompt, add_special_tokens=special)
+        else:
+            token_ids = await engine.encode_chat(
+                body.template_messages(), **body.template_options()
+            )
+        answer = shapes.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
+        if body.return_token_strs and engine.tokenizer is not None:
+            answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
+        return _json(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        engine = self._service.engine()
+        body = await _read(request, self._detokenize_request)
+        self._service.model_name(body.model)
+        if engine.tokenizer is None:
+            raise InvalidRequestError("tokens", "the model has no tokenizer.")
+        if body.tokens and max(body.tokens) >= engine.vocab_size:
+            raise InvalidRequestError("tokens", f"token ids are from 0 to {engine.vocab_size - 1}.")
+        return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
         self._service.engine()
@@ -142,6 +192,11 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        with_key = self._service.config.api_key is not None
+        routes = request.app.routes
+        return _json(describe(routes, open_paths=OPEN_PATHS, with_key=with_key))
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -192,7 +247,7 @@ class RequireKey:
             if not hmac.compare_digest(given, self._expected):
                 error = HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
                 log_failure(request_id(scope), 401, error)
-                app = _error_response(error)
+                app = _error_response(error, {"www-authenticate": "Bearer"})
         await app(scope, receive, send)
 
 
@@ -201,20 +256,36 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise CallerError("The header Content-Type must be application/json.")
+    limit = f"The body has more than {MAX_BODY_BYTES >> 20} MiB."
+    too_large = HTTPError(413, limit, "request_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            limit = f"The body has more than {MAX_BODY_BYTES >> 20} MiB."
-            raise HTTPError(413, limit, "request_too_large")
+            raise too_large
     return decode(bytes(body), kind)
 
 
 def _answer(
-    engine: Engine, body: GenerationRequest, model: str, kind: type[Choice], jobs: Sequence[Job]
+    request: Request,
+    engine: Engine,
+    body: GenerationRequest,
+    model: str,
+    kind: type[Choice],
+    jobs: Sequence[Job],
 ) -> ASGIApp:
-    usage = body.include_usage
-    reply = Reply(kind, jobs, model=model, tokenizer=engine.tokenizer, include_usage=usage)
+    reply = Reply(
+        kind,
+        jobs,
+        model=model,
+        tokenizer=engine.tokenizer,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        id=reply_id(request.scope),
+    )
     return StreamedAnswer(engine, reply) if body.stream else WholeAnswer(engine, reply)
 
 
@@ -222,9 +293,23 @@ def _decode(engine: Engine, token_ids: Sequence[int]) -> str:
     return engine.tokenizer.decode(token_ids) if engine.tokenizer else ""
 
 
-def _json(
-    content: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
+def _full_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+async def _put_together(
+    texts: Callable[[Tokenizer, Sequence[int]], Put], tokenizer: Tokenizer, token_ids: Sequence[int]
+) -> Put:
+    if len(token_ids) <= MANY_TOKENS:
+        return texts(tokenizer, token_ids)
+    return await asyncio.to_thread(texts, tokenizer, token_ids)
+
+
+def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode(content), status, headers, media_type="application/json")
 
 

@@ -13,22 +13,37 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, inspect
 
-from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.request import MAX_LOGPROBS, SamplingParams
+from minisgl.errors import CallerError, InvalidRequestError, one_of
+from minisgl.request import MAX_INTEGER, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from minisgl.server.service import Defaults
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
+MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its own
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 MAX_MESSAGE_CHARS = 500
 
 Body = TypeVar("Body", bound=Struct)
 Unsupported: TypeAlias = None
 Ignored: TypeAlias = Any
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def _range(low: float, high: float) -> Meta:
+    """For the description only: SamplingParams checks it, in words for people."""
+    return Meta(extra_json_schema={"minimum": low, "maximum": high})
+
+
+Share = Annotated[float, _range(0, 1)]
+Penalty = Annotated[float, _range(-2, 2)]
+# Known and honoured where it says no, which some clients do in every request.
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 
 
 class TextFormat(Struct):
@@ -49,20 +64,20 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
+    temperature: Annotated[float, _range(0, 2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, _range(-1, MAX_INTEGER)] | None = None
+    min_p: Share | None = None
+    min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, _range(-(2**63), 2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
+    logit_bias: dict[int, Annotated[float, _range(-100, 100)]] | None = None
     skip_special_tokens: bool | None = None
 
     response_format: TextFormat | None = None
@@ -77,6 +92,10 @@ class GenerationRequest(Struct, kw_only=True):
     bad_words: Unsupported = None
     allowed_token_ids: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
+    length_penalty: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    use_beam_search: Off | None = None
+    return_token_ids: Off | None = None
 
     user: Ignored = None
     metadata: Ignored = None
@@ -84,12 +103,12 @@ class GenerationRequest(Struct, kw_only=True):
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
-        if self.stream_options and self.stream_options.continuous_usage_stats:
-            raise InvalidRequestError("stream_options.continuous_usage_stats", "is not supported.")
+        _check_off(use_beam_search=self.use_beam_search, return_token_ids=self.return_token_ids)
 
     @property
     def num_choices(self) -> int:
@@ -98,7 +117,13 @@ class GenerationRequest(Struct, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
+        """Whether a last chunk has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_fields(self) -> dict[str, Any]:
         """What the request says about sampling, by the names of SamplingParams."""
@@ -113,16 +138,23 @@ SHARED_FIELDS = tuple(
 )
 
 
+def _check_off(**values: bool | None) -> None:
+    for name, value in values.items():
+        if value:
+            raise InvalidRequestError(name, "is not supported; leave it out.")
+
+
 class ContentPart(Struct):
-    type: str
-    text: str | None = None
+    type: Literal["text"]
+    text: str
 
 
 class Message(Struct):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(min_length=1)] | None = None
     name: str | None = None
     tool_calls: Unsupported = None
+    tool_call_id: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
     refusal: Unsupported = None
@@ -134,33 +166,39 @@ class Message(Struct):
     def _text(self, path: str) -> str:
         if isinstance(self.content, str):
             return self.content
-        if self.content is None and self.role == "assistant":
-            return ""
-        if not self.content:
+        if self.content is None and self.role != "assistant":
             raise InvalidRequestError(path, "must be a text or at least one text part.")
-        for index, part in enumerate(self.content):
-            if part.type != "text":
-                raise InvalidRequestError(
-                    f"{path}.{index}.type", f"this model reads text, not {part.type!r}."
-                )
-            if part.text is None:
-                raise InvalidRequestError(f"{path}.{index}.text", "is missing.")
-        return "".join(part.text or "" for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+
+def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
+
+
+def _template_options(chosen: dict[str, Any] | None, **fields: object) -> dict[str, Any]:
+    """What goes to the chat template besides the messages: null says nothing."""
+    chosen = chosen or {}
+    for name in chosen.keys() & {"self", "messages"}:  # what they are handed on with
+        raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
+    return {name: value for name, value in fields.items() if value is not None} | chosen
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None  # its older name
+    max_completion_tokens: PositiveCount | None = None
+    max_tokens: PositiveCount | None = None  # its older name
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
 
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    continue_final_message: Off | None = None
+    echo: Off | None = None
 
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
@@ -175,6 +213,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_off(continue_final_message=self.continue_final_message, echo=self.echo)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
 
@@ -183,16 +222,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     def template_messages(self) -> list[dict[str, Any]]:
-        return [
-            message.for_template(f"messages.{index}") for index, message in enumerate(self.messages)
-        ]
+        return _template_messages(self.messages)
 
     def template_options(self) -> dict[str, Any]:
-        options = self.chat_template_kwargs or {}
-        for name in options.keys() & {"self", "messages"}:  # what they are handed on with
-            raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
-        effort = self.reasoning_effort
-        return options if effort is None else {"reasoning_effort": effort, **options}
+        return _template_options(
+            self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=self.add_generation_prompt,
+        )
 
     def sampling(self, defaults: Defaults) -> SamplingParams:
         return defaults.sampling(
@@ -205,10 +242,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     max_tokens: Count | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: int | None = None
     suffix: Literal[""] | None = None
 
@@ -252,11 +290,63 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         )
 
 
+class TokenizeRequest(Struct, kw_only=True):
+    """POST /tokenize: of a text, or of a conversation under the model's chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Unsupported = None
+    chat_template: Unsupported = None
+    continue_final_message: Off | None = None
+
+    def __post_init__(self) -> None:
+        _check_off(continue_final_message=self.continue_final_message)
+        if self.prompt is None and self.messages is None:
+            raise InvalidRequestError("prompt", "is missing; allowed: prompt or messages.")
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidRequestError("messages", "is not allowed together with prompt.")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens", "is not allowed with messages; their template adds its own."
+            )
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        return _template_messages(self.messages or ())
+
+    def template_options(self) -> dict[str, Any]:
+        return _template_options(
+            self.chat_template_kwargs,
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=self.add_generation_prompt,
+        )
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
 class StrictChatRequest(ChatRequest, forbid_unknown_fields=True):
     """With --strict-fields."""
 
 
 class StrictCompletionRequest(CompletionRequest, forbid_unknown_fields=True):
+    """With --strict-fields."""
+
+
+class StrictTokenizeRequest(TokenizeRequest, forbid_unknown_fields=True):
+    """With --strict-fields."""
+
+
+class StrictDetokenizeRequest(DetokenizeRequest, forbid_unknown_fields=True):
     """With --strict-fields."""
 
 
@@ -280,22 +370,51 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(str(error), kind) from None
     except (ValueError, RecursionError) as error:
         raise CallerError(f"The body is not valid JSON: {error}") from None
 
 
-def _field_error(message: str) -> CallerError:
+def _field_error(message: str, kind: type[Struct]) -> CallerError:
     """From msgspec's words: "Expected `int`, got `str` - at `$.messages[0].role`"."""
     what, found, where = message.rpartition(" - at `")
     if not found:
         what, where = where, ""
     path = re.findall(r"\w+", where.removeprefix("key` in `"))
-    if field := re.search("field `(.*)`$", what):
+    if field := re.search("field `(.*)`$", what, re.DOTALL):
         path.append(field[1])
     if not path:
         return CallerError(f"The body is not a request: {what}.")
-    if what.startswith("Expected `null`"):
-        what = "is not supported"
     what = what[:1].lower() + what[1:MAX_MESSAGE_CHARS]
+    if what.startswith("expected `null`"):
+        what = "is not supported; leave it out"
+    elif what.startswith("invalid enum value"):
+        what = f"{what}; {one_of(_values_at(kind, path))}"
     return InvalidRequestError(".".join(path), f"{what}.")
+
+
+def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
+    """The literals that a field allows."""
+    types = _alternatives(inspect.type_info(kind))
+    for name in path:
+        types = [inner for outer in types for inner in _members(outer, name)]
+    return [
+        value for type in types if isinstance(type, inspect.LiteralType) for value in type.values
+    ]
+
+
+def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
+    if isinstance(type, inspect.ListType):
+        return _alternatives(type.item_type)
+    if isinstance(type, inspect.StructType):
+        return [
+            inner
+            for field in type.fields
+            if field.encode_name == name
+            for inner in _alternatives(field.type)
+        ]
+    return []
+
+
+def _alternatives(type: inspect.Type) -> list[inspect.Type]:
+    return list(type.types) if isinstance(type, inspect.UnionType) else [type]

@@ -23,6 +23,7 @@ from minisgl.server.service import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+MAX_ERROR_CHARS = 1000  # a message may quote what the caller sent
 
 encode = msgspec.json.Encoder().encode
 
@@ -36,9 +37,9 @@ def error_body(error: Exception) -> dict[str, Any]:
     known = error if isinstance(error, MinisglError) else MinisglError("Something went wrong here.")
     return {
         "error": {
-            "message": str(known),
+            "message": str(known)[:MAX_ERROR_CHARS],
             "type": known.type,
-            "param": known.param,
+            "param": known.param and known.param[:MAX_ERROR_CHARS],
             "code": known.code,
         }
     }
@@ -64,14 +65,23 @@ class Choice(ABC):
     prompt_field: ClassVar[str]  # of the request
     no_content: ClassVar[bytes]  # what `_content` is in the chunk that ends the choice
 
-    def __init__(self, job: Job, tokenizer: Tokenizer | None, head: bytes, tail: bytes) -> None:
-        """A chunk is `head`, this choice's own part, and `tail`."""
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer | None,
+        head: bytes,
+        tail: bytes,
+        *,
+        continuous_usage: bool = False,
+    ) -> None:
+        """A chunk is `head`, this choice's own part, and `tail` or, if wanted, its usage so far."""
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self._tokenizer = tokenizer
         self._head = head + b'{"index":%d,' % job.index
         self._tail = tail
+        self._continuous_usage = continuous_usage
         self._plain_tail = b',"logprobs":null,"finish_reason":null}' + tail
         self._started = False
         self._finish_reason: str | None = None
@@ -80,10 +90,13 @@ class Choice(ABC):
 
     def events(self, delta: OutputDelta) -> bytes:
         """The events that tell a client of `delta`; none while its text is held back."""
+        self.num_cached_tokens = delta.num_cached_tokens
         events = b"" if self._started else self._opening()
         text, logprobs = self._take(delta)
         if logprobs:
             events += self._event(self._content(text), encode(self._show(logprobs)))
+        elif text and self._continuous_usage:
+            events += self._event(self._content(text))
         elif text:
             events += self._head + self._content(text) + self._plain_tail
         if self._finish_reason is not None:
@@ -129,6 +142,8 @@ class Choice(ABC):
         self, content: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"
     ) -> bytes:
         own = b'%s,"logprobs":%s,"finish_reason":%s}' % (content, logprobs, finish_reason)
+        if self._continuous_usage:
+            return self._head + own + b'],"usage":' + encode(usage([self])) + b"}\n\n"
         return self._head + own + self._tail
 
     def _token_text(self, token_id: int) -> str:
@@ -230,8 +245,11 @@ class Reply:
         model: str,
         tokenizer: Tokenizer | None,
         include_usage: bool,
+        continuous_usage: bool = False,
+        id: str | None = None,
     ) -> None:
-        self.id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
+        """`id` must be one that no other reply has; its own if None."""
+        self.id = f"{kind.id_prefix}-{id or uuid.uuid4().hex}"
         self.kind = kind
         self._created = int(time.time())
         self._model = model
@@ -239,32 +257,37 @@ class Reply:
         head = event(self._envelope(kind.chunk_object)).removesuffix(b"}\n\n") + b',"choices":['
         # Clients that ask for the usage find it in the last event and null in all others.
         tail = b"]%s}\n\n" % (b',"usage":null' if include_usage else b"")
-        self.choices = [kind(job, tokenizer, head, tail) for job in jobs]
+        self.choices = [
+            kind(job, tokenizer, head, tail, continuous_usage=continuous_usage) for job in jobs
+        ]
 
     def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
         choices = [choice.whole() for choice in self.choices]
         envelope = self._envelope(self.kind.whole_object)
-        return encode(envelope | {"choices": choices, "usage": self._usage()})
+        return encode(envelope | {"choices": choices, "usage": usage(self.choices)})
 
     def last_events(self) -> bytes:
         if not self._include_usage:
             return DONE
         envelope = self._envelope(self.kind.chunk_object)
-        return event(envelope | {"choices": [], "usage": self._usage()}) + DONE
+        return event(envelope | {"choices": [], "usage": usage(self.choices)}) + DONE
 
     def _envelope(self, object: str) -> dict[str, Any]:
         return {"id": self.id, "object": object, "created": self._created, "model": self._model}
 
-    def _usage(self) -> dict[str, Any]:
-        # A prompt counts once, however many choices it has.
-        firsts = [choice for choice in self.choices if choice.job.k == 0]
-        num_prompt = sum(len(choice.job.prompt_token_ids) for choice in firsts)
-        num_cached = sum(choice.num_cached_tokens for choice in firsts)
-        num_output = sum(choice.num_output_tokens for choice in self.choices)
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-        }
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """What the choices took so far. A prompt counts once, however many choices it has."""
+    firsts = {choice.job.index - choice.job.k: choice for choice in reversed(choices)}.values()
+    num_prompt = sum(len(choice.job.prompt_token_ids) for choice in firsts)
+    num_cached = sum(choice.num_cached_tokens for choice in firsts)
+    num_output = sum(choice.num_output_tokens for choice in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        # What a model thinks is part of its answer here.
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ContextLengthError
-from minisgl.server.access import log_failure, name_request
+from minisgl.server.access import log_failure, request_id
 from minisgl.server.replies import DONE, Choice, Reply, error_body, event
 from minisgl.server.service import Engine, OutputStream
 
@@ -24,11 +24,10 @@ class Answer(ABC):
     def __init__(self, engine: Engine, reply: Reply) -> None:
         self._engine = engine
         self._reply = reply
-        self._request_id = reply.id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: list[OutputStream] = []
-        self._request_id = name_request(scope, self._reply.id)
+        self._request_id = request_id(scope)
         try:
             # All of it is submitted before the first byte, so that a refusal has its own status.
             for choice in self._reply.choices:

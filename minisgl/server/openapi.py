@@ -1,0 +1,167 @@
+"""What the server says of itself at /openapi.json, made from the types that it decodes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.routing import BaseRoute, Route
+
+from minisgl.server import shapes
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+SCHEMA = "#/components/schemas/{name}"
+
+ERRORS = {
+    400: "A field that is wrong or not supported, which `param` names, or no JSON at all.",
+    401: "The API key is missing or wrong.",
+    404: "No such model.",
+    413: "The body is too large.",
+    429: "Too many requests are waiting; the header Retry-After says when to try again.",
+    500: "Something failed here.",
+    503: "Loading, draining or dead; `code` says which.",
+}
+READING = (400, 404, 413, 500, 503)
+GENERATING = (*READING, 429)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What a route takes and gives; what is None is no JSON."""
+
+    summary: str
+    method: str = "get"
+    body: type[Struct] | None = None
+    answer: type[Struct] | None = None
+    chunk: type[Struct] | None = None  # of the stream that it answers with if asked to
+    errors: tuple[int, ...] = ()
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "/v1/chat/completions": Operation(
+        summary="Answer a conversation.",
+        method="post",
+        body=ChatRequest,
+        answer=shapes.ChatCompletion,
+        chunk=shapes.ChatCompletionChunk,
+        errors=GENERATING,
+    ),
+    "/v1/completions": Operation(
+        summary="Continue one or more prompts.",
+        method="post",
+        body=CompletionRequest,
+        answer=shapes.Completion,
+        chunk=shapes.CompletionChunk,
+        errors=GENERATING,
+    ),
+    "/v1/models": Operation(
+        summary="The model, under each of its names.", answer=shapes.ModelList, errors=(503,)
+    ),
+    "/v1/models/{name}": Operation(summary="The model.", answer=shapes.Model, errors=(404, 503)),
+    "/tokenize": Operation(
+        summary="The token ids of a text or of a conversation.",
+        method="post",
+        body=TokenizeRequest,
+        answer=shapes.Tokens,
+        errors=READING,
+    ),
+    "/detokenize": Operation(
+        summary="The text of token ids.",
+        method="post",
+        body=DetokenizeRequest,
+        answer=shapes.Text,
+        errors=READING,
+    ),
+    "/health": Operation(
+        summary="Whether requests are taken.", answer=shapes.Health, errors=(503,)
+    ),
+    "/metrics": Operation(summary="Figures for Prometheus."),
+    "/version": Operation(summary="The version of the server.", answer=shapes.Version),
+    "/openapi.json": Operation(summary="This description."),
+}
+
+
+def describe(
+    routes: Iterable[BaseRoute], *, open_paths: Iterable[str], with_key: bool
+) -> dict[str, Any]:
+    """The description of `routes`, in OpenAPI 3.1. Raises KeyError for one that is not known here.
+
+    With a key, all but `open_paths` need it.
+    """
+    paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
+    locked = set(paths) - set(open_paths) if with_key else set()
+    operations = {path: OPERATIONS[path] for path in paths}
+    structs = [
+        struct
+        for found in operations.values()
+        for struct in (found.body, found.answer, found.chunk)
+        if struct is not None
+    ]
+    _, schemas = msgspec.json.schema_components([*structs, shapes.Error], ref_template=SCHEMA)
+    components: dict[str, Any] = {"schemas": schemas}
+    if with_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "minisgl", "version": metadata.version("minisgl")},
+        "paths": {
+            path: {found.method: _operation(path, found, locked=path in locked)}
+            for path, found in operations.items()
+        },
+        "components": components,
+    }
+
+
+def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {"summary": operation.summary}
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {JSON: _schema(operation.body)}}
+    if path.endswith("{name}"):
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        described["parameters"] = [name]
+    success: dict[str, Any] = {"description": operation.summary}
+    if operation.answer is not None:
+        success["content"] = {JSON: _schema(operation.answer)}
+    if operation.chunk is not None:
+        success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
+    errors = (*operation.errors, 401) if locked else operation.errors
+    described["responses"] = {"200": success} | {
+        str(status): {"description": ERRORS[status], "content": {JSON: _schema(shapes.Error)}}
+        for status in sorted(errors)
+    }
+    if locked:
+        described["security"] = [{"key": []}]
+    return described
+
+
+def _schema(struct: type[Struct]) -> dict[str, Any]:
+    return {"schema": _reference(struct)}
+
+
+def _reference(struct: type[Struct]) -> dict[str, Any]:
+    return {"$ref": SCHEMA.format(name=struct.__name__)}
+
+
+def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
+    """Of each event of a stream."""
+    payload = {
+        "type": "string",
+        "contentMediaType": JSON,
+        "contentSchema": {"anyOf": [_reference(chunk), _reference(shapes.Error)]},
+    }
+    return {
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},
+        "required": ["data"],
+    }
