@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS
 from serving import Served, demo_engine, served
-from starlette.applications import Starlette
 from starlette.routing import Route
 
 from minisgl.engine import AsyncEngine
@@ -27,7 +26,6 @@ from minisgl.server import shapes
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.openapi import describe
-from minisgl.server.request_ids import RequestIds
 from minisgl.server.service import Service
 
 JSON = "application/json"
@@ -36,10 +34,7 @@ NUM_PAGES = 513
 
 
 def app_routes() -> list[Route]:
-    wrapped = create_app(Service(ServerConfig()))
-    assert isinstance(wrapped, RequestIds)
-    app = wrapped._app
-    assert isinstance(app, Starlette)
+    app = create_app(Service(ServerConfig()))
     return [route for route in app.routes if isinstance(route, Route)]
 
 
