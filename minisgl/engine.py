@@ -34,6 +34,7 @@ from minisgl.errors import (
     StepError,
     without_words,
 )
+from minisgl.fanout import Fanout
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
@@ -93,7 +94,8 @@ class OutputStream:
         self.text: list[str] = []  # not taken yet
         self._num_taken = 0  # output tokens
         self._num_prompt_taken = 0  # prompt logprobs
-        self._changed = asyncio.Event()
+        self.changed = False  # since the consumer looked
+        self._waiting: asyncio.Future[None] | None = None  # the consumer, for a change
         self._finished = asyncio.Event()
         self._ended = False
         self._abort = abort
@@ -107,8 +109,9 @@ class OutputStream:
         self._abort(self.request)
 
     def notify(self) -> None:
-        """The request has changed. Called by the engine."""
-        self._changed.set()
+        """Wake the consumer, unless it has seen already what changed."""
+        if self.changed and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
         if self.request.finished:
             self._finished.set()
 
@@ -127,8 +130,10 @@ class OutputStream:
     async def __anext__(self) -> OutputDelta:
         if self._ended:
             raise StopAsyncIteration
-        await self._changed.wait()
-        self._changed.clear()
+        if not self.changed:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self.changed = False
         request = self.request
         self._ended = request.finished
         if request.error is not None:
@@ -288,6 +293,7 @@ class AsyncEngine:
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._collector = _Collector(self._runner, self._on_step)
+        self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
 
     @classmethod
@@ -462,9 +468,10 @@ class AsyncEngine:
                 continue  # the step launched after it has failed already
             if stream.detokenizer is not None:
                 self._detokenize(request, stream, stream.detokenizer)
-            stream.notify()
             if request.finished:
                 self._end_stream(request)
+            else:
+                self._tell(stream)
         for request in settled.finished:
             if request.id in self._streams:  # ended without a token
                 self._end_stream(request)
@@ -479,13 +486,17 @@ class AsyncEngine:
             stream.text.append(detokenizer.flush())
 
     def _end_stream(self, request: Request) -> None:
-        self._streams.pop(request.id).notify()
+        self._tell(self._streams.pop(request.id))
         now = time.monotonic()
         self._meter.request_ended(request, now)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s", _ending(request, now))
         if not self._streams:
             self._idle.set()
+
+    def _tell(self, stream: OutputStream) -> None:
+        stream.changed = True
+        self._fanout.add(stream)
 
     # -- failure and the end -----------------------------------------------------------------------
 

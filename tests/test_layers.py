@@ -20,7 +20,7 @@ ROWS = (
     ("scheduler", "stats"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
-    ("engine", "llm"),
+    ("fanout", "engine", "llm"),
     ("server", "bench"),
     ("cli",),
 )

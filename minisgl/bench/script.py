@@ -68,10 +68,14 @@ def above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     return parse
 
 
-def run_script(work: Coroutine[Any, Any, None]) -> int:
+def run_script(
+    work: Coroutine[Any, Any, None],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+) -> int:
     """Run the script; an error is one line. Returns the exit code."""
     try:
-        asyncio.run(work)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(work)
     except MinisglError as error:
         message = " ".join(str(error).split())
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)

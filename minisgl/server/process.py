@@ -14,6 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -21,6 +22,7 @@ from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.connection import Connection, limit_unsent, raise_file_limit
 from minisgl.server.report import report
 from minisgl.server.service import Engine, Service
 
@@ -31,6 +33,7 @@ FLUSH_SECONDS = 2
 # Longer than the pools of clients keep a connection, so that none is closed under a new request.
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
+OWN_FILES = 100  # that the process has open besides connections
 
 Progress = Callable[[str, float], None]
 
@@ -65,26 +68,22 @@ class Process:
 
         Raises ConfigError for the address and whatever keeps the engine from starting.
         """
-        with bind(self._config) as listener:
-            return asyncio.run(self._serve(listener))
+        most = self._engine_config.max_running_requests + self._engine_config.max_queued_requests
+        if (limit := raise_file_limit()) < most + OWN_FILES:
+            logger.warning(
+                "This process may open %d files, and %d requests need one each: raise the hard "
+                "limit (ulimit -Hn), or lower --max-queued-requests.",
+                limit,
+                most,
+            )
+        with (
+            bind(self._config) as listener,
+            asyncio.Runner(loop_factory=new_event_loop) as runner,
+        ):
+            return runner.run(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> int:
-        server = Server(
-            uvicorn.Config(
-                create_app(self._service),
-                lifespan="off",
-                ws="none",
-                http="httptools",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=FLUSH_SECONDS,
-            ),
-            self._service,
-        )
+        server = Server(http_settings(create_app(self._service)), self._service)
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
@@ -127,6 +126,22 @@ class Process:
             logger.info("%s", DEMO_NOTE)
 
 
+def http_settings(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=FLUSH_SECONDS,
+    )
+
+
 class Server(uvicorn.Server):
     """uvicorn that stops when the engine is dead, and leaves the signals to the process.
 
@@ -161,6 +176,15 @@ async def _first_signal() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed: it writes to sockets for less."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket; raises ConfigError where the address cannot be had."""
     try:
@@ -176,6 +200,7 @@ def bind(config: ServerConfig) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        limit_unsent(listener)
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

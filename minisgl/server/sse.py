@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
-from minisgl.errors import ContextLengthError
+from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.access import log_failure, request_id
 from minisgl.server.replies import DONE, Choice, Reply, error_body, event
 from minisgl.server.service import Engine, OutputStream
@@ -24,23 +24,39 @@ class Answer(ABC):
     def __init__(self, engine: Engine, reply: Reply) -> None:
         self._engine = engine
         self._reply = reply
+        self._left = False  # the client, before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: list[OutputStream] = []
         self._request_id = request_id(scope)
+        watching: asyncio.Task[None] | None = None
         try:
             # All of it is submitted before the first byte, so that a refusal has its own status.
             for choice in self._reply.choices:
                 job = choice.job
                 id = f"{self._reply.id}-{job.index}"
                 streams.append(self._engine.submit(job.prompt_token_ids, job.params, request_id=id))
-            await _unless_disconnected(self._respond(streams, send), receive)
+            watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
+            await self._respond(streams, send)
         except ContextLengthError as error:
             error.param = self._reply.kind.prompt_field
             raise
+        except EngineStoppedError:
+            if not self._left:  # else nobody is there to be told
+                raise
         finally:
+            if watching is not None:
+                watching.cancel()
             for stream in streams:
                 stream.abort()
+
+    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
+        """When the client leaves, end its requests: a stream that has ended ends its writer."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        for stream in streams:
+            stream.abort()
 
     @abstractmethod
     async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None: ...
@@ -77,6 +93,8 @@ class StreamedAnswer(Answer):
             await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
             last = self._reply.last_events()
         except Exception as error:
+            if self._left:
+                raise
             # The status is long sent, so the error travels as an event.
             log_failure(self._request_id, 200, error)
             last = event(error_body(error)) + DONE
@@ -98,28 +116,10 @@ async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
 
 async def _all_or_none(work: Iterable[Coroutine[None, None, None]]) -> None:
     """Run all at once. The first failure ends the others and is raised."""
+    # In tasks of their own, even one: a wake-up here runs through a dozen coroutines of frameworks.
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-
-
-async def _unless_disconnected(work: Coroutine[None, None, None], receive: Receive) -> None:
-    """Run `work` until the client leaves; raises what it raises."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        working.cancel()
-        watching.cancel()
-    await asyncio.wait((working, watching))
-    if not working.cancelled():
-        working.result()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -1,0 +1,140 @@
+"""A client that only streams: one connection, one request, and when each of its events arrived.
+
+What general clients do for an event costs more than the server spends on it, so that they would
+measure themselves. This one cuts the bytes into events and notes the time; nothing is decoded
+before the answer is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+DATA = b"data: "
+DONE = b"[DONE]"
+
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back. Times are those of time.perf_counter."""
+
+    sent: float
+    status: int = 0
+    events: list[bytes] = field(default_factory=list)  # without the blank line between them
+    times: list[float] = field(default_factory=list)  # [len(events)], of arrival
+    rest: bytes = b""  # what is no event: all of an answer that is not streamed
+
+    def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The time and the object of each event but the last, [DONE]."""
+        for at, event in zip(self.times, self.events, strict=True):
+            data = event.removeprefix(DATA)
+            if event.startswith(DATA) and data != DONE:
+                yield at, _decode(data)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.events) and self.events[-1] == DATA + DONE
+
+
+async def post(host: str, port: int, path: str, body: bytes) -> Answer:
+    """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
+    loop = asyncio.get_running_loop()
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+    )
+    transport, stream = await loop.create_connection(
+        lambda: _Connection(head.encode() + body, loop), host, port
+    )
+    try:
+        return await stream.finished
+    finally:
+        transport.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """Reads HTTP/1.1 with a body in chunks or of a known length."""
+
+    def __init__(self, request: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        self.finished: asyncio.Future[Answer] = loop.create_future()
+        self._request = request
+        self._answer = Answer(sent=0.0)
+        self._data = b""  # received and not used yet
+        self._text = b""  # of the body: the beginning of an event
+        self._in_body = False
+        self._num_left: int | None = None  # bytes of the body to come; None: it is in chunks
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._answer.sent = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if self._data:
+            data = self._data + data
+        try:
+            if not self._in_body:
+                data = self._read_head(data)
+            if self._in_body:
+                data = self._read_body(data, now)
+        except ValueError as error:
+            self._fail(f"not HTTP as this client reads it: {error}")
+        self._data = data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._fail(str(error or "the server closed the connection"))
+
+    def _read_head(self, data: bytes) -> bytes:
+        head, end, rest = data.partition(b"\r\n\r\n")
+        if not end:
+            return data
+        first, *lines = head.decode("latin-1").lower().split("\r\n")
+        self._answer.status = int(first.split()[1])
+        headers = dict(line.split(": ", 1) for line in lines)
+        if headers.get("transfer-encoding") != "chunked":
+            self._num_left = int(headers["content-length"]) if "content-length" in headers else 0
+        self._in_body = True
+        return rest
+
+    def _read_body(self, data: bytes, now: float) -> bytes:
+        """Take what is complete; returns the rest."""
+        if self._num_left is not None:
+            self._num_left -= len(data)
+            self._take(data, now)
+            if self._num_left <= 0:
+                self._finish()
+            return b""
+        start = 0
+        while (line_end := data.find(b"\r\n", start)) >= 0:
+            first = line_end + 2
+            last = first + int(data[start:line_end], 16)
+            if len(data) < last + 2:
+                break
+            if first == last:
+                self._finish()
+                return b""
+            self._take(data[first:last], now)
+            start = last + 2
+        return data[start:] if start else data
+
+    def _take(self, text: bytes, now: float) -> None:
+        *events, self._text = (self._text + text).split(b"\n\n")
+        self._answer.events += events
+        self._answer.times += [now] * len(events)
+
+    def _finish(self) -> None:
+        self._answer.rest = self._text
+        if not self.finished.done():
+            self.finished.set_result(self._answer)
+
+    def _fail(self, reason: str) -> None:
+        if not self.finished.done():
+            self.finished.set_exception(ConnectionError(reason))
+            self.finished.exception()  # nobody may be waiting any more, which is no fault
