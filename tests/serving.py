@@ -11,13 +11,12 @@ from typing import Any, Generic, TypeVar
 
 import httpx
 import openai
-import uvicorn
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Server, bind
+from minisgl.server.process import Server, bind, http_settings
 from minisgl.server.service import Service
 
 AnyEngine = TypeVar("AnyEngine", bound=Any)
@@ -58,10 +57,7 @@ def served(
         engine = await start()
         service = Service(ServerConfig(port=0, **options), engine)
         with bind(service.config) as listener:
-            app = create_app(service)
-            server = Server(
-                uvicorn.Config(app, lifespan="off", ws="none", log_config=None), service
-            )
+            server = Server(http_settings(create_app(service)), service)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             ready.set_result(Served(url, engine, service, server, asyncio.get_running_loop()))
             await server.serve(sockets=[listener])

@@ -8,35 +8,24 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
-import uvicorn
+from gated_runner import served
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
-from minisgl.server.app import create_app
-from minisgl.server.config import ServerConfig
-from minisgl.server.process import Server, bind
-from minisgl.server.service import Service
 
 HELLO: Any = [{"role": "user", "content": "Hello, who are you, and what can you do for me today?"}]
 
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[tuple[AsyncEngine, openai.AsyncOpenAI]]:
-    config = ServerConfig(port=0)
-    async with await AsyncEngine.start(EngineConfig(device="cpu", **options)) as engine:
-        service = Service(config, engine)
-        with bind(config) as listener:
-            settings = uvicorn.Config(
-                create_app(service), lifespan="off", ws="none", log_config=None
-            )
-            server = Server(settings, service)
-            task = asyncio.ensure_future(server.serve(sockets=[listener]))
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-            async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
-                yield engine, client
-            server.should_exit = True
-            await task
-            engine.audit()
+    async with (
+        await AsyncEngine.start(EngineConfig(device="cpu", **options)) as engine,
+        served(engine) as (_, port),
+        openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0
+        ) as client,
+    ):
+        yield engine, client
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
 from fake_engine import LETTERS, FakeEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.errors import ConfigError, StepError
 from minisgl.server.app import MAX_BODY_BYTES, create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Server, bind
+from minisgl.server.process import Server, bind, http_settings
 from minisgl.server.service import Service
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -37,8 +36,7 @@ async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[st
     config = ServerConfig(port=0, **options)
     service = Service(config, engine)
     with bind(config) as listener:
-        settings = uvicorn.Config(create_app(service), lifespan="off", ws="none", log_config=None)
-        server = Server(settings, service)
+        server = Server(http_settings(create_app(service)), service)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
