@@ -29,8 +29,9 @@ def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> De
     Measured on an H200 in bfloat16 with head_dim 128 (bench_attention.py --tune), where the group
     makes little difference. Few items are cut into as many shares as there are SMs, or twice as
     many, each long enough to be worth the work at its ends. Many fill the device by themselves, and
-    are cut so that no long row is left alone at the end. Two warps read as fast as four, but take
-    twice as long to turn a row's heads (decode_qkv), which every share of it does.
+    are cut so that no long row is left alone at the end. Two warps read as fast as four, but with
+    them a step of 8 rows whose shares all turn their row's heads (decode_qkv) was slower than one
+    that left this to a kernel of its own.
     """
     del group
     if itemsize == 4:  # multiplied on CUDA cores, where larger tiles do not keep their registers
