@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from minisgl.errors import ConfigError, one_of
+from minisgl.shards import can_divide, kv_head_shard
 
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -38,6 +39,7 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
+MAX_CPU_RANKS = 8
 # On CPU the KV cache is modest unless --num-pages says otherwise.
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
@@ -197,11 +199,29 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    intermediate_size: int
     num_layer_weights: int  # in the matrices of all layers
     num_head_weights: int  # in the matrix that makes logits
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def can_divide(self, num_ranks: int) -> bool:
+        return can_divide(
+            num_ranks,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            intermediate_size=self.intermediate_size,
+            vocab_size=self.vocab_size,
+        )
+
+    def on_rank(self, num_ranks: int) -> ModelFacts:
+        """With the heads that one of so many ranks computes, which must divide the model."""
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=kv_head_shard(self.num_kv_heads, 0, num_ranks).size,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +230,7 @@ class DeviceFacts:
 
     has_cuda: bool
     free_cpu_bytes: int
+    num_gpus: int = 0
     # Those that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()
@@ -285,9 +306,8 @@ def resolve(
             "--device", "cuda", "PyTorch finds no usable GPU here; allowed: auto or cpu"
         )
 
-    if config.tp != 1:
-        raise ConfigError("--tp", config.tp, "this version runs one rank; allowed: 1")
-
+    _check_tp(config, model, device, target)
+    model = model.on_rank(config.tp)
     dtype = _resolve_dtype(config, model, target, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, notes)
     page_size = _resolve_page_size(config, device, (prefill, decode), notes)
@@ -314,6 +334,23 @@ def resolve(
         overlap=overlap,
         notes=tuple(notes),
     )
+
+
+def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+    """Raises ConfigError where the model or the machine cannot be divided so."""
+    at_most = device.num_gpus if target == "cuda" else MAX_CPU_RANKS
+    allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
+    if config.tp in allowed:
+        return
+    if model.can_divide(config.tp):
+        found = f"{at_most} GPUs" if target == "cuda" else f"at most {at_most} ranks on a CPU"
+        reason = f"there are {found}"
+    else:
+        reason = (
+            f"{model.num_heads} heads, {model.num_kv_heads} KV heads, an MLP of "
+            f"{model.intermediate_size} and a vocabulary of {model.vocab_size} do not divide so"
+        )
+    refuse(config, "tp", f"{reason}; {one_of(allowed)}")
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:

@@ -7,12 +7,14 @@ then hand out the tokens. So the device has its next step queued while everythin
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -49,6 +51,8 @@ from minisgl.request import (
 )
 from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
+from minisgl.runner.runner import ModelRunner
+from minisgl.runner.tp import TensorParallelRunner, load_ranks
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter
@@ -209,6 +213,8 @@ class Loaded(Generic[Handle]):
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     model_name: str
+    # Raises when no step will end any more, where `collect` may not.
+    lost: Future[None] | None = None
 
 
 def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
@@ -219,12 +225,20 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
     name = config.model or folder.name
     model_config = read_model_config(folder)
     facts = model_config.facts()
-    resolved = resolve(config, facts, device_facts(facts), overlap=overlap_enabled())
+    # What cannot be divided is refused by resolve.
+    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
+    resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     tokenizer = None
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
-    runner = load_runner(resolved, model_config, folder, report)
+    runner: ModelRunner | TensorParallelRunner
+    lost: Future[None] | None = None
+    if resolved.tp == 1:
+        runner = load_runner(resolved, model_config, folder, report)
+    else:
+        runner = load_ranks(resolved, model_config, folder, report)
+        lost = runner.lost
     for note in (*model_config.notes, *resolved.notes):
         logger.info("%s", note)
     if defaults.values:
@@ -255,7 +269,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
             capacity.max_seq_len,
             resolved.max_seq_len,
         )
-    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name)
+    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name, lost)
 
 
 class AsyncEngine:
@@ -295,6 +309,9 @@ class AsyncEngine:
         self._collector = _Collector(self._runner, self._on_step)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
+        self._lost = loaded.lost
+        if self._lost is not None:
+            self._lost.add_done_callback(self._on_lost)
 
     @classmethod
     async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
@@ -529,6 +546,13 @@ class AsyncEngine:
             stream.request.error = reason
             self._end_stream(stream.request)
 
+    def _on_lost(self, lost: Future[None]) -> None:
+        """Called by any thread."""
+        reason = lost.exception()
+        if isinstance(reason, Exception):
+            with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
+                self._loop.call_soon_threadsafe(self._die, reason)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest."""
         self._refusal = self._refusal or "The server is shutting down and takes no more requests."
@@ -551,8 +575,9 @@ class AsyncEngine:
             await self.drain(0)
         finally:
             self._max_in_flight = 0
-            await asyncio.to_thread(self._collector.close)
-            await asyncio.to_thread(self._runner.close)
+            if self._lost is None or not self._lost.done():  # or else what is launched may not end
+                await asyncio.to_thread(self._collector.close)
+                await asyncio.to_thread(self._runner.close)
 
     async def __aenter__(self) -> AsyncEngine:
         return self

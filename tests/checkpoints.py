@@ -100,8 +100,12 @@ SPECS = [
 ]
 
 
+# Not of every test: a Qwen2 whose heads divide by 4.
+QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden_size=96, tied=True)
+
+
 def spec_named(name: str) -> Spec:
-    return next(spec for spec in SPECS if spec.name == name)
+    return next(spec for spec in (*SPECS, QWEN2_12_HEADS) if spec.name == name)
 
 
 def make_checkpoint(spec: Spec, folder: Path) -> Path:

@@ -27,6 +27,7 @@ MODEL = ModelFacts(
     num_heads=4,
     num_kv_heads=2,
     head_dim=64,
+    intermediate_size=3072,
     num_layer_weights=100_000,
     num_head_weights=256_000,
 )

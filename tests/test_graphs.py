@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS, CapturedStep, StepGraphs, graph_keys
+from minisgl.runner.graphs import (
+    CHUNK_ROWS,
+    MAX_CHUNKS,
+    CapturedStep,
+    StepGraphs,
+    Variant,
+    graph_keys,
+)
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.outbox import RING_SIZE, Outbox
 from minisgl.runner.tables import Chunks, SlotTables, StepShape
@@ -41,15 +48,16 @@ def mixed_plan(num_rows: int, *lengths: int, scored: bool = False) -> StepPlan:
 def test_every_batch_up_to_the_largest_has_a_graph(max_batch: int) -> None:
     captured = graphs(max_batch)
     assert captured.max_batch == max_batch
-    for full in (False, True):
+    for variant in (Variant.PLAIN, Variant.FULL):
         for num_rows in range(1, max_batch + 1):
-            step = captured.find(decode_plan(num_rows), full=full)
-            assert step is not None and step.key.full == full and step.chunks is None
+            step = captured.find(decode_plan(num_rows), variant)
+            assert step is not None and step.key.variant is variant and step.chunks is None
             size = step.key.shape.num_decodes
             assert num_rows <= size
             # Padding costs less than half as much again, in the plain variant a quarter.
-            assert size < 2 * num_rows if full else size <= max(num_rows + 7, num_rows * 1.25)
-        assert captured.find(decode_plan(max_batch + 1), full=full) is None
+            room = max(num_rows + 7, num_rows * 1.25)
+            assert size < 2 * num_rows if variant is Variant.FULL else size <= room
+        assert captured.find(decode_plan(max_batch + 1), variant) is None
 
 
 def test_the_largest_graphs_are_captured_first() -> None:
@@ -62,8 +70,8 @@ def test_the_largest_graphs_are_captured_first() -> None:
 def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
     captured = graphs(256)
 
-    def shape(plan: StepPlan, full: bool = False) -> StepShape | None:
-        step = captured.find(plan, full=full)
+    def shape(plan: StepPlan, variant: Variant = Variant.PLAIN) -> StepShape | None:
+        step = captured.find(plan, variant)
         return None if step is None else step.key.shape
 
     assert shape(mixed_plan(0, 5)) == StepShape(8, 128, MAX_CHUNKS)
@@ -73,7 +81,7 @@ def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
     assert shape(mixed_plan(200, 400)) == StepShape(256, 512, MAX_CHUNKS)
     assert shape(mixed_plan(3, CHUNK_ROWS[-1] + 1)) is None
     assert shape(mixed_plan(3, *[1] * (MAX_CHUNKS + 1))) is None
-    assert shape(mixed_plan(3, 10), full=True) is None
+    assert shape(mixed_plan(3, 10), Variant.FULL) is None
     assert shape(mixed_plan(3, 10, scored=True)) is None
 
 

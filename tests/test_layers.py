@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ROWS = (
-    ("errors", "request", "config", "progress"),
+    ("errors", "request", "shards", "config", "progress"),
     ("tokenizer", "detokenizer", "kvcache"),
     ("scheduler", "stats"),
     ("kernels", "distributed", "attention", "layers", "models"),

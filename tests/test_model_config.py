@@ -121,6 +121,7 @@ def test_facts(read: Read) -> None:
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
+        intermediate_size=12288,
         num_layer_weights=36 * 4096 * ((32 + 32 + 8 + 8) * 128 + 3 * 12288),
         num_head_weights=4096 * 151936,
     )

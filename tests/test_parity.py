@@ -36,6 +36,7 @@ from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
 from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
+from minisgl.runner.tp import load_ranks
 from minisgl.scheduler.plan import StepPlan
 
 FOLDER = TemporaryDirectory()
@@ -95,10 +96,12 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     )
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
-    runner = load_runner(config, model_config, folder)
-    return Loaded(
-        runner, config, runner.capacity, facts, None, GenerationDefaults(frozenset()), "test"
-    )
+    defaults = GenerationDefaults(frozenset())
+    if config.tp == 1:
+        alone = load_runner(config, model_config, folder)
+        return Loaded(alone, config, alone.capacity, facts, None, defaults, "test")
+    runner = load_ranks(config, model_config, folder)
+    return Loaded(runner, config, runner.capacity, facts, None, defaults, "test", runner.lost)
 
 
 async def complete(

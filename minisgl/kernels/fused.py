@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,14 @@ logger = logging.getLogger(__name__)
 _OLDEST = (8, 0)  # compute capability that Triton supports
 
 
+class SumNorm(Protocol):
+    """Adds up what several ranks have, and norms it: Communicator.sum_norm."""
+
+    def __call__(
+        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Residual(NamedTuple):
     """The residual stream of a model: the sum of `rows` and `delta`, both [num_rows, size].
 
@@ -36,14 +44,16 @@ class Residual(NamedTuple):
     rows: Tensor
     delta: Tensor | None = None
     squares: Tensor | None = None  # of `rows`, without a delta: what triton_linear.Norm takes
+    # Where `delta` is one rank's part of what is to be added: what takes the place of add_rms_norm.
+    sum_norm: SumNorm | None = None
 
 
-def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Row `id` of the weight for each id. token_ids: [num_rows] int64; weight: [vocab, size].
+def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+    """Row `id - first` of the weight for each id, zeros where it has none.
 
-    Returns a new [num_rows, size]. On a GPU no id is checked to be under vocab.
+    token_ids: [num_rows] int64; weight: [vocab, size]. Returns a new [num_rows, size].
     """
-    return _kernels_for(weight.device).embed(token_ids, weight)
+    return _kernels_for(weight.device).embed(token_ids, weight, first)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,9 +148,11 @@ def _product(
 
 def norm(residual: Residual, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of the residual stream, and the stream in one tensor."""
-    rows, delta, _ = residual
+    rows, delta = residual.rows, residual.delta
     if delta is None:
         return rms_norm(rows, weight, eps), rows
+    if residual.sum_norm is not None:
+        return residual.sum_norm(delta, rows, weight, eps)
     return add_rms_norm(delta, rows, weight, eps)
 
 
@@ -153,7 +165,7 @@ def norm_linear(
     kernels: LinearKernels | None,
 ) -> tuple[Tensor, Tensor]:
     """linear of the norm of the residual stream, and the stream in one tensor."""
-    rows, _, squares = residual
+    rows, squares = residual.rows, residual.squares
     if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
@@ -174,7 +186,7 @@ def norm_linear_silu_mul(
     kernels: LinearKernels | None,
 ) -> tuple[Tensor, Tensor]:
     """linear_silu_mul of the norm of the residual stream, and the stream in one tensor."""
-    rows, _, squares = residual
+    rows, squares = residual.rows, residual.squares
     if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
@@ -225,7 +237,7 @@ def turn_and_store(
 class Kernels(NamedTuple):
     """An implementation of the functions above."""
 
-    embed: Callable[[Tensor, Tensor], Tensor]
+    embed: Callable[[Tensor, Tensor, int], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]

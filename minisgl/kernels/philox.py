@@ -33,17 +33,18 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def uniform(seed: Tensor, index: Tensor, vocab_size: int) -> Tensor:
-    """The random numbers of output token `index` [rows] int64 of requests with `seed` [rows] int64.
+def uniform(seed: Tensor, index: Tensor, num_ids: int, first_id: int = 0) -> Tensor:
+    """The random numbers of output token `index` [rows] int64 of requests with `seed` [rows] int64,
+    for the vocabulary ids from `first_id` on, a multiple of 4.
 
-    Returns [rows, vocab_size] float32, strictly between 0 and 1. Key: the low and the high word of
+    Returns [rows, num_ids] float32, strictly between 0 and 1. Key: the low and the high word of
     the seed. Counter: (vocab id // 4, index, 0, 0). Word `vocab id % 4` of the result becomes a
     number by its upper 23 bits: with 24, the half that keeps it off 0 would not fit into a float32
     any more, and the largest would be rounded to 1.
     """
-    quads = torch.arange((vocab_size + 3) // 4, device=seed.device)
+    quads = first_id // 4 + torch.arange((num_ids + 3) // 4, device=seed.device)
     zero = torch.zeros_like(quads)
     key = (seed[:, None] & _WORD, (seed[:, None] >> 32) & _WORD)
     words = philox4x32((quads, index[:, None], zero, zero), key)
     numbers = [((word >> 9).float() + 0.5) * 2.0**-23 for word in words]
-    return torch.stack(numbers, dim=-1).flatten(1)[:, :vocab_size]
+    return torch.stack(numbers, dim=-1).flatten(1)[:, :num_ids]

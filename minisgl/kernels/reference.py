@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(token_ids, weight)
+def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+    places = token_ids - first
+    there = (places >= 0) & (places < len(weight))
+    return F.embedding(places.where(there, 0), weight) * there[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

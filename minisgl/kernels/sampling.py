@@ -59,6 +59,18 @@ def _ranks(logits: Tensor) -> Tensor:
     return (ordered << 32) - torch.arange(logits.shape[1], device=logits.device)
 
 
+def best_ranks(logits: Tensor, first_id: int) -> Tensor:
+    """[rows, 1] int64: the largest of `logits` [rows, n] float32, which are those from `first_id`
+    on, and its id, so that the maximum of several such is of the best token of them all; of equals
+    the lower id's."""
+    return _ranks(logits).amax(dim=-1, keepdim=True) - first_id
+
+
+def id_of_rank(ranks: Tensor) -> Tensor:
+    """The ids in what `best_ranks` returns: int64, of the same shape."""
+    return -ranks & 0xFFFFFFFF
+
+
 def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
     """Adds `bias` [rows, width] float32 to the logits of `ids` [rows, width] int64.
 
@@ -89,12 +101,13 @@ def penalize(
     return logits - output_counts * frequency[:, None] - generated * presence[:, None]
 
 
-def perturb(logits: Tensor, rows: SamplingRows) -> Tensor:
+def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
     """[rows, vocab] float32 whose argmax is the token: the Gumbel-max trick (Gumbel, 1954).
 
     `logits` [rows, vocab] float32 have bias, penalties and masks applied. Greedy rows come back as
     they are; the others after temperature, min_p, top_k and top_p, with Gumbel noise on top, so
     that the argmax is a sample of what is left. A token's noise does not depend on the filters.
+    Without filters the logits may be those from `first_id` on, a multiple of 4.
     """
     greedy = rows.temperature[:, None] == 0
     scaled = logits / rows.temperature[:, None].masked_fill(greedy, 1.0)
@@ -103,7 +116,8 @@ def perturb(logits: Tensor, rows: SamplingRows) -> Tensor:
         scaled = scaled.masked_fill(scaled < floor, -torch.inf)
     if rows.top_k is not None or rows.top_p is not None:
         scaled = scaled.masked_fill(~_keep_top(scaled, rows.top_k, rows.top_p), -torch.inf)
-    gumbel = -(-uniform(rows.seed, rows.output_index, logits.shape[1]).log()).log()
+    uniform_numbers = uniform(rows.seed, rows.output_index, logits.shape[1], first_id)
+    gumbel = -(-uniform_numbers.log()).log()
     return torch.where(greedy, logits, scaled + gumbel)
 
 

@@ -22,7 +22,7 @@ from minisgl.kernels.triton_rows import (
 
 
 @triton.jit(
-    do_not_specialize=["tiles_per_program"],
+    do_not_specialize=["tiles_per_program", "first_id"],
     do_not_specialize_on_alignment=["slots", "output_index"],
 )
 def draw_kernel(
@@ -40,12 +40,15 @@ def draw_kernel(
     num_groups,
     num_tiles,
     tiles_per_program,
+    first_id,
     FULL: tl.constexpr,  # noqa: N803
     QUADS: tl.constexpr,  # noqa: N803
     pdl: tl.constexpr,
 ):
     """A part of a row: its best token if it is not drawn by rank; if the row is filtered, the
-    largest logit and the maxima of the groups, and what no token of a group scores more than."""
+    largest logit and the maxima of the groups, and what no token of a group scores more than.
+
+    The logits are of the ids from `first_id` on, a multiple of 4; best has the ids themselves."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -79,7 +82,7 @@ def draw_kernel(
             peaks = tl.maximum(peaks, maxima)
         if not by_rank:
             if temperature > 0:
-                words = words_of_quads(seed, index, quads)
+                words = words_of_quads(seed, index, quads + first_id // 4)
                 inverse = 1 / temperature
                 bound = tl.maximum(x * (inverse * (1 - 1e-6)), x * (inverse * (1 + 1e-6)))
                 bound += most_gumbel(words)
@@ -97,6 +100,6 @@ def draw_kernel(
                 best = tl.where(ahead, x, best)
                 best_ids = tl.where(ahead, ids, best_ids)
     part = row * num_tiles + tl.program_id(0)
-    tl.store(best_out + part, tl.max(rank_of(best, best_ids)))
+    tl.store(best_out + part, tl.max(rank_of(best, best_ids + first_id)))
     if filtered:
         tl.store(peaks_out + part, tl.max(peaks))

@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options, warps_for
 
 
-def embed(token_ids: Tensor, weight: Tensor, *, pdl: bool = True) -> Tensor:
+def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
     """As in fused.py; both contiguous. `pdl`: overlap launches where the device can, by the rule of
     triton_launch.py; the ids may come from the launch before."""
     assert token_ids.is_contiguous() and weight.is_contiguous()
@@ -28,6 +28,8 @@ def embed(token_ids: Tensor, weight: Tensor, *, pdl: bool = True) -> Tensor:
         token_ids,
         weight,
         num_rows,
+        first,
+        weight.shape[0],
         size=size,
         rows=rows,
         columns=columns,
@@ -38,12 +40,14 @@ def embed(token_ids: Tensor, weight: Tensor, *, pdl: bool = True) -> Tensor:
 
 
 # Slices of the step's tables start anywhere: no variant of the kernel for each alignment.
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "first"], do_not_specialize_on_alignment=["token_ids"])  # type: ignore[untyped-decorator]
 def _embed_tile(
     out: tl.tensor,
     token_ids: tl.tensor,
     weight: tl.tensor,
     num_rows: int,
+    first: int,
+    num_ids: int,
     size: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
@@ -59,6 +63,7 @@ def _embed_tile(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    token_id = tl.load(token_ids + row, mask=row < num_rows, other=0)
-    value = tl.load(weight + token_id[:, None] * size + column[None, :], mask=inside, other=0.0)
+    place = tl.load(token_ids + row, mask=row < num_rows, other=0) - first
+    there = inside & ((place >= 0) & (place < num_ids))[:, None]
+    value = tl.load(weight + place[:, None] * size + column[None, :], mask=there, other=0.0)
     tl.store(out + row[:, None] * size + column[None, :], value, mask=inside)

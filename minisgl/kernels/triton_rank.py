@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 ID_BITS = tl.constexpr(24)
 _ID_MASK = tl.constexpr(2**24 - 1)
@@ -30,6 +31,12 @@ def rank_of(value, id):
 @triton.jit
 def id_of(rank):
     return ((rank & _ID_MASK) ^ _ID_MASK).to(tl.int32)
+
+
+def ids_of(ranks: Tensor) -> Tensor:
+    """For torch: int64, of any shape."""
+    mask: int = _ID_MASK.value
+    return (ranks & mask) ^ mask
 
 
 @triton.jit

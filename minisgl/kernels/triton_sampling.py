@@ -38,6 +38,7 @@ from it is specialised on, since a step that compiles takes seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from minisgl.kernels.sampling_tables import SamplingTables
 from minisgl.kernels.triton_draw import draw_kernel
 from minisgl.kernels.triton_filters import LIST_GROUPS, LIST_IDS, settle_kernel, weigh_kernel
 from minisgl.kernels.triton_launch import pdl_options
+from minisgl.kernels.triton_rank import ids_of
 from minisgl.kernels.triton_rows import GROUP
 from minisgl.kernels.triton_scores import edit_kernel, record_kernel
 from minisgl.request import MAX_LOGPROBS
@@ -116,6 +118,27 @@ class TritonSampling:
             _draw(rows, None, self._tables, self._workspace, token_ids[part], top_p=top_p)
         return token_ids
 
+    def sample_part(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        *,
+        first_id: int,
+        maximum: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Of rows without filters, of whose logits these are the ones from `first_id` on.
+
+        `maximum` makes of the ranks [rows, any] int64 of tokens here the best of each row anywhere,
+        [rows].
+        """
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        for part in _blocks(logits, self._workspace):
+            rows = logits[part], slots[part], output_index[part]
+            best = _best(rows, None, self._tables, self._workspace, first_id=first_id)
+            token_ids[part] = ids_of(maximum(best))
+        return token_ids
+
     def sample_full(
         self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
     ) -> tuple[Tensor, TokenScores]:
@@ -147,7 +170,7 @@ _Rows = tuple[Tensor, Tensor, Tensor]  # logits, slots, output index
 def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
     """Of about the same size, each of which fits the workspace."""
     num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and vocab_size == workspace.vocab_size
+    assert logits.stride(1) == 1 and vocab_size <= workspace.vocab_size
     count = max(triton.cdiv(num_rows, workspace.num_rows), 1)
     size = max(triton.cdiv(num_rows, count), 1)
     return [slice(first, first + size) for first in range(0, num_rows, size)]
@@ -162,16 +185,55 @@ def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> Token
     )
 
 
-def _split(workspace: SampleWorkspace, num_rows: int) -> tuple[int, int]:
+def _split(vocab_size: int, num_rows: int) -> tuple[int, int]:
     """(programs a row, tiles a program): enough to fill the device, and long enough to pay off."""
-    tiles = triton.cdiv(workspace.num_tiles * num_rows, _PROGRAMS)
-    tiles = min(max(tiles, 1), workspace.num_tiles)
-    return triton.cdiv(workspace.num_tiles, tiles), tiles
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    tiles = triton.cdiv(num_tiles * num_rows, _PROGRAMS)
+    tiles = min(max(tiles, 1), num_tiles)
+    return triton.cdiv(num_tiles, tiles), tiles
 
 
 def _options(logits: Tensor) -> dict[str, Any]:
     """Without fusion a product is rounded before a sum, as torch does."""
     return {"enable_fp_fusion": False, **pdl_options(logits.device, True)}
+
+
+def _best(
+    rows: _Rows,
+    edited: Tensor | None,
+    tables: SamplingTables,
+    workspace: SampleWorkspace,
+    *,
+    first_id: int = 0,
+) -> Tensor:
+    """[rows, any] int64: of each row's parts the rank of the best token before filters. A view of
+    the workspace, as the first pass has left it."""
+    logits, slots, output_index = rows
+    num_rows, vocab_size = logits.shape
+    splits, tiles = _split(vocab_size, num_rows)
+    draw_kernel[(splits, num_rows)](
+        logits,
+        logits if edited is None else edited,
+        slots,
+        output_index,
+        tables.records,
+        workspace.best,
+        workspace.peaks,
+        workspace.group_max,
+        workspace.group_bound,
+        vocab_size,
+        logits.stride(0),
+        workspace.num_groups,
+        workspace.num_tiles,
+        tiles,
+        first_id,
+        FULL=edited is not None,
+        QUADS=_TILE // 4,
+        num_warps=4,
+        maxnreg=128 if edited is None else 168,  # so that a multiprocessor holds four or three
+        **_options(logits),
+    )
+    return workspace.best[:num_rows, :splits]
 
 
 def _draw(
@@ -185,30 +247,12 @@ def _draw(
 ) -> None:
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape
-    splits, tiles = _split(workspace, num_rows)
+    splits, tiles = _split(vocab_size, num_rows)
     source = logits if edited is None else edited
     sizes = (vocab_size, logits.stride(0))
     padded_tiles = triton.next_power_of_2(workspace.num_tiles)
     options = {"FULL": edited is not None, **_options(logits)}
-    draw_kernel[(splits, num_rows)](
-        logits,
-        source,
-        slots,
-        output_index,
-        tables.records,
-        workspace.best,
-        workspace.peaks,
-        workspace.group_max,
-        workspace.group_bound,
-        *sizes,
-        workspace.num_groups,
-        workspace.num_tiles,
-        tiles,
-        QUADS=_TILE // 4,
-        num_warps=4,
-        maxnreg=128 if edited is None else 168,  # so that a multiprocessor holds four or three
-        **options,
-    )
+    _best(rows, edited, tables, workspace)
     if top_p:
         weigh_kernel[(splits, num_rows)](
             logits,
@@ -257,7 +301,7 @@ def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> No
     logits, slots, output_index = rows
     assert workspace.edited is not None, "allocate_full comes first"
     num_rows, vocab_size = logits.shape
-    splits, tiles = _split(workspace, num_rows)
+    splits, tiles = _split(vocab_size, num_rows)
     edit_kernel[(splits, num_rows)](
         logits,
         workspace.edited,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
+from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import fused
 from minisgl.kernels.fused import NormRope, Residual
-from minisgl.layers.linear import Linear, MergedLinear
+from minisgl.layers.linear import MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
+from minisgl.shards import even_shard, kv_head_shard, whole
 
 
 class SelfAttention(nn.Module):
     """Project the norm of the residual stream, norm and turn the heads, attend over the cache,
-    project back; added to the stream.
+    project back; added to the stream. A rank does this for its share of the heads.
 
     `qk_norm_eps` None: queries and keys are not normed.
     """
@@ -28,13 +30,15 @@ class SelfAttention(nn.Module):
         qkv_bias: bool,
         o_bias: bool,
         qk_norm_eps: float | None,
+        ranks: Communicator,
     ) -> None:
         super().__init__()
         self.scale = head_dim**-0.5
-        head_counts = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
-        parts = {name: count * head_dim for name, count in head_counts.items()}
-        self.qkv_proj = MergedLinear(hidden_size, parts, bias=qkv_bias)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+        heads = even_shard(num_heads, ranks.rank, ranks.size).times(head_dim)
+        kv_heads = kv_head_shard(num_kv_heads, ranks.rank, ranks.size).times(head_dim)
+        parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
+        self.qkv_proj = MergedLinear(whole(hidden_size), parts, bias=qkv_bias)
+        self.o_proj = SummedLinear(heads, hidden_size, ranks, bias=o_bias)
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 

@@ -1,4 +1,5 @@
-"""Linear maps and the embedding. Weights are allocated uninitialised; the loader fills them."""
+"""Linear maps and the embedding, of which a tensor-parallel rank may hold a part. Weights are
+allocated uninitialised; the loader fills them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import fused
 from minisgl.kernels.fused import LinearKernels, Residual
+from minisgl.shards import Shard, whole
 
 
 def empty_weight(*shape: int) -> nn.Parameter:
@@ -16,32 +19,54 @@ def empty_weight(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. x: [num_rows, in_features]; returns [num_rows, out_features]."""
+    """y = x Wᵀ + b. x: [num_rows, inputs]; returns [num_rows, outputs].
+
+    `inputs` and `outputs` are the rank's own: it computes a part of y, or a summand of all of y.
+    """
 
     kernels: LinearKernels | None = None  # see share_kernels
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+    def __init__(self, inputs: Shard, outputs: Shard, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = empty_weight(out_features, in_features)
-        self.bias = empty_weight(out_features) if bias else None
+        self.inputs = inputs
+        self.outputs = outputs
+        self.weight = empty_weight(outputs.size, inputs.size)
+        self.bias = empty_weight(outputs.size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return fused.linear(x, self.weight, self.bias, self.kernels)
-
-    def add(self, x: Tensor, rows: Tensor) -> Residual:
-        """rows + y, which may be written over `rows`: [num_rows, out_features]."""
-        return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
 
 
 class MergedLinear(Linear):
     """Several linear maps of one input as one product; the outputs lie side by side.
 
-    `parts` gives the name that each map has in a checkpoint and its number of outputs.
+    `parts` gives the name that each map has in a checkpoint and the rank's part of its outputs.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias)
+    def __init__(self, inputs: Shard, parts: Mapping[str, Shard], *, bias: bool = False) -> None:
+        super().__init__(inputs, whole(sum(part.size for part in parts.values())), bias=bias)
         self.parts = dict(parts)
+
+
+class SummedLinear(Linear):
+    """The map at the end of a block, whose inputs are split over the ranks: each has a summand of
+    the result. The bias is in the summand of rank 0 alone; the others' is zero."""
+
+    def __init__(
+        self, inputs: Shard, out_features: int, ranks: Communicator, *, bias: bool = False
+    ) -> None:
+        super().__init__(inputs, whole(out_features), bias=bias)
+        self._ranks = ranks
+
+    @property
+    def holds_bias(self) -> bool:
+        return self._ranks.rank == 0
+
+    def add(self, x: Tensor, rows: Tensor) -> Residual:
+        """rows + y, which may be written over `rows`: [num_rows, out_features]."""
+        if self._ranks.size == 1:
+            return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
+        return Residual(rows, delta=self(x), sum_norm=self._ranks.sum_norm)
 
 
 class Embedding(nn.Module):
@@ -49,12 +74,15 @@ class Embedding(nn.Module):
 
     kernels: LinearKernels | None = None  # for when the table is also the head
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab: Shard, hidden_size: int, ranks: Communicator) -> None:
         super().__init__()
-        self.weight = empty_weight(vocab_size, hidden_size)
+        self.vocab = vocab
+        self.weight = empty_weight(vocab.size, hidden_size)
+        self._ranks = ranks
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return fused.embed(token_ids, self.weight)
+        part = fused.embed(token_ids, self.weight, self.vocab.first)
+        return part if self._ranks.size == 1 else self._ranks.sum(part)
 
 
 def share_kernels(model: nn.Module) -> None:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
+from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import fused
 from minisgl.kernels.fused import Residual
-from minisgl.layers.linear import Linear, MergedLinear
+from minisgl.layers.linear import MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
+from minisgl.shards import even_shard, whole
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) · up(x)), for x the norm of the residual stream; added to the stream."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, ranks: Communicator
+    ) -> None:
         super().__init__()
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        inner = even_shard(intermediate_size, ranks.rank, ranks.size)
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = MergedLinear(whole(hidden_size), parts, bias=bias)
+        self.down_proj = SummedLinear(inner, hidden_size, ranks, bias=bias)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         first = self.gate_up_proj

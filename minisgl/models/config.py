@@ -75,6 +75,7 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            intermediate_size=self.intermediate_size,
             num_layer_weights=self.num_layers * per_layer,
             num_head_weights=self.hidden_size * self.vocab_size,
         )

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.errors import CheckpointError
-from minisgl.layers.linear import MergedLinear
+from minisgl.layers.linear import Embedding, Linear, MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
 from minisgl.models.transformer import CausalLM
+from minisgl.shards import Shard, whole
 
-_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WEIGHT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _DUMMY_SEED = 0
 
@@ -33,67 +37,99 @@ def load_model(
     load_format: str,
     max_seq_len: int,
     progress: Progress | None = None,
+    ranks: Communicator = ALONE,
 ) -> CausalLM:
-    """Build the model on `device` and fill every parameter.
+    """Build the model, or this rank's part of it, on `device` and fill every parameter.
 
-    load_format 'safetensors' reads the files in `folder`, one tensor at a time; 'dummy' draws
-    random weights and reads nothing. Blocks. Raises CheckpointError where the files are not
-    exactly what `config` describes.
+    load_format 'safetensors' reads the files in `folder`, one tensor at a time, and of each only
+    what the rank holds; 'dummy' draws random weights and reads nothing. Blocks. Raises
+    CheckpointError where the files are not exactly what `config` describes.
     """
-    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device)
+    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device, ranks=ranks)
     if load_format == "dummy":
-        _fill_randomly(model, device)
+        _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     else:
         _fill_from_files(model, safetensors_files(folder), progress or (lambda done, total: None))
     return model
 
 
-def checkpoint_slots(model: CausalLM) -> dict[str, Tensor]:
-    """Where each tensor of a checkpoint goes: its name without 'model.' to (a part of) a weight."""
-    slots: dict[str, Tensor] = {}
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor of a checkpoint goes."""
+
+    target: Tensor  # (a part of) a weight
+    cut: tuple[Shard, ...]  # what of each of the tensor's dimensions
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the tensor in the checkpoint."""
+        return [shard.whole for shard in self.cut]
+
+    def fill(self, part: Tensor) -> None:
+        """part: what the checkpoint has of the cut. The rest of it is padding."""
+        self.target.zero_()
+        self.target[tuple(slice(size) for size in part.shape)].copy_(part)
+
+
+def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
+    """By the names of a checkpoint's tensors, without 'model.'."""
+    slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
         for kind, weight in module.named_parameters(recurse=False):
             if isinstance(module, MergedLinear):
                 parent = path.rpartition(".")[0]
-                parts = weight.split(list(module.parts.values()))
-                for part, piece in zip(module.parts, parts, strict=True):
-                    slots[f"{parent}.{part}.{kind}"] = piece
+                pieces = weight.split([part.size for part in module.parts.values()])
+                for (name, part), piece in zip(module.parts.items(), pieces, strict=True):
+                    cut = (part, module.inputs)[: weight.dim()]
+                    slots[f"{parent}.{name}.{kind}"] = Slot(piece, cut)
             else:
-                slots[f"{path}.{kind}"] = weight
+                slots[f"{path}.{kind}"] = Slot(weight, _cut(module, weight))
     return slots
+
+
+def _cut(module: nn.Module, weight: Tensor) -> tuple[Shard, ...]:
+    if isinstance(module, SummedLinear) and weight.dim() == 1 and not module.holds_bias:
+        [size] = weight.shape
+        return (Shard(size, size, size),)
+    if isinstance(module, Linear):
+        return (module.outputs, module.inputs)[: weight.dim()]
+    if isinstance(module, Embedding):
+        return module.vocab, whole(weight.shape[1])
+    return tuple(map(whole, weight.shape))
 
 
 def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> None:
     slots = checkpoint_slots(model)
-    total_bytes = sum(slot.nbytes for slot in slots.values())
+    total_bytes = sum(slot.target.nbytes for slot in slots.values())
     done_bytes = 0
     filled: set[str] = set()
     unexpected: list[str] = []
     tied_head: Tensor | None = None
     for file in files:
-        for full_name, tensor in _tensors(file):
+        for full_name, stored in _tensors(file):
             name = full_name.removeprefix("model.")
             if name == _HEAD and model.lm_head is None:
-                tied_head = tensor
+                tied_head = _part(stored, slots[_EMBEDDING].cut)
                 continue
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
                 continue
-            if name not in slots or tensor.dtype not in _WEIGHT_DTYPES:
-                unexpected.append(f"{full_name} ({str(tensor.dtype).removeprefix('torch.')})")
+            dtype = stored.get_dtype()
+            if name not in slots or dtype not in _WEIGHT_DTYPES:
+                unexpected.append(f"{full_name} ({dtype})")
                 continue
             slot = slots[name]
             if name in filled:
                 raise CheckpointError(
                     f"{file.parent} holds {full_name} twice, again in {file.name}."
                 )
-            if tensor.shape != slot.shape:
+            if stored.get_shape() != slot.shape:
                 raise CheckpointError(
-                    f"{file}: {full_name} has the shape {list(tensor.shape)}; "
-                    f"the config asks for {list(slot.shape)}."
+                    f"{file}: {full_name} has the shape {stored.get_shape()}; "
+                    f"the config asks for {slot.shape}."
                 )
-            slot.copy_(tensor)
+            slot.fill(_part(stored, slot.cut))
             filled.add(name)
-            done_bytes += slot.nbytes
+            done_bytes += slot.target.nbytes
             progress(done_bytes, total_bytes)
     folder = files[0].parent
     if unexpected:
@@ -102,22 +138,30 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
         )
     if missing := slots.keys() - filled:
         raise CheckpointError(f"{folder} lacks weights: {_few(sorted(missing))}.")
-    embedding = slots[_EMBEDDING]
-    if tied_head is not None and not torch.equal(tied_head.to(embedding), embedding):
-        raise CheckpointError(
-            f"{folder}: {_HEAD} differs from the embedding, to which the config ties it; "
-            "set tie_word_embeddings to false in config.json."
-        )
+    if tied_head is not None:
+        embedding = slots[_EMBEDDING].target[: len(tied_head)]
+        if not torch.equal(tied_head.to(embedding), embedding):
+            raise CheckpointError(
+                f"{folder}: {_HEAD} differs from the embedding, to which the config ties it; "
+                "set tie_word_embeddings to false in config.json."
+            )
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one file, read from disk as they are asked for."""
+def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
+    """The tensors of one file, of which nothing is read before it is asked for."""
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.offset_keys():
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_slice(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _part(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
+    """Read the cut of one of `_tensors`, as far as there is something."""
+    parts = (slice(min(shard.first, shard.whole), shard.first + shard.num_real) for shard in cut)
+    part: Tensor = stored[tuple(parts)]
+    return part
 
 
 def _few(names: list[str]) -> str:
@@ -125,9 +169,9 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:4]) + rest
 
 
-def _fill_randomly(model: CausalLM, device: torch.device) -> None:
+def _fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
     """Seeded weights, scaled so that activations keep their size and logits stay moderate."""
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if isinstance(module, RMSNorm):
@@ -135,4 +179,5 @@ def _fill_randomly(model: CausalLM, device: torch.device) -> None:
             elif weight.dim() == 1:
                 weight.zero_()
             else:
-                weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
+                inputs = module.inputs.whole if isinstance(module, Linear) else weight.shape[-1]
+                weight.normal_(std=inputs**-0.5, generator=generator)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
+from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.kernels import fused
 from minisgl.kernels.fused import Residual
 from minisgl.layers.attention import SelfAttention
@@ -21,12 +22,13 @@ from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
 from minisgl.models.config import ModelConfig
 from minisgl.models.rope import inverse_frequencies
+from minisgl.shards import vocab_shard, whole
 
 
 class DecoderLayer(nn.Module):
     """Attention, then the MLP, each on the norm of the residual stream and added to it."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ranks: Communicator) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(
@@ -37,9 +39,12 @@ class DecoderLayer(nn.Module):
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
+            ranks=ranks,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = GatedMLP(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, ranks=ranks
+        )
 
     def forward(
         self,
@@ -57,19 +62,30 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with its head. Constructed with uninitialised weights; `load_model` fills them."""
+    """A decoder with its head, or one rank's part of it. Constructed with uninitialised weights;
+    `load_model` fills them."""
 
     def __init__(
-        self, config: ModelConfig, *, max_seq_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        max_seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Communicator = ALONE,
     ) -> None:
         super().__init__()
+        hidden_size = config.hidden_size
+        self.vocab = vocab_shard(config.vocab_size, ranks.rank, ranks.size)
         # On the meta device nothing is allocated before dtype and device are known to all.
         with torch.device("meta"):
-            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.embed_tokens = Embedding(self.vocab, hidden_size, ranks)
+            self.layers = nn.ModuleList(
+                DecoderLayer(config, ranks) for _ in range(config.num_layers)
+            )
+            self.norm = RMSNorm(hidden_size, config.norm_eps)
             tied = config.tie_word_embeddings
-            self.lm_head = None if tied else Linear(config.hidden_size, config.vocab_size)
+            self.lm_head = None if tied else Linear(whole(hidden_size), self.vocab)
         self.to(dtype).to_empty(device=device)
         share_kernels(self)
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
@@ -87,7 +103,8 @@ class CausalLM(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of what forward returned; returns [n, vocab], alike."""
+        """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], of the
+        rank's part of the vocabulary, its padding included."""
         return fused.linear(hidden, self._head.weight, None, self._head.kernels)
 
     def tune(self) -> None:

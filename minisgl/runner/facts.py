@@ -12,7 +12,8 @@ from minisgl.kernels.fused import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
-    """Imports the attention packages that are installed, which may take seconds."""
+    """For one rank of a model. Imports the attention packages that are installed, which may take
+    seconds."""
     # Not every system says how much memory is free; all say how much there is.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -26,6 +27,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
         missing["triton"] = "Triton does not run here; the log says why"
     return DeviceFacts(
         has_cuda=True,
+        num_gpus=torch.cuda.device_count(),
         free_cpu_bytes=free_cpu_bytes,
         prefill_backends=tuple(name for name in found.prefill if name not in missing),
         decode_backends=tuple(name for name in found.decode if name not in missing),

@@ -78,6 +78,12 @@ class Lanes:
             self._h2d = torch.cuda.Stream(device)
             self._d2h = torch.cuda.Stream(device)
 
+    def enter_thread(self) -> None:
+        """To be called once by each thread that uses the lanes: what torch does without being told
+        where is then done on this device."""
+        if self._is_cuda:
+            torch.cuda.set_device(self.device)
+
     @contextlib.contextmanager
     def compute(self, label: str) -> Iterator[None]:
         """Queue on the compute lane, under an NVTX range for profilers."""

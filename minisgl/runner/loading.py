@@ -11,6 +11,7 @@ import torch
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, AttentionShape
 from minisgl.config import Capacity, ResolvedConfig
+from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
@@ -38,24 +39,29 @@ Report = Callable[[str, float], None]
 
 
 def load_runner(
-    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
+    config: ResolvedConfig,
+    model_config: ModelConfig,
+    folder: Path,
+    report: Report | None = None,
+    ranks: Communicator = ALONE,
 ) -> ModelRunner:
     """Load weights, find out what the largest steps and their graphs take, fill the rest of the
-    memory with pages, and capture.
+    memory with pages, and capture. Several ranks do this together.
 
     Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
     """
     report = report or (lambda phase, share: None)
-    device = torch.device(config.device)
+    device = rank_device(config, ranks.rank)
     lanes = Lanes(device)
+    lanes.enter_thread()
     free_at_start = free_bytes(device)
-    model = _load_model(config, model_config, folder, report, free_at_start)
+    model = _load_model(config, model_config, folder, report, free_at_start, ranks)
     report("choosing matrix products", 0.0)
     model.tune()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("trying the largest steps, and compiling kernels the first time", 0.0)
-    build = _Builder(config, model_config, model, lanes)
+    build = _Builder(config, model_config, model, lanes, ranks)
     trial = build(pages_for_largest_step(config))
     try:
         # Besides the weights: the step's own tensors, the sampler's and the slots' tables.
@@ -68,7 +74,7 @@ def load_runner(
     del trial
     num_pages = config.num_pages or fit_num_pages(
         config,
-        model_config.facts(),
+        model_config.facts().on_rank(config.tp),
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
@@ -77,8 +83,9 @@ def load_runner(
             graph_bytes=graph_bytes,
         ),
     )
-    runner = build(num_pages)
-    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length)
+    # One table of pages serves all ranks.
+    runner = build(ranks.smallest(num_pages))
+    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:
             runner.capture(keys, lambda done: report("capturing graphs", done / len(keys)))
@@ -88,12 +95,18 @@ def load_runner(
     return runner
 
 
+def rank_device(config: ResolvedConfig, rank: int) -> torch.device:
+    several_gpus = config.device == "cuda" and config.tp > 1
+    return torch.device("cuda", rank) if several_gpus else torch.device(config.device)
+
+
 def _load_model(
     config: ResolvedConfig,
     model_config: ModelConfig,
     folder: Path,
     report: Report,
     free_at_start: int,
+    ranks: Communicator,
 ) -> CausalLM:
     report("loading weights", 0.0)
     try:
@@ -101,10 +114,11 @@ def _load_model(
             model_config,
             folder,
             dtype=getattr(torch, config.dtype),
-            device=torch.device(config.device),
+            device=rank_device(config, ranks.rank),
             load_format=config.load_format,
             max_seq_len=config.max_seq_len,
             progress=lambda done, total: report("loading weights", done / total),
+            ranks=ranks,
         )
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(
@@ -117,10 +131,16 @@ class _Builder:
     """Makes runners of one model, with any number of pages."""
 
     def __init__(
-        self, config: ResolvedConfig, model_config: ModelConfig, model: CausalLM, lanes: Lanes
+        self,
+        config: ResolvedConfig,
+        model_config: ModelConfig,
+        model: CausalLM,
+        lanes: Lanes,
+        ranks: Communicator,
     ) -> None:
         self._config = config
-        self._facts = model_config.facts()
+        self._ranks = ranks
+        self._facts = model_config.facts().on_rank(config.tp)
         self._model = model
         self._lanes = lanes
         shape = AttentionShape(
@@ -154,6 +174,7 @@ class _Builder:
             attention=self._attention,
             captured_attention=self._captured_attention,
             lanes=self._lanes,
+            ranks=self._ranks,
         )
         # Weights, tables and pages were filled on the default stream, which no lane waits for.
         self._lanes.synchronize()
@@ -189,7 +210,7 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
     """Bytes that all graphs will take: the first one's, which brings the memory that all share, and
     then for each what the smaller ones take on average."""
-    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length)
+    keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     if not keys or config.device != "cuda":
         return 0
     free = [free_bytes(runner.lanes.device)]

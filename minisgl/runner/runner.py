@@ -19,11 +19,12 @@ from torch import Tensor
 
 from minisgl.attention.base import Attention, LayerKV
 from minisgl.config import Capacity
+from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling import TokenScores, top_logprobs
 from minisgl.models.transformer import CausalLM
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
-from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
+from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs, Variant
 from minisgl.runner.lanes import Download, Lanes, Mark
 from minisgl.runner.outbox import Outbox
 from minisgl.runner.sampler import Needs, Sampler, list_logprobs
@@ -34,8 +35,10 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 MAX_SCORED_BYTES = 256 << 20
 
 # What a captured step is ready for, whatever its rows ask for.
-PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
-FULL = PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
+_UNFILTERED = Needs(random=True)
+_PLAIN = _UNFILTERED._replace(min_p=True, top_k=True, top_p=True)
+_FULL = _PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
+NEEDS = {Variant.UNFILTERED: _UNFILTERED, Variant.PLAIN: _PLAIN, Variant.FULL: _FULL}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,17 @@ class StepHandle:
     queued: Future[_Queued]
 
 
+def _variant(needs: Needs) -> Variant:
+    if needs.full:
+        return Variant.FULL
+    return Variant.PLAIN if needs.filters else Variant.UNFILTERED
+
+
 class ModelRunner:
-    """`launch` from one thread; `collect` from any one thread, in launch order."""
+    """`launch` from one thread; `collect` from any one thread, in launch order.
+
+    Of several ranks each runs the same plans, and has the same tokens at their end.
+    """
 
     def __init__(
         self,
@@ -82,6 +94,7 @@ class ModelRunner:
         attention: Attention,
         captured_attention: Attention,
         lanes: Lanes,
+        ranks: Communicator = ALONE,
     ) -> None:
         """captured_attention: attends in captured steps, whose chunks only the device knows."""
         self.capacity = capacity
@@ -91,7 +104,8 @@ class ModelRunner:
         self._kv = kv
         self._attention = attention
         self._captured_attention = captured_attention
-        self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device)
+        self._ranks = ranks
+        self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device, ranks=ranks)
         self._tables = SlotTables(
             num_slots=capacity.num_slots,
             max_pages=-(-capacity.max_seq_len // capacity.page_size),
@@ -102,7 +116,7 @@ class ModelRunner:
         self._outbox = Outbox(capacity.num_slots + MAX_CHUNKS, lanes.device)
         self._graphs = StepGraphs()
         self._graph_pool = lanes.graph_pool()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="minisgl-runner")
+        self._worker = ThreadPoolExecutor(1, "minisgl-runner", lanes.enter_thread)
         self._last_on_worker: Future[_Queued] | None = None
         self._decode_needs: tuple[tuple[int, ...], Needs] = ((), Needs())
         self._failed_epoch = -1
@@ -115,9 +129,9 @@ class ModelRunner:
         """Capture the steps of these keys too, in their order; `progress` gets the number done.
 
         To be called while no request runs. What there is no memory for is left out, and runs
-        eagerly.
+        eagerly; among several ranks it raises OutOfMemoryError.
         """
-        if any(key.full for key in keys):
+        if any(key.variant is Variant.FULL for key in keys):
             self._sampler.allocate_history()
         steps = list(self._graphs.steps)
         for done, key in enumerate(keys):
@@ -125,6 +139,8 @@ class ModelRunner:
             try:
                 steps.append(self._capture(key))
             except torch.OutOfMemoryError:
+                if self._ranks.size > 1:  # the others may be waiting for it in this very step
+                    raise
                 self._recount()
         progress(len(keys))
         self.lanes.synchronize()
@@ -136,7 +152,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
         """It runs once, with padded rows alone."""
-        needs = FULL if key.full else PLAIN
+        needs = NEEDS[key.variant]
         chunks: Tensor | None = None
 
         def run() -> None:
@@ -168,7 +184,7 @@ class ModelRunner:
         last = self._last_on_worker
         if plan.chunks or not (last is None or last.done()):
             return False
-        return self._graphs.find(plan, full=self._needs(plan).full) is not None
+        return self._graphs.find(plan, _variant(self._needs(plan))) is not None
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Block until the step is done and return its tokens.
@@ -229,7 +245,7 @@ class ModelRunner:
             self._sampler.join(plan.joins)
             self._tables.update(plan)
             needs = self._needs(plan)
-            captured = self._graphs.find(plan, full=needs.full)
+            captured = self._graphs.find(plan, _variant(needs))
             shape = StepShape.of(plan) if captured is None else captured.key.shape
             num_chunk_samples = plan.num_samples - len(plan.decode_slots)
             if captured is not None:
@@ -318,6 +334,7 @@ class ModelRunner:
                 for first in range(0, len(targets), block):
                     part = device_targets[first : first + block]
                     logits = self._model.logits(hidden[row + first : row + first + len(part)])
+                    logits = self._ranks.gather(logits)[:, : self.vocab_size]
                     scores = top_logprobs(logits.float(), part, chunk.prompt_logprobs)
                     entry.blocks.append(scores)
                 scored.append(entry)

@@ -1,0 +1,128 @@
+"""What tensor-parallel ranks tell each other in a step, behind one interface.
+
+All ranks call the same methods in the same order, with tensors of the same shapes. On a GPU a call
+is queued on the current stream and may be captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minisgl.kernels.fused import add_rms_norm
+
+
+class Communicator(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' `part`, which may be overwritten. Any shape and float type."""
+        ...
+
+    def sum_norm(
+        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """add_rms_norm of the sum of all ranks' `part`, [num_rows, size], and `rows`."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All ranks' `part` [num_rows, width] side by side: [num_rows, size · width]."""
+        ...
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """The largest of each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
+        ...
+
+    def smallest(self, number: int) -> int:
+        """The smallest of all ranks' numbers. Blocks; not within a step."""
+        ...
+
+    def close(self) -> None:
+        """Leave the others. To be called once nothing is queued any more."""
+        ...
+
+
+class Alone:
+    """One rank has nobody to ask, and callers do not."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, part: Tensor) -> Tensor:
+        return part
+
+    def sum_norm(
+        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(part, rows, weight, eps)
+
+    def gather(self, part: Tensor) -> Tensor:
+        return part
+
+    def maximum(self, values: Tensor) -> Tensor:
+        return values.amax(dim=1)
+
+    def smallest(self, number: int) -> int:
+        return number
+
+    def close(self) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+class GroupCommunicator:
+    """torch.distributed's own collectives: gloo between CPUs, NCCL between GPUs.
+
+    The group is the default one of the process, of which there is one at a time.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
+        """Blocks until all ranks are here. store: a torch.distributed.Store that they share."""
+        self.rank = rank
+        self.size = size
+        self.device = device
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            # What the host has to say goes over gloo in any case.
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            device_id=device if on_gpu else None,
+        )
+
+    def sum(self, part: Tensor) -> Tensor:
+        dist.all_reduce(part)
+        return part
+
+    def sum_norm(
+        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(self.sum(part), rows, weight, eps)
+
+    def gather(self, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts, dim=1)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        largest = values.amax(dim=1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest
+
+    def smallest(self, number: int) -> int:
+        found = torch.tensor(number)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return int(found)
+
+    def close(self) -> None:
+        dist.destroy_process_group()

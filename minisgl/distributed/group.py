@@ -1,0 +1,32 @@
+"""How ranks come together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minisgl.distributed.communicator import Communicator, GroupCommunicator
+
+
+def join_group(
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    *,
+    hidden_size: int,
+    dtype: torch.dtype,
+    plain: bool,
+) -> Communicator:
+    """The fastest communicator of `size` ranks for a model of this width, or if `plain` that of
+    torch.distributed. Blocks until all ranks are here.
+
+    store: a torch.distributed.Store that all ranks can reach.
+    """
+    group = GroupCommunicator(store, rank, size, device)
+    if plain or device.type != "cuda":
+        return group
+    from minisgl.distributed.symmetric import over_symmetric_memory
+
+    return over_symmetric_memory(group, hidden_size, dtype)

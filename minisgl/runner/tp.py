@@ -1,0 +1,323 @@
+"""Several ranks behind the methods of one: rank 0 here, the others in processes of their own.
+
+    this process                                   rank 1, 2, ...
+    launch(plan) ── bytes of the plan ───────────▶ launch(plan)
+    collect(handle): the tokens of rank 0          (the same tokens, which nobody reads)
+
+What fails in a step of several ranks is fatal for all: one that is not there leaves the others in a
+collective that never ends, which on a GPU nothing can interrupt. So a thread here starts the other
+ranks and watches them, and a rank's end fails everybody who waits, whatever their threads hang in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from minisgl.config import ResolvedConfig
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    EngineStoppedError,
+    MinisglError,
+)
+from minisgl.models.config import ModelConfig
+from minisgl.runner.loading import Report
+from minisgl.runner.rank import (
+    CLOSE,
+    HEARTBEAT_S,
+    Failed,
+    RankSpec,
+    Ready,
+    join_and_load,
+    run_rank,
+)
+from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.runner.wire import PlanEncoder
+from minisgl.scheduler.plan import StepPlan, StepResult
+
+# A step may compile kernels the first time, which takes a minute or two.
+STEP_LIMIT_S = 300.0
+# A process that runs is never silent for so long, whatever it does.
+SILENCE_LIMIT_S = 60.0
+# Whoever notices first that something is wrong gives the cause so long to be found.
+VERDICT_S = 1.0
+CLOSE_LIMIT_S = 10.0
+
+_LOAD_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DeviceMemoryError)}
+
+
+def load_ranks(
+    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
+) -> TensorParallelRunner:
+    """Start config.tp ranks and load a part of the model on each.
+
+    Blocks, for seconds or minutes. Raises CheckpointError, DeviceMemoryError, or EngineStoppedError
+    if a rank dies meanwhile.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "--tp",
+            config.tp,
+            "the process of each rank imports your script again, and would start ranks itself; "
+            'put what the script does under `if __name__ == "__main__":`',
+        )
+    report = report or (lambda phase, share: None)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    spec = RankSpec(0, config, model_config, folder, store.port, os.getpid())
+    processes = RankProcesses(spec)
+    try:
+        # In a thread that can be left behind, if it waits for a rank that has died.
+        loading = _in_thread(lambda: join_and_load(spec, store, report))
+        either: list[Future[Any]] = [loading, processes.lost]
+        wait_for_futures(either, return_when=FIRST_COMPLETED)
+        error = loading.exception() if loading.done() else None
+        if error is not None and not isinstance(error, CheckpointError):
+            wait_for_futures((processes.lost,), VERDICT_S)
+        if processes.lost.done() and not isinstance(error, CheckpointError):
+            processes.lost.result()
+        runner, ranks = loading.result()
+        processes.wait_ready(lambda share: report("waiting for the other ranks", share))
+    except BaseException:
+        processes.kill()
+        raise
+    return TensorParallelRunner(runner, ranks, processes)
+
+
+def _in_thread(
+    work: Callable[[], tuple[ModelRunner, Communicator]],
+) -> Future[tuple[ModelRunner, Communicator]]:
+    future: Future[tuple[ModelRunner, Communicator]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="minisgl-load", daemon=True).start()
+    return future
+
+
+class TensorParallelRunner:
+    """As ModelRunner, which it has for rank 0, but any failure is an EngineStoppedError.
+
+    `lost` raises it too, as soon as it is known, even while `collect` hangs.
+    """
+
+    def __init__(self, own: ModelRunner, ranks: Communicator, processes: RankProcesses) -> None:
+        self.capacity = own.capacity
+        self.processes = processes
+        self._own = own
+        self._ranks = ranks
+        self._encoder = PlanEncoder()
+
+    @property
+    def lost(self) -> Future[None]:
+        return self.processes.lost
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        self.processes.send(self._encoder.encode(plan))
+        return self._own.launch(plan)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        self.processes.step = (handle.step, time.monotonic())
+        try:
+            return self._own.collect(handle)
+        except MinisglError as error:
+            raise self.processes.lose(error) from error
+        finally:
+            self.processes.step = None
+
+    def close(self) -> None:
+        if self.lost.done():
+            return
+        self.processes.begin_to_end()
+        self._own.close()
+        self._ranks.close()
+        self.processes.end()
+
+
+class RankProcesses:
+    """Ranks 1 to n - 1: started, watched and ended by one thread.
+
+    They are killed when that thread ends, which it does with this process at the latest.
+    """
+
+    def __init__(self, own: RankSpec) -> None:
+        """Returns at once. own: rank 0's."""
+        self.lost: Future[None] = Future()  # raises why the ranks are of no use any more
+        self.step: tuple[int, float] | None = None  # waited for at the moment, and since when
+        self.step_limit_s = STEP_LIMIT_S
+        self._on_gpu = own.config.device == "cuda"
+        others = range(1, own.config.tp)
+        context = torch.multiprocessing.get_context("spawn")
+        self._heartbeats = context.RawArray("d", own.config.tp)
+        pipes = {rank: context.Pipe() for rank in others}
+        self._connections = {rank: here for rank, (here, _) in pipes.items()}
+        self._far_ends = [there for _, there in pipes.values()]
+        self._processes = {
+            rank: context.Process(
+                target=run_rank,
+                args=(replace(own, rank=rank), there, self._heartbeats),
+                name=f"minisgl-rank-{rank}",
+                daemon=True,
+            )
+            for rank, (_, there) in pipes.items()
+        }
+        self._ready: set[int] = set()
+        self._failed: dict[int, Failed] = {}
+        self._changed = threading.Condition()  # _ready, or lost
+        self._ending = False
+        # multiprocessing's own way would be SIGTERM, which they ignore, and to wait for them.
+        atexit.register(self.kill)
+        threading.Thread(target=self._watch, name="minisgl-ranks", daemon=True).start()
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def wait_ready(self, report: Callable[[float], None]) -> None:
+        """Blocks until all are loaded. Raises why that will not be."""
+        with self._changed:
+            while len(self._ready) < len(self._processes) and not self.lost.done():
+                report(len(self._ready) / len(self._processes))
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+
+    def send(self, data: bytes) -> None:
+        """To all. Who reads there does little else, so this does not block."""
+        try:
+            for connection in self._connections.values():
+                connection.send_bytes(data)
+        except OSError as error:
+            raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
+
+    def lose(self, error: Exception) -> Exception:
+        """Give up because of what happened here, if it is not because a rank has died, which may be
+        noticed here first. Returns the reason."""
+        wait_for_futures((self.lost,), VERDICT_S)
+        self._lose(EngineStoppedError(f"Rank 0 failed: {error}"))
+        reason = self.lost.exception()
+        assert isinstance(reason, Exception)
+        return reason
+
+    def begin_to_end(self) -> None:
+        """From here on they may."""
+        self._ending = True
+        self.send(CLOSE)
+
+    def end(self) -> None:
+        """Wait until they have ended, for a while."""
+        wait([process.sentinel for process in self._processes.values()], CLOSE_LIMIT_S)
+        self.kill()
+        atexit.unregister(self.kill)
+
+    def kill(self) -> None:
+        self._ending = True
+        for process in self._processes.values():
+            if process.pid is not None:
+                process.kill()
+        for process in self._processes.values():
+            if process.pid is not None:
+                process.join(CLOSE_LIMIT_S)
+
+    def _watch(self) -> None:
+        # A signal that is blocked here is so in the processes, too, until they can ignore it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            for process in self._processes.values():
+                process.start()
+            for end in self._far_ends:
+                end.close()
+            self._heartbeats[:] = [time.monotonic()] * len(self._heartbeats)
+            heard = dict(self._connections)
+            sentinels = [process.sentinel for process in self._processes.values()]
+            while not self._ending:
+                said = wait([*heard.values(), *sentinels], HEARTBEAT_S)
+                for rank in [rank for rank, connection in heard.items() if connection in said]:
+                    if not self._hear(rank):
+                        del heard[rank]
+                if self._reason() is not None and not self._ending:
+                    # Those that lost the connection to a dead rank may be the first to say so.
+                    time.sleep(VERDICT_S / 4)
+                    self._lose(self._reason() or EngineStoppedError("A rank has failed."))
+                    return
+        except Exception as error:
+            self._lose(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
+
+    def _hear(self, rank: int) -> bool:
+        """Whether it may say more."""
+        try:
+            message = self._connections[rank].recv()
+        except (EOFError, OSError):
+            return False
+        if isinstance(message, Failed):
+            self._failed[rank] = message
+        elif isinstance(message, Ready):
+            with self._changed:
+                self._ready.add(rank)
+                self._changed.notify_all()
+        return True
+
+    def _reason(self) -> MinisglError | None:
+        """Why the ranks are of no use any more, if they are not."""
+        for rank, process in self._processes.items():
+            if process.exitcode is not None and rank not in self._failed:
+                return EngineStoppedError(
+                    f"Rank {rank} (process {process.pid}) {_end_of(process.exitcode)}."
+                )
+        for rank, failed in self._failed.items():
+            kind = _LOAD_ERRORS.get(failed.kind, EngineStoppedError)
+            return kind(f"Rank {rank} failed: {failed.message}")
+        now = time.monotonic()
+        for rank in self._processes:
+            if now - self._heartbeats[rank] > SILENCE_LIMIT_S:
+                return EngineStoppedError(
+                    f"Rank {rank} has given no sign of life for {SILENCE_LIMIT_S:g} s."
+                )
+        if (waiting := self.step) is not None and now - waiting[1] > self.step_limit_s:
+            silent = [
+                str(rank)
+                for rank in self._processes
+                if now - self._heartbeats[rank] > 3 * HEARTBEAT_S
+            ]
+            who = f"rank {', '.join(silent)} is silent" if silent else "all ranks are alive"
+            return EngineStoppedError(
+                f"Step {waiting[0]} has not ended within {self.step_limit_s:g} s; {who}."
+            )
+        return None
+
+    def _lose(self, reason: Exception) -> None:
+        with self._changed:
+            if self.lost.done():
+                return
+            self.kill()
+            if self._on_gpu:
+                # A kernel may wait for the dead for ever, and an orderly exit for that kernel.
+                atexit.register(os._exit, 1)
+            self.lost.set_exception(reason)
+            self._changed.notify_all()
+
+
+def _end_of(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"ended with exit code {exit_code}; it may have printed why"
