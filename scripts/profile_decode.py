@@ -40,6 +40,7 @@ KINDS = {
         "flash",
         "BatchDecode",
     ),
+    "between ranks": ("_sum_row", "_maximum_of_row", "nccl", "all_reduce", "barrier"),
     "sampling": ("_draw", "_settle", "_edit", "_record", "sampl"),
     "norm": ("norm",),
     "heads": ("_turn_and_store",),

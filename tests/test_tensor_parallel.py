@@ -42,14 +42,9 @@ async def run_with_aborts(engine: AsyncEngine, case: Case) -> list[RequestOutput
     return outputs
 
 
-@pytest.mark.parametrize(
-    ("name", "tp"), [(spec.name, 2) for spec in SPECS] + [(name, 4) for name in ON_FOUR]
-)
-def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
-    case = case_of(name)
-
+def check_with_aborts(case: Case, **options: Any) -> None:
     async def run() -> None:
-        async with AsyncEngine(load_engine(case.folder, tp=tp, **EVERYTHING)) as engine:
+        async with AsyncEngine(load_engine(case.folder, **EVERYTHING, **options)) as engine:
             outputs = await run_with_aborts(engine, case)
             await count_excused(engine, case, outputs)
             again = await batch(engine, case.prompts[-1:], [greedy()])
@@ -59,3 +54,10 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
             assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [(spec.name, 2) for spec in SPECS] + [(name, 4) for name in ON_FOUR]
+)
+def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
+    check_with_aborts(case_of(name), tp=tp)

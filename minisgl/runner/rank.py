@@ -113,11 +113,14 @@ def join_and_load(
     if config.device == "cpu":
         # More threads than cores slow all ranks down.
         torch.set_num_threads(max(1, torch.get_num_threads() // config.tp))
+    device = rank_device(config, spec.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     ranks = join_group(
         store,
         spec.rank,
         config.tp,
-        rank_device(config, spec.rank),
+        device,
         hidden_size=spec.model_config.hidden_size,
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,

@@ -1,0 +1,48 @@
+"""Ranks on GPUs of their own against one rank, and against transformers on the CPU, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SPECS
+from test_parity import SAMPLED, batch, case_of, load_engine
+from test_tensor_parallel import check_with_aborts
+
+from minisgl.engine import AsyncEngine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
+SIZES = [tp for tp in (2, 4, 8) if tp <= torch.cuda.device_count()]
+
+
+@pytest.mark.parametrize("tp", SIZES)
+@pytest.mark.parametrize("name", [spec.name for spec in SPECS])
+def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
+    spec = next(spec for spec in SPECS if spec.name == name)
+    if spec.num_heads % tp:
+        pytest.skip(f"{spec.num_heads} heads do not divide by {tp}")
+    check_with_aborts(case_of(name), tp=tp, **ON_GPU)
+
+
+@pytest.mark.parametrize("disable_pynccl", [False, True])
+@pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
+@pytest.mark.parametrize("tp", SIZES)
+def test_sampled_tokens_are_those_of_the_cpu(
+    tp: int, cuda_graph_max_bs: int, disable_pynccl: bool
+) -> None:
+    case = case_of("llama3")
+    on_gpu = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs, "disable_pynccl": disable_pynccl}
+
+    async def run(options: dict[str, Any]) -> list[list[int]]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            outputs = await batch(engine, case.prompts, SAMPLED)
+            return [output.token_ids for output in outputs]
+
+    assert asyncio.run(run({"tp": tp, **on_gpu})) == asyncio.run(run({}))
