@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.distributed import TCPStore
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
-from minisgl.distributed.symmetric import over_symmetric_memory
+from minisgl.distributed.peers import over_peer_memory
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 REPEATS = 40  # sums in a graph
@@ -42,7 +42,7 @@ def measure(rank: int, port: int, num_ranks: int, hidden: int) -> None:
     torch.manual_seed(rank)
     store = TCPStore("127.0.0.1", port, is_master=False)
     nccl = GroupCommunicator(store, rank, num_ranks, device)
-    ours = over_symmetric_memory(nccl, hidden, torch.bfloat16)
+    ours = over_peer_memory(nccl, hidden, torch.bfloat16)
     table = Table("rows", "NCCL, norm", "ours", "logits of 151,936: NCCL", "ours", "maximum")
     for num_rows in ROWS:
         cells = [

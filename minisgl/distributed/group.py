@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
+from minisgl.distributed.peers import over_peer_memory
 
 
 def join_group(
@@ -27,6 +28,4 @@ def join_group(
     group = GroupCommunicator(store, rank, size, device)
     if plain or device.type != "cuda":
         return group
-    from minisgl.distributed.symmetric import over_symmetric_memory
-
-    return over_symmetric_memory(group, hidden_size, dtype)
+    return over_peer_memory(group, hidden_size, dtype)

@@ -1,17 +1,21 @@
-"""Sums and maxima over the GPUs of one host, each in one Triton kernel on either side.
+"""What the GPUs of one host exchange, through memory that all of them can address.
 
 For the few rows of a decode step a collective costs latency, not bandwidth. So nobody asks and
 nobody waits twice: a rank writes what it has straight into an inbox that each of the others keeps
 for it, and looks into its own until everything has come. Each 4 bytes travel with 4 bytes that say
 which exchange they belong to, and a store of 8 bytes arrives whole, so that no other signal is
-needed (the LL protocol of NCCL; Hu et al., arXiv 2507.04786, section on protocols).
+needed (the LL protocol of NCCL; Hu et al., arXiv 2507.04786). A sum and the norm behind it are one
+kernel.
 
 The exchanges of a row are counted on the device, by each rank for itself; all come to the same
 count, since all run the same kernels in the same order. Inboxes alternate between two halves. A
 half is written again two exchanges later, by a rank that has seen the one in between, which its
 owner sent only after it was done with that half.
 
-All ranks add in the order of ranks, and so have the same sum, bit for bit.
+Many rows go without stamps: a rank writes into memory of its own, and the others read it behind a
+`barrier`. A sum is then in two shots: each rank adds up its share, and writes it to all.
+
+All add in the order of ranks, or take what one has added, and so have the same sum, bit for bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -48,8 +52,20 @@ class Mailbox:
 
     @property
     def num_words(self) -> int:
-        """The most that a row may have."""
         return self.inbox.shape[3]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """Bytes of each rank that the others read or write between barriers, for one stream."""
+
+    own: Tensor  # [num_bytes] uint8; sums are in the first half, their results in the second
+    addresses: Tensor  # [ranks] int64 on the device: of each rank's
+    bell: Mailbox  # of one row with two words
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.own)
 
 
 def sum_rows(part: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
@@ -91,6 +107,59 @@ def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
         **pdl_options(values.device, pdl),
     )
     return out
+
+
+def barrier(shared: SharedMemory) -> None:
+    """Behind it, what all ranks queued before it is done and can be seen.
+
+    Launched without overlap, so that the device has finished what came before in every respect.
+    """
+    anything = shared.own[:8].view(torch.int64).view(1, 1)
+    maximum(anything, shared.bell, pdl=False)
+
+
+def sum_many(part: Tensor, shared: SharedMemory) -> Tensor:
+    """As sum_rows, in two shots. The result lies in the shared memory until its next use.
+
+    part: contiguous, of at most half the shared memory; each rank's share is a whole number of
+    16 bytes.
+    """
+    num_bytes, num_ranks = part.nbytes, shared.bell.num_ranks
+    assert num_bytes % (16 * num_ranks) == 0 and 2 * num_bytes <= shared.num_bytes
+    shared.own[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
+    barrier(shared)
+    share, block = part.numel() // num_ranks, 1024
+    _sum_share[(triton.cdiv(share, block),)](
+        shared.addresses,
+        share,
+        shared.num_bytes // 2 // part.itemsize,
+        block=block,
+        kind=_KINDS[part.dtype],
+        rank=shared.bell.rank,
+        num_ranks=num_ranks,
+        num_warps=4,
+    )
+    barrier(shared)
+    half = shared.num_bytes // 2
+    return shared.own[half : half + num_bytes].view(part.dtype).view(part.shape)
+
+
+def gather(part: Tensor, shared: SharedMemory) -> Tensor:
+    """All ranks' `part` [num_rows, width] side by side: [num_rows, ranks · width], a new tensor.
+
+    part: of at most as many bytes as the shared memory; its rows are a multiple of 4 bytes.
+    """
+    num_ranks = shared.bell.num_ranks
+    shared.own[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+    barrier(shared)
+    whole = part.new_empty((part.shape[0], num_ranks * part.shape[1]))
+    num_words = whole.view(torch.int32).shape[1] // num_ranks
+    block = 4096
+    _gather_row[(triton.cdiv(num_words, block), num_ranks, part.shape[0])](
+        whole.view(torch.int32), shared.addresses, num_words, block=block, num_warps=8
+    )
+    barrier(shared)  # nobody writes there before all have read
+    return whole
 
 
 def _launch_sum(
@@ -236,6 +305,43 @@ def _maximum_of_row(
             best = tl.maximum(best, theirs)
     tl.store(out + row, best)
     tl.store(exchanges + row, exchange)
+
+
+@triton.jit(do_not_specialize=["share"])
+def _sum_share(
+    addresses,
+    share,
+    to_results,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+    rank: tl.constexpr,
+    num_ranks: tl.constexpr,
+):
+    """A part of this rank's share. Past the L1 cache, which does not see what others write."""
+    element = tl.program_id(0) * block + tl.arange(0, block)
+    inside = element < share
+    element += rank * share
+    total = tl.zeros([block], tl.float32)
+    for source in tl.static_range(num_ranks):
+        part = tl.load(addresses + source).to(tl.pointer_type(kind))
+        words = tl.load(part + element, mask=inside, other=0.0, cache_modifier=".cg")
+        total += words.to(tl.float32)
+    for target in tl.static_range(num_ranks):
+        result = tl.load(addresses + target).to(tl.pointer_type(kind)) + to_results
+        tl.store(result + element, total.to(kind), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _gather_row(whole, addresses, num_words, block: tl.constexpr):
+    """A part of a row of one rank."""
+    word = tl.program_id(0) * block + tl.arange(0, block)
+    source = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    inside = word < num_words
+    part = tl.load(addresses + source).to(tl.pointer_type(tl.int32))
+    words = tl.load(part + row * num_words + word, mask=inside, other=0, cache_modifier=".cg")
+    place = (row * tl.num_programs(1) + source) * num_words + word
+    tl.store(whole + place, words, mask=inside)
 
 
 @triton.jit

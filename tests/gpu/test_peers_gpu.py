@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from minisgl.kernels import triton_peers
 from minisgl.kernels.triton_norm import add_rms_norm
-from minisgl.kernels.triton_peers import Mailbox
+from minisgl.kernels.triton_peers import Mailbox, SharedMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +32,13 @@ class Ranks:
     def __init__(self, num_ranks: int, max_rows: int, num_words: int) -> None:
         self._shape = (2, num_ranks, max_rows, num_words)
         self._streams = [torch.cuda.Stream() for _ in range(num_ranks)]
-        self.boxes = self._mailboxes(0)
+        self.boxes = self._mailboxes([0, 0])
 
-    def _mailboxes(self, content: int) -> list[Mailbox]:
-        inboxes = [
-            torch.full(self._shape, content, dtype=torch.int64, device=GPU) for _ in self._streams
-        ]
+    def _mailboxes(self, stamps: list[int]) -> list[Mailbox]:
+        inboxes = [torch.zeros(self._shape, dtype=torch.int64, device=GPU) for _ in self._streams]
+        for inbox in inboxes:
+            for half, stamp in zip(inbox, stamps, strict=True):
+                half.fill_(stamp << 32)
         addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=GPU)
         return [
             Mailbox(
@@ -49,8 +50,8 @@ class Ranks:
     def run(self, work: Callable[[Mailbox], T]) -> list[T]:
         """`work` of all ranks at once."""
         # A kernel is loaded when it is first launched, for which the GPU may have to be idle. So
-        # all run before, in inboxes where they find the stamp of the first exchange already.
-        self._each(self._mailboxes(1 << 32), work)
+        # all run before, in inboxes where they find the stamps of two exchanges already.
+        self._each(self._mailboxes([2, 1]), work)
         return self._each(self.boxes, work)
 
     def _each(self, boxes: list[Mailbox], work: Callable[[Mailbox], T]) -> list[T]:
@@ -126,6 +127,32 @@ def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
 
         for maxima in ranks.run(work):
             assert torch.equal(maxima, values.amax(dim=(0, 2)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (300, 1024), (77, 4096)])
+def test_sums_and_gathers_of_many_rows(
+    num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
+) -> None:
+    ranks = Ranks(num_ranks, 1, 2)
+    memory = [torch.zeros(3 << 20, dtype=torch.uint8, device=GPU) for _ in range(num_ranks)]
+    addresses = torch.tensor([own.data_ptr() for own in memory], device=GPU)
+    for _ in range(3):
+        parts = parts_of(num_ranks, num_rows, size, dtype)
+
+        def add(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
+            shared = SharedMemory(memory[box.rank], addresses, box)
+            return triton_peers.sum_many(parts[box.rank], shared)
+
+        def gather(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
+            shared = SharedMemory(memory[box.rank], addresses, box)
+            return triton_peers.gather(parts[box.rank], shared)
+
+        for found in ranks.run(add):
+            assert torch.equal(found, total_of(parts))
+        for found in ranks.run(gather):
+            assert torch.equal(found, torch.cat(parts, dim=1))
 
 
 def test_in_graphs_that_are_replayed() -> None:

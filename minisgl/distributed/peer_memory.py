@@ -1,0 +1,97 @@
+"""Memory of one GPU that other processes of this host address with theirs, by CUDA IPC.
+
+The binding is to the driver. torch has this twice, and neither fits: the tensors that its
+multiprocessing shares are mapped on their own GPU, and the symmetric memory of torch.distributed
+counts its meetings for each process, so that a process which starts a second group waits for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LAZY_ENABLE_PEER_ACCESS = 1
+_HANDLE_BYTES = 64
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_char * _HANDLE_BYTES),)
+
+
+# From cuda.h.
+_SIGNATURES = {
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), c_uint64),
+    "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
+    "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
+    "cuIpcCloseMemHandle": (c_uint64,),
+}
+
+
+class PeerMemoryError(RuntimeError):
+    """The driver refuses to share memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Address:
+    """To be sent: a place in an allocation of this process."""
+
+    handle: bytes
+    offset: int
+
+
+class PeerMemory:
+    """What this process has mapped of the others' memory."""
+
+    def __init__(self) -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+            self._functions = {name: getattr(driver, name) for name in _SIGNATURES}
+            self._name_of_error = driver.cuGetErrorName
+        except (OSError, AttributeError) as error:
+            raise PeerMemoryError(str(error)) from error
+        for name, function in self._functions.items():
+            function.argtypes, function.restype = _SIGNATURES[name], c_int
+        self._mapped: dict[bytes, int] = {}
+
+    def addresses(self, own: Tensor, rank: int, num_ranks: int) -> Tensor:
+        """[num_ranks] int64, on the device of `own`: of the tensor that each rank has given, as
+        this process addresses it. All ranks call it together, and keep their tensors."""
+        sent: list[_Address | None] = [None] * num_ranks
+        dist.all_gather_object(sent, self._address(own))
+        found = [
+            own.data_ptr() if source == rank else self._map(address)
+            for source, address in enumerate(sent)
+            if address is not None
+        ]
+        return torch.tensor(found, dtype=torch.int64, device=own.device)
+
+    def close(self) -> None:
+        for base in self._mapped.values():
+            self._call("cuIpcCloseMemHandle", base)
+        self._mapped.clear()
+
+    def _address(self, tensor: Tensor) -> _Address:
+        base, size, handle = c_uint64(), c_size_t(), _Handle()
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
+        self._call("cuIpcGetMemHandle", byref(handle), base.value)
+        return _Address(bytes(handle), tensor.data_ptr() - base.value)
+
+    def _map(self, address: _Address) -> int:
+        # An allocation can be opened once only, and several tensors may lie in one.
+        if address.handle not in self._mapped:
+            base, handle = c_uint64(), _Handle.from_buffer_copy(address.handle)
+            self._call("cuIpcOpenMemHandle_v2", byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)
+            self._mapped[address.handle] = base.value
+        return self._mapped[address.handle] + address.offset
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if (code := self._functions[name](*arguments)) != 0:
+            text = c_char_p()
+            self._name_of_error(c_int(code), byref(text))
+            reason = text.value.decode() if text.value else f"error {code}"
+            raise PeerMemoryError(f"{name}: {reason}")
