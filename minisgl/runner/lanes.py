@@ -81,7 +81,7 @@ class Lanes:
     def enter_thread(self) -> None:
         """To be called once by each thread that uses the lanes: what torch does without being told
         where is then done on this device."""
-        if self._is_cuda:
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)
 
     @contextlib.contextmanager
