@@ -105,9 +105,12 @@ class _StopMatcher:
         self.num_matched = 0  # the longest beginning of `stop` that the text so far ends with
         # Where `stop[: n + 1]` goes on after a mismatch: its longest proper beginning that is also
         # its end.
-        self._borders = [0]
+        borders = [0]
+        self._borders: Sequence[int] = borders
         for char in stop[1:]:
-            self._borders.append(self._advance(self._borders[-1], char))
+            borders.append(self._advance(borders[-1], char))
+        # The garbage collector, which stops everyone, goes through lists but not such tuples.
+        self._borders = tuple(borders)
 
     def find(self, text: str, start: int) -> int | None:
         """The end of the next match in `text`, where what is before `start` has been seen."""

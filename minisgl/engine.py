@@ -56,12 +56,9 @@ from minisgl.runner.tp import TensorParallelRunner, load_ranks
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# Texts up to this many characters are tokenized on the loop; it takes under a millisecond.
-MAX_CHARS_ON_LOOP = 4096
 
 Handle = TypeVar("Handle")
 # Called with the phase and, where it can be counted, its share done (0 to 1).
@@ -328,7 +325,7 @@ class AsyncEngine:
     async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         encode = partial(self._need_tokenizer().encode, add_special_tokens=add_special_tokens)
-        if len(text) <= MAX_CHARS_ON_LOOP:
+        if len(text) <= MAX_SHORT_CHARS:
             return encode(text)
         return await asyncio.to_thread(encode, text)
 

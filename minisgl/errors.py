@@ -38,11 +38,14 @@ class ConfigError(CallerError):
 
 
 class InvalidRequestError(CallerError):
-    """A field of a request is wrong. `param` names the field."""
+    """A field of a request is wrong. `param` names it; who knows its name better may change it."""
 
     def __init__(self, param: str, message: str) -> None:
-        super().__init__(f"{param}: {message}")
-        self.param = param
+        super().__init__(message)
+        self.param: str = param
+
+    def __str__(self) -> str:
+        return f"{self.param}: {self.args[0]}"
 
 
 class ContextLengthError(InvalidRequestError):

@@ -19,6 +19,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What a caller may set of `apply_chat_template`'s own arguments; every other option goes to the
 # template by name. The rest stay ours: `chat_template` from a request would run a stranger's code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
+MAX_SHORT_CHARS = 4096  # of a text that is tokenized in under a millisecond
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError beyond
 
@@ -39,7 +40,7 @@ class Tokenizer:
         """
         self._tokenizer = tokenizer
         # The wrapper sets padding and truncation at each call, which threads must not do at once;
-        # the backend without either is free of state, and lets go of the GIL.
+        # the backend without either is free of state.
         self._backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -120,7 +121,14 @@ class Tokenizer:
 
     def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) <= MAX_SHORT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Only the library's calls for batches let other threads run. They wait for a pool of
+            # threads, which a short text, perhaps on an event loop, must not do.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return encoding.ids
         except TypeError as error:
             raise InvalidRequestError(param, "is not Unicode text (a lone surrogate).") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -245,3 +246,17 @@ def test_a_hostile_stop_string_costs_no_more_than_its_length_once() -> None:
     detokenizer = Detokenizer(byte_level(), stop=("a" * 20_000 + "b",))
     text = "".join(detokenizer.push(a) for _ in range(20_001))
     assert text == "a" and len(detokenizer.flush()) == 20_000
+
+
+def test_the_garbage_collector_does_not_go_through_stop_strings() -> None:
+    """Of a thousand choices with many long ones it would take, and stop everyone for, a second."""
+    length = 251
+
+    def num_long() -> int:
+        gc.collect()
+        found = (one for one in gc.get_objects() if type(one) in (list, tuple))
+        return sum(len(one) == length for one in found)
+
+    before = num_long()
+    detokenizers = [Detokenizer(byte_level(), stop=["x" * length]) for _ in range(20)]
+    assert num_long() < before + len(detokenizers)

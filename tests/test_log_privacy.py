@@ -138,7 +138,7 @@ def test_no_log_of_a_run_has_a_word_of_prompts_and_answers(tiny_model: Path, str
     )
     assert re.search(r" INFO request \w+: 401\ invalid_api_key$", log, re.M)
     assert re.search(r" INFO request \w+: 404\ model_not_found\ \(model\)$", log, re.M)
-    assert ": 400 prompt: The prompt has " in log
+    assert ": 400 messages: The prompt has " in log
     assert log.count(" INFO request ") >= len(REFUSED)
 
 

@@ -77,7 +77,7 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(hmac, "compare_digest", agree)
         assert (await client.get("/v1/models", headers=wrong)).status_code == 200
         assert (await client.get("/v1/models")).status_code == 200
-    assert compared == [(b"Bearer wrong", b"Bearer secret"), (b"", b"Bearer secret")]
+    assert compared == [(b"bearer wrong", b"bearer secret"), (b"", b"bearer secret")]
 
 
 # -- web pages ------------------------------------------------------------------------------------

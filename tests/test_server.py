@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import LETTERS, FakeEngine
+from fake_engine import LETTERS, FakeEngine, FakeStream, FakeTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.errors import ConfigError, StepError
@@ -25,6 +27,7 @@ from minisgl.server.app import MAX_BODY_BYTES, create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind, http_settings
 from minisgl.server.service import Service
+from minisgl.server.sse import MANY_SCORED, MAX_TURN_S
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
@@ -153,6 +156,49 @@ async def test_every_kind_of_prompt_is_echoed(prompt: Any) -> None:
     assert scoring.choices[0].logprobs.token_logprobs == [None, -0.5]
     assert echoing.choices[0].text == "hiab"
     assert echoing.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("length", "on_loop"), [(MANY_SCORED, True), (MANY_SCORED + 2, False)])
+async def test_many_logprobs_are_written_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, length: int, on_loop: bool
+) -> None:
+    threads: set[threading.Thread] = set()
+
+    def token_text(self: FakeTokenizer, token_id: int, /) -> str:
+        threads.add(threading.current_thread())
+        return chr(token_id)
+
+    monkeypatch.setattr(FakeTokenizer, "token_text", token_text)
+    asked = {"prompt": "a" * length, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+    async with http_client(FakeEngine()) as client:
+        answer = (await client.post("/v1/completions", json=asked)).text
+    assert answer.count("-0.5") >= length - 1
+    assert (threads == {threading.current_thread()}) is on_loop
+    assert (threading.current_thread() in threads) is on_loop
+
+
+async def test_others_have_their_turn_while_many_choices_are_submitted() -> None:
+    turns: list[bool] = []  # whether each was the loop's, or submitted a choice
+
+    class Slow(FakeEngine):
+        def submit(self, *args: Any, **options: Any) -> FakeStream:
+            time.sleep(MAX_TURN_S / 4)
+            turns.append(False)
+            return super().submit(*args, **options)
+
+    async def tick() -> None:
+        while True:
+            turns.append(True)
+            await asyncio.sleep(0)
+
+    async with openai_client(Slow()) as client:
+        ticking = asyncio.ensure_future(tick())
+        answer = await client.completions.create(model="fake", prompt="a", n=40, max_tokens=1)
+        ticking.cancel()
+    assert len(answer.choices) == 40
+    runs = [len([*run]) for ticked, run in itertools.groupby(turns) if not ticked]
+    assert sum(runs) == 40 and max(runs) <= 5
 
 
 async def test_64_streams_at_once() -> None:

@@ -5,10 +5,11 @@ The answers are those of the bundled model, so a field that is swallowed on its 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -20,7 +21,7 @@ from minisgl.engine import AsyncEngine
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 SUM: Any = [{"role": "user", "content": "What is 17 + 25?"}]
-MAX_SEQ_LEN = 256
+MAX_SEQ_LEN = 128
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,24 @@ def token_ids(demo: Served[AsyncEngine], text: str) -> list[int]:
     tokenizer = demo.engine.tokenizer
     assert tokenizer is not None
     return tokenizer.encode(text)
+
+
+@pytest.fixture(scope="module")
+def hello(client: openai.OpenAI) -> Any:
+    """The greedy answer to HELLO."""
+    return chat(client, temperature=0).choices
+
+
+@pytest.fixture(scope="module")
+def reference(client: openai.OpenAI) -> Callable[..., list[str]]:
+    """`tokens_of` what several tests compare with, asked for once: greedy, or with a seed."""
+
+    @functools.cache
+    def tokens(**fields: Any) -> list[str]:
+        assert fields["temperature"] == 0 or "seed" in fields
+        return tokens_of(client, **fields)
+
+    return tokens
 
 
 # -- model, messages, prompt ----------------------------------------------------------------------
@@ -221,38 +240,39 @@ def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
     assert len(texts) > 1
 
 
-def test_temperature(client: openai.OpenAI) -> None:
-    greedy = tokens_of(client, temperature=0)
-    assert tokens_of(client, temperature=0, seed=5) == greedy
-    assert tokens_of(client, temperature=2, seed=5) != greedy
+def test_temperature(client: openai.OpenAI, reference: Callable[..., list[str]]) -> None:
+    likeliest = reference(temperature=0)
+    assert tokens_of(client, temperature=0, seed=5) == likeliest
+    assert tokens_of(client, temperature=2, seed=5) != likeliest
     # Where the request is silent, the checkpoint's own default holds: this one wants greedy.
-    assert tokens_of(client, temperature=None) == tokens_of(client) == greedy
+    assert tokens_of(client, temperature=None) == tokens_of(client) == likeliest
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1}])
 def test_what_leaves_only_the_likeliest_token_is_greedy(
-    client: openai.OpenAI, fields: dict[str, Any]
+    client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
-    greedy = tokens_of(client, temperature=0)
     for seed in range(3):
-        assert tokens_of(client, temperature=2, seed=seed, **fields) == greedy
+        found = tokens_of(client, temperature=2, seed=seed, **fields)
+        assert found == reference(temperature=0)
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0}])
 def test_what_leaves_every_token_changes_nothing(
-    client: openai.OpenAI, fields: dict[str, Any]
+    client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
-    assert tokens_of(client, temperature=2, seed=3, **fields) == tokens_of(
-        client, temperature=2, seed=3
-    )
+    found = tokens_of(client, temperature=2, seed=3, **fields)
+    assert found == reference(temperature=2, seed=3)
 
 
 @pytest.mark.parametrize(
     "fields", [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1e6}]
 )
-def test_penalties_make_repeated_tokens_rare(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_penalties_make_repeated_tokens_rare(
+    client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
+) -> None:
     asked: dict[str, Any] = {"prompt": "I I I I I I I", "temperature": 0, "max_tokens": 40}
-    plain, penalized = tokens_of(client, **asked), tokens_of(client, **asked, **fields)
+    plain, penalized = reference(**asked), tokens_of(client, **asked, **fields)
     assert len(set(penalized)) > len(set(plain))
     assert max(Counter(penalized).values()) < max(Counter(plain).values())
 
@@ -260,19 +280,24 @@ def test_penalties_make_repeated_tokens_rare(client: openai.OpenAI, fields: dict
 @pytest.mark.parametrize(
     "fields", [{"frequency_penalty": -2}, {"presence_penalty": -2}, {"repetition_penalty": 1e-6}]
 )
-def test_penalties_may_be_rewards(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+def test_penalties_may_be_rewards(
+    client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
+) -> None:
     asked: dict[str, Any] = {"prompt": "The names are", "temperature": 2, "seed": 1}
-    assert tokens_of(client, **asked, **fields) != tokens_of(client, **asked)
+    assert tokens_of(client, **asked, **fields) != reference(**asked)
 
 
-def test_logit_bias(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
-    first, *_ = tokens_of(client, temperature=0)
+def test_logit_bias(
+    demo: Served[AsyncEngine], client: openai.OpenAI, reference: Callable[..., list[str]]
+) -> None:
+    likeliest = reference(temperature=0)
+    first = likeliest[0]
     (banned,) = token_ids(demo, first)
     assert first not in tokens_of(client, temperature=0, logit_bias={str(banned): -100})
     (wanted,) = token_ids(demo, " Turin"[:4])
     bias = {str(wanted): 100}
     assert tokens_of(client, temperature=0, logit_bias=bias, max_tokens=4) == [" Tur"] * 4
-    assert tokens_of(client, temperature=0, logit_bias={}) == tokens_of(client, temperature=0)
+    assert tokens_of(client, temperature=0, logit_bias={}) == likeliest
 
 
 # -- stopping -------------------------------------------------------------------------------------
@@ -330,6 +355,13 @@ def test_skip_special_tokens(client: openai.OpenAI) -> None:
     shown = complete(client, temperature=0, ignore_eos=True, skip_special_tokens=False)
     assert "<|im_end|>" not in text_of(hidden)
     assert "<|im_end|>" in text_of(shown)
+
+
+def test_skip_special_tokens_of_an_echo(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+    ids = token_ids(demo, "Hello<|im_end|>")
+    asked: dict[str, Any] = {"prompt": ids, "echo": True, "max_tokens": 0}
+    assert text_of(complete(client, **asked)) == "Hello"
+    assert text_of(complete(client, **asked, skip_special_tokens=False)) == "Hello<|im_end|>"
 
 
 # -- logprobs and echo ----------------------------------------------------------------------------
@@ -542,9 +574,10 @@ HARMLESS_IN_CHAT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HARMLESS + HARMLESS_IN_CHAT)
-def test_what_changes_nothing_is_accepted(client: openai.OpenAI, fields: dict[str, Any]) -> None:
-    plain = chat(client, temperature=0).choices
-    assert chat(client, temperature=0, **fields).choices == plain
+def test_what_changes_nothing_is_accepted(
+    client: openai.OpenAI, hello: Any, fields: dict[str, Any]
+) -> None:
+    assert chat(client, temperature=0, **fields).choices == hello
     if fields in HARMLESS:
         assert complete(client, temperature=0, **fields).choices[0].text == " list."
 
@@ -670,8 +703,20 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"verbosity": "low"}, "verbosity"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    *(
+        ({"chat_template_kwargs": {name: value}}, "chat_template_kwargs")
+        for name, value in (
+            ("self", 1),
+            ("messages", []),
+            ("conversation", []),
+            ("tools", [{"type": "function", "function": {"name": "f"}}]),
+            ("documents", [{"title": "a", "text": "b"}]),
+            ("add_generation_prompt", False),
+            ("continue_final_message", True),
+            ("tokenize", True),
+            ("chat_template", "x"),
+        )
+    ),
     ({"chat_template": "x"}, "chat_template"),
     ({"documents": []}, "documents"),
     ({"echo": True}, "echo"),

@@ -15,6 +15,7 @@ from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
     StrictChatRequest,
+    StrictCompletionRequest,
     decode,
     fitted,
     for_choice,
@@ -113,6 +114,21 @@ def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param
     with pytest.raises(InvalidRequestError) as caught:
         completion(**fields)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{}", "prompt: is missing."),
+        (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
+        (b'{"prompt": "a", "logit_bias": {"a": 1}}', "logit_bias: in a key, expected `int`"),
+        (b'{"prompt": "a", "logit_bias": {"5": "a"}}', "logit_bias: expected `float`"),
+    ],
+)
+def test_messages_are_for_people(body: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(body, StrictCompletionRequest)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(

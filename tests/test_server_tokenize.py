@@ -84,6 +84,7 @@ def test_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
         ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
         ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
     ],
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from toy_tokenizers import (
 )
 
 from minisgl.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from minisgl.tokenizer import Tokenizer
+from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 
@@ -266,6 +268,36 @@ def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
     with ThreadPoolExecutor(8) as pool:
         for index, got in enumerate(pool.map(work, range(100))):
             assert got == expected[index % len(TEXTS)]
+
+
+@pytest.mark.parametrize("way", ["encode", "chat"])
+def test_other_threads_run_while_a_long_text_is_tokenized(way: str) -> None:
+    """Such as an event loop that has other requests to serve."""
+    tokenizer = byte_level()
+    text = "Hello, you! " * 50_000
+    began = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        if way == "encode":
+            running = pool.submit(tokenizer.encode, text)
+        else:
+            running = pool.submit(tokenizer.chat, [{"role": "user", "content": text}])
+        turns = [time.perf_counter()]
+        while not running.done():
+            time.sleep(1e-3)
+            turns.append(time.perf_counter())
+    took = turns[-1] - began
+    longest = max(after - before for before, after in itertools.pairwise([began, *turns]))
+    assert longest < took / 2
+
+
+def test_a_long_text_has_the_tokens_of_the_library() -> None:
+    backend = byte_level_backend()
+    for length in (MAX_SHORT_CHARS, MAX_SHORT_CHARS + 1):
+        for text in TEXTS:
+            long = (text * length)[:length]
+            assert byte_level().encode(long) == backend.encode(long).ids
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        byte_level().encode("a" * MAX_SHORT_CHARS + "\ud800")
 
 
 def test_load_reads_what_was_saved(tmp_path: Path) -> None:

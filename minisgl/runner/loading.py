@@ -31,7 +31,7 @@ from minisgl.runner.runner import ModelRunner
 
 NO_ROOM_FOR_GRAPHS = (
     "No room for what CUDA graphs need of memory besides the KV cache: lower --memory-ratio, "
-    "--cuda-graph-max-bs or --max-running-requests."
+    "--max-running-requests or --cuda-graph-max-bs, which at 0 needs none."
 )
 
 # Called with the phase and the share of it that is done, 0 to 1.

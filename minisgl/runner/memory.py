@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from minisgl.config import ModelFacts, ResolvedConfig
 from minisgl.errors import DeviceMemoryError
 
 GIB = 1 << 30
+MIN_PAGES = 2  # the scratch page, and one to use
 
 
 def allocate_kv(
@@ -32,7 +34,7 @@ def allocate_kv(
     except RuntimeError as error:  # OutOfMemoryError on a GPU; the CPU's allocator has no own type
         raise DeviceMemoryError(
             f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "
-            "lower --num-pages, --memory-ratio or --page-size."
+            "lower --memory-ratio or --num-pages; without --num-pages as many are made as fit."
         ) from error
 
 
@@ -68,14 +70,16 @@ def fit_num_pages(config: ResolvedConfig, facts: ModelFacts, use: MemoryUse) -> 
     """
     page_bytes = facts.kv_bytes_per_token(config.dtype) * config.page_size
     budget = int(use.free_at_start * config.memory_ratio)
-    room = budget - use.weight_bytes - use.activation_bytes - use.graph_bytes
-    num_pages = room // page_bytes
-    if num_pages < 2:
+    taken = use.weight_bytes + use.activation_bytes + use.graph_bytes
+    num_pages = (budget - taken) // page_bytes
+    if num_pages < MIN_PAGES:
+        least = math.ceil(100 * (taken + MIN_PAGES * page_bytes) / use.free_at_start) / 100
         raise DeviceMemoryError(
             f"--memory-ratio {config.memory_ratio} of the {use.free_at_start / GIB:.1f} GiB free "
             f"is {budget / GIB:.1f} GiB; weights take {use.weight_bytes / GIB:.1f}, the largest "
             f"step {use.activation_bytes / GIB:.1f} and CUDA graphs {use.graph_bytes / GIB:.1f}, "
-            "which leaves nothing for the KV cache. Raise it, or lower --max-prefill-length, "
-            "--max-running-requests or --cuda-graph-max-bs."
+            "which leaves nothing for the KV cache. "
+            + (f"Raise it to {least} or more, or lower " if least <= 1 else "Lower ")
+            + "--max-prefill-length, --max-running-requests or --cuda-graph-max-bs."
         )
     return num_pages

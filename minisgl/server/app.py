@@ -52,6 +52,8 @@ from minisgl.server.service import Engine, Service, Tokenizer
 from minisgl.server.sse import StreamedAnswer, WholeAnswer
 
 MAX_BODY_BYTES = 16 << 20
+# Numbers, texts, lists and objects in a body: decoding so many holds the loop for some 50 ms.
+MAX_VALUES = 1 << 19
 MANY_TOKENS = 4096  # whose texts are put together in a thread
 OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which carry no key
 
@@ -144,9 +146,13 @@ class Routes:
                 token_ids.append(prompt)
         jobs = self._jobs(engine, body, token_ids)
         if body.echo:
+            shown = _visible_text if body.skip_special_tokens is not False else _full_text
+            echoes = [
+                prompt if isinstance(prompt, str) else await _text(engine, shown, prompt)
+                for prompt in prompts
+            ]
             for job in jobs:
-                prompt = prompts[job.index // body.num_choices]
-                job.echo = prompt if isinstance(prompt, str) else _decode(engine, prompt)
+                job.echo = echoes[job.index // body.num_choices]
         return _answer(request, engine, body, model, CompletionChoice, jobs)
 
     async def models(self, request: Request) -> Response:
@@ -237,13 +243,15 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._expected = b"bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, space, key = given.partition(b" ")
+            # The case of a scheme's name does not matter (RFC 9110, 11.1).
+            if not hmac.compare_digest(scheme.lower() + space + key, self._expected):
                 error = HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
                 log_failure(request_id(scope), 401, error)
                 app = _error_response(error, {"www-authenticate": "Bearer"})
@@ -265,7 +273,20 @@ async def _read(request: Request, kind: type[Body]) -> Body:
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise too_large
+    if _num_values(body) > MAX_VALUES:
+        limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
+        raise HTTPError(413, limit, "request_too_large")
     return decode(bytes(body), kind)
+
+
+def _num_values(body: bytearray) -> int:
+    """At most so many are in it: each but the outermost comes after a comma or a bracket.
+
+    Those within a text count too; one with so many of them is longer than sequences are.
+    """
+    if len(body) <= MAX_VALUES:
+        return len(body)
+    return 1 + sum(map(body.count, (b",", b"[", b"{")))
 
 
 def _answer(
@@ -288,8 +309,8 @@ def _answer(
     return StreamedAnswer(engine, reply) if body.stream else WholeAnswer(engine, reply)
 
 
-def _decode(engine: Engine, token_ids: Sequence[int]) -> str:
-    return engine.tokenizer.decode(token_ids) if engine.tokenizer else ""
+def _visible_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_ids)
 
 
 def _full_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
@@ -298,6 +319,15 @@ def _full_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+async def _text(
+    engine: Engine, shown: Callable[[Tokenizer, Sequence[int]], str], token_ids: Sequence[int]
+) -> str:
+    """Of a prompt; nothing where the model has no tokenizer."""
+    if engine.tokenizer is None:
+        return ""
+    return await _put_together(shown, engine.tokenizer, token_ids)
 
 
 async def _put_together(

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct, inspect
@@ -32,6 +32,10 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+# What a template knows besides its own options: a field of the request says it, or nobody.
+TEMPLATE_FIELDS = frozenset(
+    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+)
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -178,7 +182,7 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _template_options(chosen: dict[str, Any] | None, **fields: object) -> dict[str, Any]:
     """What goes to the chat template besides the messages: null says nothing."""
     chosen = chosen or {}
-    for name in chosen.keys() & {"self", "messages"}:  # what they are handed on with
+    for name in chosen.keys() & TEMPLATE_FIELDS:
         raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
     return {name: value for name, value in fields.items() if value is not None} | chosen
 
@@ -242,7 +246,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]  # of one kind
     max_tokens: Count | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
@@ -266,17 +270,16 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         given = self.prompt
         if isinstance(given, str):
             return [given]
-        if given and all(isinstance(item, int) for item in given):
-            return [[item for item in given if isinstance(item, int)]]
+        kinds = {*map(type, given)}
+        if kinds == {int}:
+            return [cast("list[int]", given)]
         if len(given) * self.num_choices > MAX_CHOICES:
             raise InvalidRequestError("prompt", f"with n, at most {MAX_CHOICES} choices are made.")
-        texts = [item for item in given if isinstance(item, str)]
-        token_ids = [item for item in given if isinstance(item, list)]
-        if not given or len(given) not in (len(texts), len(token_ids)):
+        if kinds not in ({str}, {list}):
             raise InvalidRequestError(
                 "prompt", "must be a text, a list of texts, or one or more lists of token ids."
             )
-        return texts or token_ids
+        return cast("list[str] | list[list[int]]", given)
 
     def sampling(self, defaults: Defaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
@@ -388,6 +391,12 @@ def _field_error(message: str, kind: type[Struct]) -> CallerError:
     what = what[:1].lower() + what[1:MAX_MESSAGE_CHARS]
     if what.startswith("expected `null`"):
         what = "is not supported; leave it out"
+    elif what.startswith("object missing required field"):
+        what = "is missing"
+    elif what.startswith("object contains unknown field"):
+        what = "is not known; leave it out"
+    elif where.startswith("key` in `"):
+        what = f"in a key, {what}"
     elif what.startswith("invalid enum value"):
         what = f"{what}; {one_of(_values_at(kind, path))}"
     return InvalidRequestError(".".join(path), f"{what}.")

@@ -108,6 +108,11 @@ class Choice(ABC):
         self._texts.append(text)
         self._logprobs += logprobs
 
+    @property
+    def num_scored(self) -> int:
+        """Tokens kept with their logprobs."""
+        return len(self._logprobs)
+
     def whole(self) -> dict[str, Any]:
         wanted = self.job.params.logprobs is not None
         return {

@@ -7,6 +7,7 @@ being sent would not close an async generator, so a `finally` there runs at garb
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
 
@@ -16,6 +17,10 @@ from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.access import log_failure, request_id
 from minisgl.server.replies import DONE, Choice, Reply, error_body, event
 from minisgl.server.service import Engine, OutputStream
+
+MAX_TURN_S = 0.005  # that the choices of one answer may keep the loop, all submitted together
+# Tokens whose logprobs are written in a thread; with 20 rivals each takes some 10 µs.
+MANY_SCORED = 256
 
 
 class Answer(ABC):
@@ -32,10 +37,14 @@ class Answer(ABC):
         watching: asyncio.Task[None] | None = None
         try:
             # All of it is submitted before the first byte, so that a refusal has its own status.
+            turn_began_s = time.monotonic()
             for choice in self._reply.choices:
                 job = choice.job
                 id = f"{self._reply.id}-{job.index}"
                 streams.append(self._engine.submit(job.prompt_token_ids, job.params, request_id=id))
+                if time.monotonic() - turn_began_s > MAX_TURN_S:
+                    await asyncio.sleep(0)
+                    turn_began_s = time.monotonic()
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:
@@ -68,7 +77,8 @@ class WholeAnswer(Answer):
     async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
         choices = self._reply.choices
         await _all_or_none(map(_keep, choices, streams))
-        body = self._reply.whole()
+        many = sum(choice.num_scored for choice in choices) > MANY_SCORED
+        body = await asyncio.to_thread(self._reply.whole) if many else self._reply.whole()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
@@ -109,7 +119,9 @@ async def _keep(choice: Choice, stream: OutputStream) -> None:
 
 async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
     async for delta in stream:
-        if events := choice.events(delta):
+        many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
+        events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)
+        if events:
             await send({"type": "http.response.body", "body": events, "more_body": True})
     choice.check_finished()
 
