@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+
 from minisgl.config import EngineConfig
 from minisgl.server.config import ServerConfig
 
@@ -15,4 +19,11 @@ def serve(engine: EngineConfig, server: ServerConfig) -> int:
     set_up_logging()
     from minisgl.server import run
 
-    return run(engine, server)
+    exit_code = run(engine, server)
+    if exit_code:
+        # The engine has failed: its threads may hang in what it failed of, and an orderly exit
+        # would wait for them.
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(exit_code)
+    return exit_code

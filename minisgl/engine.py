@@ -572,9 +572,9 @@ class AsyncEngine:
             await self.drain(0)
         finally:
             self._max_in_flight = 0
-            if self._lost is None or not self._lost.done():  # or else what is launched may not end
+            if self._lost is None or not self._lost.done():  # or else it may wait for ever
                 await asyncio.to_thread(self._collector.close)
-                await asyncio.to_thread(self._runner.close)
+            await asyncio.to_thread(self._runner.close)
 
     async def __aenter__(self) -> AsyncEngine:
         return self

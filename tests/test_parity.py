@@ -142,11 +142,11 @@ async def count_excused(engine: AsyncEngine, case: Case, outputs: list[RequestOu
                 f"{case.spec}: token {step} differs and is no close call"
             )
             excused, at = excused + 1, step + 1
-            if at == NUM_TOKENS:
+            if at == len(run.token_ids):
                 break
             forced = [*prompt, *run.token_ids[:at]]
-            got = (await complete(engine, forced, greedy(NUM_TOKENS - at))).token_ids
-    assert excused <= MAX_EXCUSED * NUM_TOKENS * len(outputs)
+            got = (await complete(engine, forced, greedy(len(run.token_ids) - at))).token_ids
+    assert excused <= MAX_EXCUSED * NUM_TOKENS * len(LENGTHS)
     return excused
 
 

@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
-from checkpoints import SPECS
-from test_parity import (
-    FEW_PAGES,
-    Case,
-    batch,
-    case_of,
-    count_excused,
-    greedy,
-    load_engine,
-)
+from checkpoints import SPECS, GreedyRun
+from test_parity import SAMPLED, Case, batch, case_of, count_excused, greedy, load_engine
 
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.request import RequestOutput
 
-# Chunks of a few tokens, prefixes that are found again, retraction.
-EVERYTHING: dict[str, Any] = {**FEW_PAGES, "max_prefill_length": 7}
-# 14 heads do not divide by 4.
-ON_FOUR = [spec.name if spec.num_heads % 4 == 0 else "qwen2-12-heads" for spec in SPECS]
+NUM_TOKENS = 20
+# Prompts in chunks, prefixes that are found again, and so few pages that requests are retracted.
+EVERYTHING: dict[str, Any] = {
+    "max_prefill_length": 16,
+    "page_size": 4,
+    "num_pages": 30,
+    "max_seq_len_override": 100,
+    "schedule_conservativeness": 0.02,
+}
+# Every architecture, with a KV head for each rank and with fewer, with biases and without, tied
+# and untied; 14 heads do not divide by 4.
+ON_FOUR = ["llama3", "llama-biased", "mistral", "qwen2-12-heads", "qwen3", "qwen3-biased"]
 
 
-async def run_with_aborts(engine: AsyncEngine, case: Case) -> list[RequestOutput]:
+def short_case_of(name: str) -> Case:
+    case = case_of(name)
+    runs = [GreedyRun(run.token_ids[:NUM_TOKENS], run.logits[:NUM_TOKENS]) for run in case.runs]
+    return dataclasses.replace(case, prompts=case.prompts[1:5], runs=runs[1:5])
+
+
+def check_with_aborts(case: Case, **options: Any) -> None:
     """The case's prompts beside others, which leave in the queue, in their prompt or in decode."""
-    leaving = [engine.submit(prompt[::-1], greedy(50)) for prompt in case.prompts]
 
     async def leave(stream: OutputStream, num_deltas: int) -> None:
         for _ in range(num_deltas):
             await anext(stream)
         stream.abort()
 
-    aborts = [leave(stream, 5 * place) for place, stream in enumerate(leaving)]
-    outputs, *_ = await asyncio.gather(
-        batch(engine, case.prompts, [greedy()] * len(case.prompts)), *aborts
-    )
-    return outputs
+    async def run_all(engine: AsyncEngine) -> list[RequestOutput]:
+        leaving = [engine.submit(prompt[::-1], greedy(20)) for prompt in case.prompts[:3]]
+        aborts = [leave(stream, 3 * place) for place, stream in enumerate(leaving)]
+        outputs, *_ = await asyncio.gather(
+            batch(engine, case.prompts, [greedy(NUM_TOKENS)] * len(case.prompts)), *aborts
+        )
+        return outputs
 
-
-def check_with_aborts(case: Case, **options: Any) -> None:
     async def run() -> None:
         async with AsyncEngine(load_engine(case.folder, **EVERYTHING, **options)) as engine:
-            outputs = await run_with_aborts(engine, case)
-            await count_excused(engine, case, outputs)
-            again = await batch(engine, case.prompts[-1:], [greedy()])
+            await count_excused(engine, case, await run_all(engine))
+            again = await batch(engine, case.prompts[-1:], [greedy(1)])
             assert again[0].num_cached_tokens > 0
             stats = engine.stats()
             assert stats.counters.num_retractions > 0
@@ -60,4 +65,28 @@ def check_with_aborts(case: Case, **options: Any) -> None:
     ("name", "tp"), [(spec.name, 2) for spec in SPECS] + [(name, 4) for name in ON_FOUR]
 )
 def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
-    check_with_aborts(case_of(name), tp=tp)
+    check_with_aborts(short_case_of(name), tp=tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sampled_tokens_are_those_of_one_rank(tp: int) -> None:
+    """Without filters the ranks exchange their best tokens, else the logits; in shapes that would
+    be captured on a GPU, too."""
+    case = case_of("llama3")
+    params = [dataclasses.replace(one, max_tokens=NUM_TOKENS) for one in SAMPLED]
+
+    async def run(options: dict[str, Any]) -> list[list[int]]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            together = await batch(engine, case.prompts, params)
+            unfiltered = await batch(engine, case.prompts[:2], [params[0], greedy(NUM_TOKENS)])
+            scored = await batch(
+                engine,
+                case.prompts[:2],
+                [dataclasses.replace(params[0], logprobs=3, prompt_logprobs=3)] * 2,
+            )
+            return [output.token_ids for output in (*together, *unfiltered, *scored)]
+
+    wanted = asyncio.run(run({}))
+    assert asyncio.run(run({"tp": tp})) == wanted
+    if tp == 2:
+        assert asyncio.run(run({"tp": tp, "padded": 4})) == wanted

@@ -125,7 +125,12 @@ def join_and_load(
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,
     )
-    return load_runner(config, spec.model_config, spec.folder, report, ranks), ranks
+    try:
+        return load_runner(config, spec.model_config, spec.folder, report, ranks), ranks
+    except BaseException:
+        if device.type == "cpu":
+            ranks.close()
+        raise
 
 
 def _run_plans(runner: ModelRunner, connection: Connection) -> None:

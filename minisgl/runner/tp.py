@@ -55,10 +55,11 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 # A step may compile kernels the first time, which takes a minute or two.
 STEP_LIMIT_S = 300.0
 # A process that runs is never silent for so long, whatever it does.
-SILENCE_LIMIT_S = 60.0
+SILENCE_LIMIT_S = 120.0
 # Whoever notices first that something is wrong gives the cause so long to be found.
 VERDICT_S = 1.0
 CLOSE_LIMIT_S = 10.0
+LEAVE_AFTER_S = 5.0
 
 _LOAD_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DeviceMemoryError)}
 
@@ -87,11 +88,13 @@ def load_ranks(
         loading = _in_thread(lambda: join_and_load(spec, store, report))
         either: list[Future[Any]] = [loading, processes.lost]
         wait_for_futures(either, return_when=FIRST_COMPLETED)
-        error = loading.exception() if loading.done() else None
-        if error is not None and not isinstance(error, CheckpointError):
-            wait_for_futures((processes.lost,), VERDICT_S)
-        if processes.lost.done() and not isinstance(error, CheckpointError):
+        if not loading.done():
             processes.lost.result()
+        error = loading.exception()
+        if isinstance(error, CheckpointError):  # which all ranks find
+            raise error
+        if isinstance(error, Exception):
+            raise processes.lose(error)
         runner, ranks = loading.result()
         processes.wait_ready(lambda share: report("waiting for the other ranks", share))
     except BaseException:
@@ -118,7 +121,8 @@ def _in_thread(
 class TensorParallelRunner:
     """As ModelRunner, which it has for rank 0, but any failure is an EngineStoppedError.
 
-    `lost` raises it too, as soon as it is known, even while `collect` hangs.
+    `lost` raises it too, as soon as it is known, even while `collect` hangs. If a GPU was used, the
+    process ends a few seconds later.
     """
 
     def __init__(self, own: ModelRunner, ranks: Communicator, processes: RankProcesses) -> None:
@@ -146,9 +150,11 @@ class TensorParallelRunner:
             self.processes.step = None
 
     def close(self) -> None:
-        if self.lost.done():
-            return
-        self.processes.begin_to_end()
+        lost = self.lost.done()
+        if lost and self.processes.on_gpu:
+            return  # what is launched may never end
+        if not lost:
+            self.processes.begin_to_end()
         self._own.close()
         self._ranks.close()
         self.processes.end()
@@ -165,7 +171,7 @@ class RankProcesses:
         self.lost: Future[None] = Future()  # raises why the ranks are of no use any more
         self.step: tuple[int, float] | None = None  # waited for at the moment, and since when
         self.step_limit_s = STEP_LIMIT_S
-        self._on_gpu = own.config.device == "cuda"
+        self.on_gpu = own.config.device == "cuda"
         others = range(1, own.config.tp)
         context = torch.multiprocessing.get_context("spawn")
         self._heartbeats = context.RawArray("d", own.config.tp)
@@ -183,6 +189,7 @@ class RankProcesses:
         }
         self._ready: set[int] = set()
         self._failed: dict[int, Failed] = {}
+        self._silent: set[int] = set()  # their connection is closed, which only their end does
         self._changed = threading.Condition()  # _ready, or lost
         self._ending = False
         # multiprocessing's own way would be SIGTERM, which they ignore, and to wait for them.
@@ -214,7 +221,8 @@ class RankProcesses:
         """Give up because of what happened here, if it is not because a rank has died, which may be
         noticed here first. Returns the reason."""
         wait_for_futures((self.lost,), VERDICT_S)
-        self._lose(EngineStoppedError(f"Rank 0 failed: {error}"))
+        kind = _LOAD_ERRORS.get(type(error).__name__, EngineStoppedError)
+        self._lose(kind(f"Rank 0 failed: {error}"))
         reason = self.lost.exception()
         assert isinstance(reason, Exception)
         return reason
@@ -255,6 +263,7 @@ class RankProcesses:
                 for rank in [rank for rank, connection in heard.items() if connection in said]:
                     if not self._hear(rank):
                         del heard[rank]
+                        self._silent.add(rank)
                 if self._reason() is not None and not self._ending:
                     # Those that lost the connection to a dead rank may be the first to say so.
                     time.sleep(VERDICT_S / 4)
@@ -280,7 +289,8 @@ class RankProcesses:
     def _reason(self) -> MinisglError | None:
         """Why the ranks are of no use any more, if they are not."""
         for rank, process in self._processes.items():
-            if process.exitcode is not None and rank not in self._failed:
+            ended = process.exitcode is not None or rank in self._silent
+            if ended and rank not in self._failed:
                 return EngineStoppedError(
                     f"Rank {rank} (process {process.pid}) {_end_of(process.exitcode)}."
                 )
@@ -309,15 +319,21 @@ class RankProcesses:
         with self._changed:
             if self.lost.done():
                 return
-            self.kill()
-            if self._on_gpu:
-                # A kernel may wait for the dead for ever, and an orderly exit for that kernel.
-                atexit.register(os._exit, 1)
             self.lost.set_exception(reason)
             self._changed.notify_all()
+        self.kill()
+        if self.on_gpu:
+            # A kernel here may wait for the dead for ever, and an orderly exit for that kernel. So
+            # whoever waits is told, and then this process ends too.
+            leaving = threading.Timer(LEAVE_AFTER_S, os._exit, (1,))
+            leaving.daemon = True
+            leaving.start()
+            atexit.register(os._exit, 1)
 
 
-def _end_of(exit_code: int) -> str:
+def _end_of(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "is ending"
     if exit_code < 0:
         return f"was killed by {signal.Signals(-exit_code).name}"
     return f"ended with exit code {exit_code}; it may have printed why"

@@ -1,0 +1,203 @@
+"""Ranks live and die together: no client waits for a dead one, and no process is left behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import make_checkpoint, spec_named
+from safetensors.torch import load_file, save_file
+from serving import demo_engine
+from test_parity import load_engine
+from test_server import HELLO, free_port, wait_for_health
+
+from minisgl import LLM
+from minisgl.engine import AsyncEngine
+from minisgl.errors import CheckpointError, ConfigError, EngineStoppedError
+from minisgl.request import SamplingParams
+
+SHARED_MEMORY = Path("/dev/shm")
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+
+
+def segments() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
+        time.sleep(0.05)
+
+
+async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
+    """Send the signal to rank 1 while two answers are written; returns why they end."""
+    streams = [engine.submit([1, 2, 3], ENDLESS) for _ in range(2)]
+    for stream in streams:
+        await anext(stream)
+    os.kill(engine._runner.processes.pids[1], how)
+    reasons: set[str] = set()
+    for stream in streams:
+        with pytest.raises(EngineStoppedError) as caught:
+            async for _ in stream:
+                pass
+        reasons.add(str(caught.value))
+    [reason] = reasons
+    with pytest.raises(EngineStoppedError, match="has failed"):
+        engine.submit([1], ENDLESS)
+    return reason
+
+
+async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
+    async with await demo_engine(tp=2) as engine:
+        pids = [pid for pid in engine._runner.processes.pids.values() if pid]
+        started = time.monotonic()
+        reason = await fail_two_answers(engine, signal.SIGKILL)
+        assert time.monotonic() - started < 10
+        assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
+        wait_until_gone(pids, 5)
+    assert not multiprocessing.active_children()
+
+
+async def test_a_rank_that_stands_still_is_found_by_the_step_it_holds_up() -> None:
+    async with await demo_engine(tp=2) as engine:
+        engine._runner.processes.step_limit_s = 4
+        pids = [pid for pid in engine._runner.processes.pids.values() if pid]
+        reason = await fail_two_answers(engine, signal.SIGSTOP)
+        assert "has not ended within 4 s; rank 1 is silent." in reason
+        wait_until_gone(pids, 5)
+
+
+def test_a_checkpoint_that_is_broken_leaves_no_process(tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named("llama"), tmp_path)
+    [file] = folder.glob("*.safetensors")
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks weights: norm\.weight"):
+        load_engine(folder, tp=2)
+    assert not multiprocessing.active_children()
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"--tp 3: .* do not divide so; allowed: 1, 2 or 4"):
+        LLM(tp=3, device="cpu")
+    assert not multiprocessing.active_children()
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text('from minisgl import LLM\nLLM(tp=2, device="cpu")\n')
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
+    assert "Rank 1" in done.stderr and "exit code 1" in done.stderr
+
+
+# -- the server -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def tp_server() -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
+    """A real one on two ranks, its address, and the processes that it has started."""
+    port = free_port()
+    command = [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", "--tp", "2"]
+    server = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    url = f"http://127.0.0.1:{port}"
+    pids: list[int] = []
+    try:
+        wait_for_health(url, 200, 60)
+        pids = children_of(server.pid)
+        yield server, url, pids
+    finally:
+        server.kill()
+        server.wait()
+        assert server.stderr is not None
+        server.stderr.close()
+        for pid in filter(is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines())
+        except (FileNotFoundError, ProcessLookupError, ValueError):
+            continue
+        if int(fields["PPid"]) == pid:
+            found.append(int(fields["Pid"]))
+    return found
+
+
+def rank_among(pids: list[int]) -> int:
+    [rank] = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return rank
+
+
+def test_a_server_ends_with_its_rank() -> None:
+    before = segments()
+    body = {"messages": HELLO, "ignore_eos": True, "stream": True, "max_tokens": 1500}
+    with tp_server() as (server, url, pids), httpx.Client(base_url=url, timeout=30) as client:
+        events: list[str] = []
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            for line in filter(None, answer.iter_lines()):
+                events.append(line)
+                if len(events) == 5:
+                    killed = time.monotonic()
+                    os.kill(rank_among(pids), signal.SIGKILL)
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert "Rank 1" in error["message"] and "SIGKILL" in error["message"]
+        assert events[-1] == "data: [DONE]"
+        assert server.wait(10) == 1
+        assert time.monotonic() - killed < 10
+        assert server.stderr and "was killed by SIGKILL" in server.stderr.read()
+        wait_until_gone(pids, 5)
+    assert segments() <= before
+
+
+def test_ranks_do_not_outlive_a_server_that_is_killed() -> None:
+    before = segments()
+    with tp_server() as (server, _, pids):
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until_gone(pids, 5)
+    assert segments() <= before
+
+
+def test_ctrl_c_ends_all_of_them_in_order() -> None:
+    """A terminal sends it to every process of the group."""
+    with tp_server() as (server, url, pids):
+        answer = httpx.post(
+            f"{url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 3}, timeout=30
+        )
+        assert answer.status_code == 200
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.wait(20) == 0
+        wait_until_gone(pids, 5)
+        assert server.stderr and "Traceback" not in server.stderr.read()

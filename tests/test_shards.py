@@ -1,0 +1,109 @@
+"""What each rank holds, and what it reads for it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import SPECS, make_checkpoint, spec_named
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl.distributed.communicator import Alone
+from minisgl.models import loader
+from minisgl.models.config import read_model_config
+from minisgl.models.loader import checkpoint_slots, load_model
+from minisgl.models.transformer import CausalLM
+from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
+
+
+class Rank(Alone):
+    """One of several, whose others are never asked."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank  # type: ignore[misc]
+        self.size = size  # type: ignore[misc]
+
+
+def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "safetensors") -> CausalLM:
+    return load_model(
+        read_model_config(folder),
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        load_format=load_format,
+        max_seq_len=64,
+        ranks=Rank(rank, size),
+    )
+
+
+@given(st.integers(1, 8), st.integers(1, 300_000))
+def test_parts_of_a_vocabulary_cover_it_once(size: int, vocab_size: int) -> None:
+    parts = [vocab_shard(vocab_size, rank, size) for rank in range(size)]
+    assert len({part.size for part in parts}) == 1
+    assert sum(part.num_real for part in parts) == vocab_size
+    for part, following in pairwise(parts):
+        assert part.first + part.size == following.first
+        assert size == 1 or following.first % 4 == 0  # the noise of ids comes in fours
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
+def test_heads_stay_with_their_kv_head(num_kv_heads: int, power: int) -> None:
+    size, num_heads = 2**power, 32
+    group = num_heads // num_kv_heads
+    for rank in range(size):
+        heads = even_shard(num_heads, rank, size)
+        kv_heads = kv_head_shard(num_kv_heads, rank, size)
+        wanted = {head // group for head in range(heads.first, heads.first + heads.size)}
+        assert wanted == set(range(kv_heads.first, kv_heads.first + kv_heads.size))
+        assert heads.size % kv_heads.size == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(spec.name, 2) for spec in SPECS] + [("llama3", 4), ("qwen3-biased", 4)]
+)
+def test_ranks_hold_the_checkpoint_between_them(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(spec_named(name), tmp_path)
+    whole = {name: slot.target for name, slot in checkpoint_slots(load(folder)).items()}
+    read = 0
+
+    def reading(stored: Any, cut: tuple[Shard, ...]) -> torch.Tensor:
+        nonlocal read
+        part = part_of(stored, cut)
+        read += part.nbytes
+        return part
+
+    part_of = loader._part
+    monkeypatch.setattr(loader, "_part", reading)
+    for rank in range(size):
+        read = 0
+        slots = checkpoint_slots(load(folder, rank, size))
+        assert slots.keys() == whole.keys()
+        for tensor_name, slot in slots.items():
+            wanted = whole[tensor_name]
+            real = tuple(slice(shard.first, shard.first + shard.num_real) for shard in slot.cut)
+            there = tuple(slice(shard.num_real) for shard in slot.cut)
+            assert torch.equal(slot.target[there], wanted[real]), tensor_name
+            padding = slot.target.clone()
+            padding[there] = 0
+            assert not padding.any()
+        # Nothing but what it holds: no padding, no other rank's part.
+        held = sum(slot.target.nbytes for slot in slots.values())
+        assert read <= held
+        assert held < 0.75 * sum(tensor.nbytes for tensor in whole.values())
+
+
+def test_random_weights_are_of_each_rank_and_as_large_as_those_of_one(tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named("llama"), tmp_path)
+    first, second = (load(folder, rank, 2, "dummy").layers[0] for rank in range(2))
+    alone = load(folder, load_format="dummy").layers[0]
+    for path in ("mlp.down_proj", "self_attn.o_proj", "self_attn.qkv_proj"):
+        one, other = first.get_submodule(path).weight, second.get_submodule(path).weight
+        assert not torch.equal(one, other)
+        ratio = float(one.std() / alone.get_submodule(path).weight.std())
+        assert ratio == pytest.approx(1, abs=0.05), path

@@ -1,0 +1,115 @@
+"""Plans arrive at other ranks as they were sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from minisgl.request import SamplingParams
+from minisgl.runner.wire import AGAIN, PlanDecoder, PlanEncoder
+from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_k=st.integers(-1, 100),
+    stop=st.lists(st.text(min_size=1), max_size=2),
+    stop_token_ids=IDS,
+    logit_bias=st.dictionaries(st.integers(0, 999), st.floats(-100, 100), max_size=3),
+    logprobs=st.none() | st.integers(0, 20),
+    max_tokens=st.none() | st.integers(1, 9),
+)
+JOINS = st.builds(
+    SlotJoin,
+    slot=st.integers(0, 255),
+    params=PARAMS,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    stop_token_ids=st.frozensets(st.integers(0, 999)),
+    prompt_token_ids=IDS,
+    output_token_ids=IDS,
+)
+CHUNKS = st.builds(
+    Chunk,
+    slot=st.integers(0, 255),
+    start=st.integers(0, 99),
+    token_ids=IDS,
+    samples=st.booleans(),
+    scored_token_ids=IDS,
+    prompt_logprobs=st.integers(0, 20),
+)
+GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99), pages=IDS)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[StepPlan]:
+    """As a scheduler makes them: steps count up, and a batch that stays is the same object."""
+    found: list[StepPlan] = []
+    batch, longest = draw(IDS), 1
+    for step in range(1, draw(st.integers(1, 8)) + 1):
+        if draw(st.booleans()):
+            batch = draw(IDS)
+        longest = draw(st.just(longest + 1) | st.integers(1, 9999))
+        rest: dict[str, object] = {}
+        if draw(st.booleans()):
+            rest = {
+                "chunks": draw(st.lists(CHUNKS, max_size=2).map(tuple)),
+                "joins": draw(st.lists(JOINS, max_size=2).map(tuple)),
+                "grants": draw(st.lists(GRANTS, max_size=2).map(tuple)),
+                "epoch": draw(st.integers(0, 2)),
+            }
+        found.append(StepPlan(step, batch, longest, **rest))  # type: ignore[arg-type]
+    return found
+
+
+def as_tuples(plan: StepPlan) -> StepPlan:
+    """Sequences of any kind as tuples, which compare."""
+    return replace(
+        plan,
+        chunks=tuple(
+            replace(c, token_ids=tuple(c.token_ids), scored_token_ids=tuple(c.scored_token_ids))
+            for c in plan.chunks
+        ),
+        joins=tuple(
+            replace(
+                j,
+                prompt_token_ids=tuple(j.prompt_token_ids),
+                output_token_ids=tuple(j.output_token_ids),
+            )
+            for j in plan.joins
+        ),
+        grants=tuple(replace(g, pages=tuple(g.pages)) for g in plan.grants),
+    )
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(plans())
+def test_what_is_sent_arrives(sent: list[StepPlan]) -> None:
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    before = None
+    for plan in sent:
+        found = decoder.decode(encoder.encode(plan))
+        assert as_tuples(found) == as_tuples(plan)
+        if before is not None and plan.decode_slots is before[0].decode_slots:
+            assert found.decode_slots is before[1].decode_slots
+        before = plan, found
+
+
+def test_steady_decode_sends_one_byte() -> None:
+    """However large the batch is and however long its rows are."""
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    batch = tuple(range(256))
+    first = StepPlan(1, batch, longest_decode=5000)
+    decoder.decode(encoder.encode(first))
+    for step in range(2, 6):
+        plan = StepPlan(step, batch, longest_decode=5000 + step - 1)
+        data = encoder.encode(plan)
+        assert data == AGAIN
+        assert decoder.decode(data) == plan
+    # New pages do not send the batch again.
+    grown = StepPlan(6, batch, 5005, grants=(PageGrant(7, 3, (9,)),))
+    data = encoder.encode(grown)
+    assert len(data) < 200
+    assert as_tuples(decoder.decode(data)) == grown
