@@ -307,7 +307,6 @@ def resolve(
         )
 
     _check_tp(config, model, device, target)
-    model = model.on_rank(config.tp)
     dtype = _resolve_dtype(config, model, target, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, notes)
     page_size = _resolve_page_size(config, device, (prefill, decode), notes)
@@ -338,7 +337,7 @@ def resolve(
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
     """Raises ConfigError where the model or the machine cannot be divided so."""
-    at_most = device.num_gpus if target == "cuda" else MAX_CPU_RANKS
+    at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
     allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
     if config.tp in allowed:
         return

@@ -35,6 +35,7 @@ CPU = DeviceFacts(has_cuda=False, free_cpu_bytes=64 << 30)
 GPU = DeviceFacts(
     has_cuda=True,
     free_cpu_bytes=64 << 30,
+    num_gpus=2,
     prefill_backends=("fi", "trtllm", "triton", "torch"),
     decode_backends=("triton", "trtllm", "fi", "torch"),
     missing_backends={"fa": "flash-attn is not installed"},
@@ -85,7 +86,10 @@ def test_a_value_that_is_never_right_is_refused_at_once(
         ({"device": "cuda"}, "--device cuda: PyTorch finds no usable GPU"),
         ({"attn": "fi"}, "--attn fi: fi needs a GPU; allowed: auto or torch"),
         ({"attn": "torch,fi"}, "--attn torch,fi: fi needs a GPU"),
-        ({"tp": 2}, "--tp 2: this version runs one rank; allowed: 1"),
+        (
+            {"tp": 3},
+            "--tp 3: 4 heads, 2 KV heads, an MLP of 3072 .* not divide so; allowed: 1, 2 or 4",
+        ),
         ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: CUDA graphs need a GPU; allowed: 0"),
     ],
 )
@@ -234,3 +238,19 @@ def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(name, "yes")
     with pytest.raises(ConfigError, match=f"{name} yes: allowed: 0 or 1"):
         overlap_enabled()
+
+
+def test_no_more_ranks_than_gpus() -> None:
+    assert resolved(machine=GPU, tp=2).tp == 2
+    with pytest.raises(ConfigError, match="--tp 4: there are 2 GPUs; allowed: 1 or 2"):
+        resolved(machine=GPU, tp=4)
+
+
+def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:
+    heads = {tp: MODEL.on_rank(tp) for tp in (1, 2, 4)}
+    assert {tp: (facts.num_heads, facts.num_kv_heads) for tp, facts in heads.items()} == {
+        1: (4, 2),
+        2: (2, 1),
+        4: (1, 1),
+    }
+    assert 2 * heads[2].kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16")
