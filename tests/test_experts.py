@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EXPERT_SPECS, make_checkpoint, spec_named
+from dummy_config import MODELS
 from safetensors.torch import load_file, save_file
 from test_parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
 from test_tensor_parallel import check_with_aborts, short_case_of
 
+from minisgl.bench.driver import RequestRecord, RunRecord
+from minisgl.bench.limits import DecodeStep, Peak, Work
+from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels import experts
@@ -180,3 +184,54 @@ def test_weights_add_up_to_one_where_they_shall() -> None:
     assert torch.equal(chosen, same)
     assert torch.equal(plain, logits.softmax(-1).gather(1, chosen.long()))
     torch.testing.assert_close(normal.sum(-1), torch.ones(5))
+
+
+# -- the limit of the hardware --------------------------------------------------------------------
+
+
+def qwen3_30b_a3b(folder: Path) -> ModelFacts:
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
+    return read_model_config(folder).facts()
+
+
+def run_of(lengths: list[int], num_steps: int) -> RunRecord:
+    requests = [
+        RequestRecord(
+            submitted_s=0.0,
+            first_token_s=1.0,
+            last_token_s=2.0,
+            num_prompt_tokens=512,
+            num_cached_tokens=0,
+            num_output_tokens=length,
+        )
+        for length in lengths
+    ]
+    return RunRecord(requests, num_steps=num_steps, num_retractions=0)
+
+
+@pytest.mark.parametrize(("batch_size", "experts_read"), [(1, 8), (8, 51.6), (32, 111.8)])
+def test_a_decode_step_reads_the_experts_that_its_rows_choose(
+    batch_size: int, experts_read: float, tmp_path: Path
+) -> None:
+    model = qwen3_30b_a3b(tmp_path)
+    step = DecodeStep.of(run_of([256] * batch_size, 256), model, "bfloat16")
+    dense = 48 * 2048 * ((2 * 32 + 2 * 4) * 128 + 128) + 2048 * 151936
+    assert step.weight_bytes == pytest.approx(
+        2 * (dense + 48 * experts_read * 3 * 2048 * 768), rel=1e-3
+    )
+    if batch_size == 1:  # on an H200
+        assert step.seconds(Peak(4.28e12, 800e12)) == pytest.approx(1.43e-3, rel=0.02)
+
+
+def test_a_run_reads_what_each_of_its_steps_does(tmp_path: Path) -> None:
+    model = qwen3_30b_a3b(tmp_path)
+    assert model.experts is not None
+    each = 2 * 48 * model.experts.num_weights  # bytes of one expert of every layer
+    dense = 2 * (model.num_layer_weights + model.num_head_weights)
+    # Two decode together for two steps and one alone for three more, behind one of prefill.
+    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16")
+    experts_read = 128 + 2 * 128 * (1 - (1 - 8 / 128) ** 2) + 3 * 8
+    assert work.weight_bytes == pytest.approx(6 * dense + experts_read * each, rel=1e-6)
+    per_token = model.num_layer_weights + 48 * 8 * model.experts.num_weights
+    pairs = 512 * 513 // 2 * 4 * 48 * 32 * 128
+    assert work.prefill_operations == 2 * (512 * 2 * per_token + 2 * model.num_head_weights + pairs)
