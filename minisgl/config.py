@@ -188,6 +188,16 @@ def check_at_least(config: Any, name: str, low: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """Of the layers with experts."""
+
+    num_layers: int
+    num_experts: int  # in each
+    num_chosen: int  # by a token
+    num_weights: int  # in the matrices of one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the options depend on, of the model."""
 
@@ -199,9 +209,10 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
-    num_layer_weights: int  # in the matrices of all layers
+    intermediate_size: int  # of MLPs and experts: what divides it divides all of them
+    num_layer_weights: int  # in the matrices of all layers, experts left out
     num_head_weights: int  # in the matrix that makes logits
+    experts: ExpertFacts | None = None
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]

@@ -55,6 +55,19 @@ MODELS = {
     "Qwen3-8B": QWEN3 | sizes(4096, 12288, 36, 32),
     "Qwen3-14B": QWEN3 | sizes(5120, 17408, 40, 40),
     "Qwen3-32B": QWEN3 | sizes(5120, 25600, 64, 64),
+    "Qwen3-30B-A3B": QWEN3
+    | sizes(2048, 6144, 48, 32)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     "Llama-3.1-8B": LLAMA3 | sizes(4096, 14336, 32, 32),
 }
 

@@ -25,6 +25,7 @@ MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 MAX_POSITION = 512
 
@@ -100,12 +101,40 @@ SPECS = [
 ]
 
 
+EXPERT_SPECS = [
+    Spec(
+        "moe",
+        "Qwen3MoeForCausalLM",
+        extra={
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
+    Spec(
+        "moe-60",
+        "Qwen3MoeForCausalLM",
+        num_layers=4,
+        tied=True,
+        sharded=True,
+        extra={
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+        },
+    ),
+]
+
 # Not of every test: a Qwen2 whose heads divide by 4.
 QWEN2_12_HEADS = Spec("qwen2-12-heads", "Qwen2ForCausalLM", num_heads=12, hidden_size=96, tied=True)
 
 
 def spec_named(name: str) -> Spec:
-    return next(spec for spec in (*SPECS, QWEN2_12_HEADS) if spec.name == name)
+    return next(spec for spec in (*SPECS, *EXPERT_SPECS, QWEN2_12_HEADS) if spec.name == name)
 
 
 def make_checkpoint(spec: Spec, folder: Path) -> Path:
@@ -153,7 +182,7 @@ def _sharpen(model: PreTrainedModel, generator: torch.Generator) -> None:
                 weight.copy_(2.5 * noise / fan_in**0.5)
             elif "o_proj" in name:
                 weight.copy_(8 * noise / fan_in**0.5)
-            elif "down_proj" in name:
+            elif "down_proj" in name or name.endswith("mlp.gate.weight"):  # MLPs, routers
                 weight.copy_(3 * noise / fan_in**0.5)
             else:
                 weight.copy_(noise / fan_in**0.5)

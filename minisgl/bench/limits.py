@@ -4,6 +4,9 @@ The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model
 each step reads every weight once, each decoded token reads the keys and values of everything before
 it, and prefill multiplies.
 
+Of experts only those count that some row of a step has chosen: of E, each row choosing k at random,
+E · (1 - (1 - k/E) ** rows).
+
 For a whole run (`Work`) what can be overlapped is added up all the same, so that the limit is of
 engines like this one, which do one thing after the other. Within one decode step (`DecodeStep`) the
 same kernels move and compute, and the longer of the two counts.
@@ -12,6 +15,7 @@ same kernels move and compute, and the longer of the two counts.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -46,7 +50,8 @@ class Work:
     @classmethod
     def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> Work:
         """What the requests of `run` and the number of its steps ask of `model` in `dtype`."""
-        weights = model.num_layer_weights + model.num_head_weights
+        weights = run.num_steps * (model.num_layer_weights + model.num_head_weights)
+        weights += _expert_weights_read(run, model)
         # Tokens whose keys and values are read or written.
         num_moved = sum(
             _num_decode_reads(request)
@@ -57,7 +62,7 @@ class Work:
             for request in run.requests
         )
         return cls(
-            weight_bytes=run.num_steps * weights * DTYPE_BYTES[dtype],
+            weight_bytes=weights * DTYPE_BYTES[dtype],
             kv_bytes=num_moved * model.kv_bytes_per_token(dtype),
             prefill_operations=prefill_operations(run.requests, model),
         )
@@ -82,10 +87,11 @@ class DecodeStep:
         num_steps, batch_size = num_output_tokens - 1, len(run.requests)
         num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
         weights = model.num_layer_weights + model.num_head_weights
+        used = weights + _expert_weights_of_row(model)
         return cls(
-            weight_bytes=weights * DTYPE_BYTES[dtype],
+            weight_bytes=(weights + _expert_weights(model, batch_size)) * DTYPE_BYTES[dtype],
             kv_bytes=(num_read + batch_size) * model.kv_bytes_per_token(dtype),
-            operations=2 * weights * batch_size + num_read * _operations_per_pair(model),
+            operations=2 * used * batch_size + num_read * _operations_per_pair(model),
         )
 
     def seconds(self, peak: Peak) -> float:
@@ -96,14 +102,46 @@ class DecodeStep:
 def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> int:
     """Of matrix products and causal attention: no padding, no masked score, one row of logits."""
     operations = 0
+    weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
     for request in requests:
         prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
-        operations += 2 * model.num_layer_weights * (prompt - cached)
+        operations += 2 * weights_of_token * (prompt - cached)
         operations += 2 * model.num_head_weights
         # The triangle of the new tokens, and all that is cached.
         pairs = (prompt - cached) * (prompt + cached + 1) // 2
         operations += pairs * _operations_per_pair(model)
     return operations
+
+
+def _expert_weights_of_row(model: ModelFacts) -> int:
+    """In the matrices of the experts that a row chooses."""
+    experts = model.experts
+    return 0 if experts is None else experts.num_layers * experts.num_chosen * experts.num_weights
+
+
+def _expert_weights(model: ModelFacts, num_rows: int) -> int:
+    """In the matrices of the experts that the rows of a step choose between them."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    missed = (1 - experts.num_chosen / experts.num_experts) ** num_rows
+    num_read = experts.num_layers * experts.num_experts * (1 - missed)
+    return round(num_read * experts.num_weights)
+
+
+def _expert_weights_read(run: RunRecord, model: ModelFacts) -> int:
+    """In the matrices of experts that the steps of a run read, if its requests decode together from
+    their first token on. Its other steps prefill many rows, and read all."""
+    if model.experts is None:
+        return 0
+    lengths = sorted(request.num_output_tokens - 1 for request in run.requests)
+    batches = [
+        len(lengths) - bisect_right(lengths, step)
+        for step in range(min(lengths[-1], run.num_steps))
+    ]
+    prefills = run.num_steps - len(batches)
+    everything = _expert_weights(model, 1 << 20)
+    return prefills * everything + sum(_expert_weights(model, batch) for batch in batches)
 
 
 def _num_decode_reads(request: RequestRecord) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minisgl.config import DTYPES, ModelFacts
+from minisgl.config import DTYPES, ExpertFacts, ModelFacts
 from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, one_of
 
 CONFIG_FILE = "config.json"
@@ -39,8 +39,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """The mixture of experts that takes the place of the MLP in some layers."""
+
+    num_experts: int
+    num_chosen: int  # by each token
+    size: int  # of an expert's MLP, between its two products
+    normalize: bool  # the chosen experts' weights add up to 1
+    layers: frozenset[int]  # those that have it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One dense decoder: attention with grouped heads and a gated MLP in every layer."""
+    """A decoder: attention with grouped heads, and a gated MLP or experts in every layer."""
 
     architecture: str
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
@@ -61,11 +72,26 @@ class ModelConfig:
     max_seq_len: int  # up to which the arithmetic here is the model's
     max_seq_len_reason: str | None  # why it cannot be longer; None: it can
     notes: tuple[str, ...]  # what the log should say at start
+    experts: ExpertsConfig | None = None
 
     def facts(self) -> ModelFacts:
         """What the engine's options depend on."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and o, of k and v
-        per_layer = self.hidden_size * (heads * self.head_dim + 3 * self.intermediate_size)
+        num_layer_weights = self.num_layers * self.hidden_size * heads * self.head_dim
+        num_sparse = len(self.experts.layers) if self.experts else 0
+        num_dense = self.num_layers - num_sparse
+        num_layer_weights += num_dense * 3 * self.hidden_size * self.intermediate_size
+        inner_sizes = [self.intermediate_size] * (num_dense > 0)
+        expert_facts = None
+        if self.experts is not None and num_sparse:
+            inner_sizes.append(self.experts.size)
+            num_layer_weights += num_sparse * self.hidden_size * self.experts.num_experts
+            expert_facts = ExpertFacts(
+                num_layers=num_sparse,
+                num_experts=self.experts.num_experts,
+                num_chosen=self.experts.num_chosen,
+                num_weights=3 * self.hidden_size * self.experts.size,
+            )
         return ModelFacts(
             dtype=self.dtype,
             max_seq_len=self.max_seq_len,
@@ -75,9 +101,10 @@ class ModelConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            intermediate_size=self.intermediate_size,
-            num_layer_weights=self.num_layers * per_layer,
+            intermediate_size=math.gcd(*inner_sizes),
+            num_layer_weights=num_layer_weights,
             num_head_weights=self.hidden_size * self.vocab_size,
+            experts=expert_facts,
         )
 
 
@@ -95,6 +122,7 @@ class _Architecture:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     window_switch: bool = False  # the sliding window only counts with use_sliding_window
     default_window: int | None = None
+    experts: bool = False
 
 
 _ARCHITECTURES = {
@@ -108,6 +136,13 @@ _ARCHITECTURES = {
         window_switch=True,
         default_window=4096,
     ),
+    "Qwen3MoeForCausalLM": _Architecture(
+        qk_norm=True,
+        optional_biases=_words("attention_bias"),
+        window_switch=True,
+        default_window=4096,
+        experts=True,
+    ),
 }
 
 _READ_FIELDS = _words(
@@ -116,6 +151,10 @@ _READ_FIELDS = _words(
     max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
     rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
     layer_types"""
+)
+_EXPERTS_FIELDS = _words(
+    """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef"""
 )
 # Names, token ids, and what only training, generation or an implementation looks at.
 _HARMLESS_FIELDS = _words(
@@ -160,7 +199,8 @@ def read_model_config(folder: Path) -> ModelConfig:
     fields = _Fields(read_json(path), CONFIG_FILE)
     name = _architecture_name(fields)
     architecture = _ARCHITECTURES[name]
-    _refuse_unread(fields, _READ_FIELDS | _HARMLESS_FIELDS | architecture.optional_biases)
+    known = _READ_FIELDS | _HARMLESS_FIELDS | architecture.optional_biases
+    _refuse_unread(fields, known | _EXPERTS_FIELDS if architecture.experts else known)
     if (activation := fields.values.get("hidden_act") or "silu") not in ("silu", "swish"):
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; allowed: silu")
 
@@ -201,6 +241,30 @@ def read_model_config(folder: Path) -> ModelConfig:
         max_seq_len=max_seq_len,
         max_seq_len_reason=reason,
         notes=notes,
+        experts=_read_experts(fields) if architecture.experts else None,
+    )
+
+
+def _read_experts(fields: _Fields) -> ExpertsConfig:
+    # transformers 4 and 5 name the number differently.
+    name = "num_experts" if fields.values.get("num_experts") else "num_local_experts"
+    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
+        )
+    dense = fields.values.get("mlp_only_layers") or []
+    step = fields.count("decoder_sparse_step", 1)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=fields.count("moe_intermediate_size"),
+        normalize=fields.flag("norm_topk_prob", False),
+        layers=frozenset(
+            layer
+            for layer in range(fields.count("num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.errors import CheckpointError
+from minisgl.layers.experts import Experts
 from minisgl.layers.linear import Embedding, Linear, MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
@@ -75,6 +76,9 @@ def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
     """By the names of a checkpoint's tensors, without 'model.'."""
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            slots |= _expert_slots(path, module)
+            continue
         for kind, weight in module.named_parameters(recurse=False):
             if isinstance(module, MergedLinear):
                 parent = path.rpartition(".")[0]
@@ -85,6 +89,51 @@ def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
             else:
                 slots[f"{path}.{kind}"] = Slot(weight, _cut(module, weight))
     return slots
+
+
+def _expert_slots(path: str, module: Experts) -> dict[str, Slot]:
+    """One tensor for each matrix of each expert."""
+    slots: dict[str, Slot] = {}
+    inner, hidden = module.inner, whole(module.down_proj.shape[1])
+    for expert, (gate_up, down) in enumerate(
+        zip(module.gate_up_proj, module.down_proj, strict=True)
+    ):
+        gate, up = gate_up.chunk(2)
+        slots[f"{path}.{expert}.gate_proj.weight"] = Slot(gate, (inner, hidden))
+        slots[f"{path}.{expert}.up_proj.weight"] = Slot(up, (inner, hidden))
+        slots[f"{path}.{expert}.down_proj.weight"] = Slot(down, (hidden, inner))
+    return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a checkpoint that holds the matrices of all experts."""
+
+    slots: tuple[Slot, ...]  # which it fills, each from its own cut
+    stands_for: tuple[str, ...]  # the names of `checkpoint_slots` that it takes the place of
+
+
+def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
+    """By name, as in `checkpoint_slots`."""
+    stacks: dict[str, Stack] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        names = [f"{path}.{expert}" for expert in range(len(module.down_proj))]
+        experts, hidden = whole(len(module.down_proj)), whole(module.down_proj.shape[1])
+        inner = module.inner
+        gate, up = module.gate_up_proj.chunk(2, dim=1)
+        gates = Shard(inner.first, inner.size, 2 * inner.whole)
+        ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
+        stacks[f"{path}.gate_up_proj"] = Stack(
+            (Slot(gate, (experts, gates, hidden)), Slot(up, (experts, ups, hidden))),
+            tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
+        )
+        stacks[f"{path}.down_proj"] = Stack(
+            (Slot(module.down_proj, (experts, hidden, inner)),),
+            tuple(f"{name}.down_proj.weight" for name in names),
+        )
+    return stacks
 
 
 def _cut(module: nn.Module, weight: Tensor) -> tuple[Shard, ...]:
@@ -99,7 +148,7 @@ def _cut(module: nn.Module, weight: Tensor) -> tuple[Shard, ...]:
 
 
 def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> None:
-    slots = checkpoint_slots(model)
+    slots, stacks = checkpoint_slots(model), checkpoint_stacks(model)
     total_bytes = sum(slot.target.nbytes for slot in slots.values())
     done_bytes = 0
     filled: set[str] = set()
@@ -114,23 +163,25 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
                 continue
             dtype = stored.get_dtype()
-            if name not in slots or dtype not in _WEIGHT_DTYPES:
+            known = name in slots or name in stacks
+            if not known or dtype not in _WEIGHT_DTYPES:
                 unexpected.append(f"{full_name} ({dtype})")
                 continue
-            slot = slots[name]
-            if name in filled:
+            stack = stacks[name] if name in stacks else Stack((slots[name],), (name,))
+            if not filled.isdisjoint(stack.stands_for):
                 raise CheckpointError(
                     f"{file.parent} holds {full_name} twice, again in {file.name}."
                 )
-            if stored.get_shape() != slot.shape:
-                raise CheckpointError(
-                    f"{file}: {full_name} has the shape {stored.get_shape()}; "
-                    f"the config asks for {slot.shape}."
-                )
-            slot.fill(_part(stored, slot.cut))
-            filled.add(name)
-            done_bytes += slot.target.nbytes
-            progress(done_bytes, total_bytes)
+            for slot in stack.slots:
+                if stored.get_shape() != slot.shape:
+                    raise CheckpointError(
+                        f"{file}: {full_name} has the shape {stored.get_shape()}; "
+                        f"the config asks for {slot.shape}."
+                    )
+                slot.fill(_part(stored, slot.cut))
+                done_bytes += slot.target.nbytes
+                progress(done_bytes, total_bytes)
+            filled.update(stack.stands_for)
     folder = files[0].parent
     if unexpected:
         raise CheckpointError(
@@ -179,5 +230,13 @@ def _fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
             elif weight.dim() == 1:
                 weight.zero_()
             else:
-                inputs = module.inputs.whole if isinstance(module, Linear) else weight.shape[-1]
-                weight.normal_(std=inputs**-0.5, generator=generator)
+                weight.normal_(std=_num_inputs(module, weight) ** -0.5, generator=generator)
+
+
+def _num_inputs(module: nn.Module, weight: Tensor) -> int:
+    """Of the whole map, of which this may be a rank's part."""
+    if isinstance(module, Linear):
+        return module.inputs.whole
+    if isinstance(module, Experts) and weight is module.down_proj:
+        return module.inner.whole
+    return weight.shape[-1]

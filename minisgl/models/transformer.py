@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: config in, logits out.
+"""The decoder that Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE share: config in, logits out.
 
 Modules are named as in Hugging Face checkpoints (without their leading 'model.'), which is how
 the loader finds where a tensor goes.
@@ -16,6 +16,7 @@ from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.kernels import fused
 from minisgl.kernels.fused import Residual
 from minisgl.layers.attention import SelfAttention
+from minisgl.layers.experts import SparseMLP
 from minisgl.layers.linear import Embedding, Linear, share_kernels, tune
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
@@ -26,9 +27,11 @@ from minisgl.shards import vocab_shard, whole
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP, each on the norm of the residual stream and added to it."""
+    """Attention, then an MLP or experts, each on the norm of the stream and added to the stream."""
 
-    def __init__(self, config: ModelConfig, ranks: Communicator) -> None:
+    mlp: GatedMLP | SparseMLP
+
+    def __init__(self, config: ModelConfig, index: int, ranks: Communicator) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(
@@ -42,9 +45,20 @@ class DecoderLayer(nn.Module):
             ranks=ranks,
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, ranks=ranks
-        )
+        experts = config.experts
+        if experts is not None and index in experts.layers:
+            self.mlp = SparseMLP(
+                config.hidden_size,
+                num_experts=experts.num_experts,
+                num_chosen=experts.num_chosen,
+                expert_size=experts.size,
+                normalize=experts.normalize,
+                ranks=ranks,
+            )
+        else:
+            self.mlp = GatedMLP(
+                config.hidden_size, config.intermediate_size, bias=config.mlp_bias, ranks=ranks
+            )
 
     def forward(
         self,
@@ -81,7 +95,7 @@ class CausalLM(nn.Module):
         with torch.device("meta"):
             self.embed_tokens = Embedding(self.vocab, hidden_size, ranks)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, ranks) for _ in range(config.num_layers)
+                DecoderLayer(config, index, ranks) for index in range(config.num_layers)
             )
             self.norm = RMSNorm(hidden_size, config.norm_eps)
             tied = config.tie_word_embeddings

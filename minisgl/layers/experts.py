@@ -1,0 +1,58 @@
+"""A mixture of experts in the place of a layer's MLP (Shazeer et al., arXiv 1701.06538)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minisgl.distributed.communicator import Communicator
+from minisgl.kernels import experts, fused
+from minisgl.kernels.fused import Residual
+from minisgl.layers.linear import Linear, empty_weight
+from minisgl.layers.norm import RMSNorm
+from minisgl.shards import even_shard, whole
+
+
+class Experts(nn.Module):
+    """The gated MLPs of all experts, stacked. A rank has a part of each one's inner dimension."""
+
+    def __init__(
+        self, num_experts: int, hidden_size: int, expert_size: int, ranks: Communicator
+    ) -> None:
+        super().__init__()
+        self.inner = even_shard(expert_size, ranks.rank, ranks.size)
+        # An expert's gates first, then the other half.
+        self.gate_up_proj = empty_weight(num_experts, 2 * self.inner.size, hidden_size)
+        self.down_proj = empty_weight(num_experts, hidden_size, self.inner.size)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x: [num_rows, hidden_size]; the others as `experts.choose` returns them."""
+        return experts.apply(x, self.gate_up_proj, self.down_proj, chosen, weights)
+
+
+class SparseMLP(nn.Module):
+    """Each row goes to the experts that a router chooses for it; their sum is added to the residual
+    stream."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_experts: int,
+        num_chosen: int,
+        expert_size: int,
+        normalize: bool,
+        ranks: Communicator,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(whole(hidden_size), whole(num_experts))
+        self.experts = Experts(num_experts, hidden_size, expert_size, ranks)
+        self._num_chosen = num_chosen
+        self._normalize = normalize
+        self._sum_norm = None if ranks.size == 1 else ranks.sum_norm
+
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
+        hidden, rows = fused.norm(residual, norm.weight, norm.eps)
+        chosen, weights = experts.choose(
+            self.gate(hidden), self._num_chosen, normalize=self._normalize
+        )
+        return Residual(rows, delta=self.experts(hidden, chosen, weights), sum_norm=self._sum_norm)

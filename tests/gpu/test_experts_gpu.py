@@ -1,0 +1,80 @@
+"""Experts on a GPU: the kernels at the sizes of Qwen3-30B-A3B and at others, and a small model's
+tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from checkpoints import EXPERT_SPECS
+from expert_cases import check_apply, check_choose, random_experts
+from test_parity import FEW_PAGES, case_of, check
+
+from minisgl.kernels import experts, triton_experts
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+NAMES = [spec.name for spec in EXPERT_SPECS]
+ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"max_prefill_length": 7, "page_size": 4},
+    {"cuda_graph_max_bs": 0},
+    FEW_PAGES,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 33, 1000])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
+def test_choose(num_experts: int, num_chosen: int, num_rows: int, dtype: torch.dtype) -> None:
+    check_choose(
+        num_rows, num_experts, num_chosen, normalize=True, dtype=dtype, device=GPU, pdl=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 40, 256, 3000])
+@pytest.mark.parametrize("sizes", [(60, 4, 256, 96), (128, 8, 2048, 768)])
+def test_apply(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and sizes[0] == 128 and num_rows > 40:
+        pytest.skip("slow, and the small sizes show it")
+    check_apply(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+
+
+def test_all_rows_choose_the_same_experts() -> None:
+    check_apply(500, 128, 8, 256, 96, dtype=torch.bfloat16, device=GPU, pdl=True, crowded=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, 50])
+def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
+    gate_up, down = random_experts(16, 128, 64, torch.bfloat16, GPU)
+    x = torch.randn(num_rows, 128, device=GPU).bfloat16()
+    logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
+
+    def run() -> torch.Tensor:
+        chosen, weights = triton_experts.choose(logits, 4, normalize=True)
+        return triton_experts.apply(x, gate_up, down, chosen, weights)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(5):
+        x.normal_()
+        logits.normal_()
+        graph.replay()
+        chosen, weights = experts.choose_reference(logits, 4, normalize=True)
+        wanted = experts.apply_reference(x, gate_up, down, chosen, weights)
+        torch.testing.assert_close(out, wanted, rtol=5e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
+def test_greedy_tokens_are_those_of_transformers(name: str, variant: dict[str, Any]) -> None:
+    check(case_of(name), **ON_GPU | variant)
