@@ -180,9 +180,12 @@ class _Collector(Generic[Handle]):
     def add(self, step: int, handle: Handle) -> None:
         self._handles.put((step, handle))
 
-    def close(self) -> None:
-        """Blocks until everything added is collected."""
+    def end(self) -> None:
+        """Nothing more is added."""
         self._handles.put(None)
+
+    def join(self) -> None:
+        """Blocks until everything added is collected."""
         self._thread.join()
 
     def _collect(self) -> None:
@@ -312,8 +315,23 @@ class AsyncEngine:
 
     @classmethod
     async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
-        """Load the model in a thread and return the running engine. Raises MinisglError."""
-        return cls(await asyncio.to_thread(load, config, progress))
+        """Load the model in a thread and return the running engine. Raises MinisglError.
+
+        A thread cannot be cancelled with its caller; it ends where it has progress to report next.
+        """
+        cancelled = threading.Event()
+
+        def report(phase: str, share: float) -> None:
+            if cancelled.is_set():
+                raise asyncio.CancelledError
+            if progress is not None:
+                progress(phase, share)
+
+        try:
+            return cls(await asyncio.to_thread(load, config, report))
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -572,8 +590,9 @@ class AsyncEngine:
             await self.drain(0)
         finally:
             self._max_in_flight = 0
+            self._collector.end()
             if self._lost is None or not self._lost.done():  # or else it may wait for ever
-                await asyncio.to_thread(self._collector.close)
+                await asyncio.to_thread(self._collector.join)
             await asyncio.to_thread(self._runner.close)
 
     async def __aenter__(self) -> AsyncEngine:

@@ -50,9 +50,10 @@ class LLM:
         except Exception:
             self._stop_loop()
             raise
-        except BaseException:  # Ctrl-C: a thread that loads weights cannot be ended, so leave it
+        except BaseException:  # Ctrl-C, which does not wait for the thread that loads
             self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            asyncio.run_coroutine_threadsafe(self._stop_after_cancelled(), self._loop)
+            self._end_thread()
             raise
 
     def generate(
@@ -105,10 +106,19 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def _stop_after_cancelled(self) -> None:
+        """Only once the tasks have noticed that they are cancelled."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        self._loop.stop()
+
     def _stop_loop(self) -> None:
         self._wait_for(self._loop.shutdown_default_executor())
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._end_thread()
+
+    def _end_thread(self) -> None:
         self._thread.join()
         self._loop.close()
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch.distributed as dist
 from checkpoints import make_checkpoint, spec_named
 from safetensors.torch import load_file, save_file
 from serving import demo_engine
@@ -67,6 +69,7 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
 
 
 async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
+    hook = sys.excepthook
     async with await demo_engine(tp=2) as engine:
         pids = [pid for pid in engine._runner.processes.pids.values() if pid]
         started = time.monotonic()
@@ -75,6 +78,52 @@ async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
         wait_until_gone(pids, 5)
     assert not multiprocessing.active_children()
+    assert not engine._collector._thread.is_alive()
+    assert sys.excepthook is hook  # torch's would put a rank before every line of a traceback
+
+
+async def test_ranks_that_are_told_to_end_are_not_killed() -> None:
+    async with await demo_engine(tp=2) as engine:
+        [process] = multiprocessing.active_children()
+        with pytest.raises(ConfigError, match="this process has ranks already"):
+            await demo_engine(tp=2)
+        async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):
+            pass
+    assert process.exitcode == 0
+
+
+async def test_a_rank_that_dies_leaves_the_way_free_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the ranks have met, and at rest, where nothing but its end tells."""
+    with monkeypatch.context() as patch:
+        patch.setattr("minisgl.runner.tp.run_rank", print)
+        with pytest.raises(EngineStoppedError, match=r"Rank 1 \(process"):
+            await demo_engine(tp=2)
+    engine = await demo_engine(tp=2)
+    os.kill(engine._runner.processes.pids[1] or 0, signal.SIGKILL)
+    await engine.close()
+    assert not multiprocessing.active_children()
+    assert not dist.is_initialized()
+
+
+def test_ctrl_c_ends_what_loads() -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(tp=2, device="cpu")
+    deadline = time.monotonic() + 20
+    while "minisgl-ranks" in [thread.name for thread in threading.enumerate()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not multiprocessing.active_children()
+    assert not dist.is_initialized()
+
+
+def test_a_script_from_standard_input_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others could not read it again."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    with pytest.raises(ConfigError, match="put it into a file"):
+        LLM(tp=2, device="cpu")
 
 
 async def test_a_rank_that_stands_still_is_found_by_the_step_it_holds_up() -> None:
@@ -191,8 +240,11 @@ def test_ranks_do_not_outlive_a_server_that_is_killed() -> None:
 
 
 def test_ctrl_c_ends_all_of_them_in_order() -> None:
-    """A terminal sends it to every process of the group."""
+    """A terminal sends it to every process of the group, also before a rank can ignore it."""
     with tp_server() as (server, url, pids):
+        status = Path(f"/proc/{rank_among(pids)}/status").read_text()
+        blocked = int(status.split("SigBlk:\t")[1].split("\n")[0], 16)
+        assert blocked >> (signal.SIGINT - 1) & 1
         answer = httpx.post(
             f"{url}/v1/completions", json={"prompt": [5, 6], "max_tokens": 3}, timeout=30
         )

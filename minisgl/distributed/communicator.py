@@ -6,11 +6,13 @@ is queued on the current stream and may be captured.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from minisgl.kernels.fused import add_rms_norm
 
@@ -91,6 +93,9 @@ class GroupCommunicator:
         self.size = size
         self.device = device
         on_gpu = device.type == "cuda"
+        # Ranks meet under the number of their group, and this process may have counted one that
+        # never came about. The hook would mark every traceback of the user's script with a rank.
+        _world.group_count, hook = 0, sys.excepthook
         dist.init_process_group(
             # What the host has to say goes over gloo in any case.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -99,6 +104,7 @@ class GroupCommunicator:
             world_size=size,
             device_id=device if on_gpu else None,
         )
+        sys.excepthook = hook
 
     def sum(self, part: Tensor) -> Tensor:
         dist.all_reduce(part)

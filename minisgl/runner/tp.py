@@ -12,20 +12,24 @@ ranks and watches them, and a rank's end fails everybody who waits, whatever the
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from minisgl.config import ResolvedConfig
@@ -69,20 +73,16 @@ def load_ranks(
 ) -> TensorParallelRunner:
     """Start config.tp ranks and load a part of the model on each.
 
-    Blocks, for seconds or minutes. Raises CheckpointError, DeviceMemoryError, or EngineStoppedError
-    if a rank dies meanwhile.
+    Blocks, for seconds or minutes. Raises ConfigError where no ranks can be started,
+    CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies meanwhile.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(
-            "--tp",
-            config.tp,
-            "the process of each rank imports your script again, and would start ranks itself; "
-            'put what the script does under `if __name__ == "__main__":`',
-        )
+    if obstacle := _obstacle():
+        raise ConfigError("--tp", config.tp, obstacle)
     report = report or (lambda phase, share: None)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spec = RankSpec(0, config, model_config, folder, store.port, os.getpid())
     processes = RankProcesses(spec)
+    own: tuple[ModelRunner, Communicator] | None = None
     try:
         # In a thread that can be left behind, if it waits for a rank that has died.
         loading = _in_thread(lambda: join_and_load(spec, store, report))
@@ -95,12 +95,35 @@ def load_ranks(
             raise error
         if isinstance(error, Exception):
             raise processes.lose(error)
-        runner, ranks = loading.result()
+        own = loading.result()
         processes.wait_ready(lambda share: report("waiting for the other ranks", share))
     except BaseException:
         processes.kill()
+        if own is not None and not processes.on_gpu:
+            for part in own:
+                part.close()
         raise
-    return TensorParallelRunner(runner, ranks, processes)
+    return TensorParallelRunner(*own, processes)
+
+
+def _obstacle() -> str | None:
+    """Why no ranks can be started from here, if so."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return (
+            "the process of each rank imports your script again, and would start ranks itself; "
+            'put what the script does under `if __name__ == "__main__":`'
+        )
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        return (
+            "the process of each rank imports your script again, and cannot read it from standard "
+            "input; put it into a file"
+        )
+    if dist.is_initialized():
+        return (
+            "this process has ranks already, of another engine or of your own; "
+            "close that engine, or use another process"
+        )
+    return None
 
 
 def _in_thread(
@@ -131,6 +154,8 @@ class TensorParallelRunner:
         self._own = own
         self._ranks = ranks
         self._encoder = PlanEncoder()
+        # Were the others killed while a step runs here, that step would not end, nor this process.
+        atexit.register(self.close)
 
     @property
     def lost(self) -> Future[None]:
@@ -144,17 +169,16 @@ class TensorParallelRunner:
         self.processes.step = (handle.step, time.monotonic())
         try:
             return self._own.collect(handle)
-        except MinisglError as error:
+        except Exception as error:
             raise self.processes.lose(error) from error
         finally:
             self.processes.step = None
 
     def close(self) -> None:
-        lost = self.lost.done()
-        if lost and self.processes.on_gpu:
+        atexit.unregister(self.close)
+        if self.lost.done() and self.processes.on_gpu:
             return  # what is launched may never end
-        if not lost:
-            self.processes.begin_to_end()
+        self.processes.begin_to_end()
         self._own.close()
         self._ranks.close()
         self.processes.end()
@@ -192,6 +216,8 @@ class RankProcesses:
         self._silent: set[int] = set()  # their connection is closed, which only their end does
         self._changed = threading.Condition()  # _ready, or lost
         self._ending = False
+        self._gone = threading.Event()
+        self._sending = threading.Lock()
         # multiprocessing's own way would be SIGTERM, which they ignore, and to wait for them.
         atexit.register(self.kill)
         threading.Thread(target=self._watch, name="minisgl-ranks", daemon=True).start()
@@ -211,11 +237,14 @@ class RankProcesses:
 
     def send(self, data: bytes) -> None:
         """To all. Who reads there does little else, so this does not block."""
-        try:
-            for connection in self._connections.values():
-                connection.send_bytes(data)
-        except OSError as error:
-            raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
+        with self._sending:
+            if self._ending and not self.lost.done():
+                raise EngineStoppedError("The ranks have been told to end.")
+            try:
+                for connection in self._connections.values():
+                    connection.send_bytes(data)
+            except OSError as error:
+                raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
 
     def lose(self, error: Exception) -> Exception:
         """Give up because of what happened here, if it is not because a rank has died, which may be
@@ -228,13 +257,18 @@ class RankProcesses:
         return reason
 
     def begin_to_end(self) -> None:
-        """From here on they may."""
-        self._ending = True
-        self.send(CLOSE)
+        """From here on they may, and `send` is refused."""
+        with self._sending:
+            self._ending = True
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):  # it has ended already
+                    connection.send_bytes(CLOSE)
 
     def end(self) -> None:
-        """Wait until they have ended, for a while."""
-        wait([process.sentinel for process in self._processes.values()], CLOSE_LIMIT_S)
+        """Wait until all have ended, for a while."""
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
         atexit.unregister(self.kill)
 
@@ -246,9 +280,12 @@ class RankProcesses:
         for process in self._processes.values():
             if process.pid is not None:
                 process.join(CLOSE_LIMIT_S)
+        self._gone.set()
 
     def _watch(self) -> None:
-        # A signal that is blocked here is so in the processes, too, until they can ignore it.
+        # A signal that is blocked here is so in the processes, too, until they can ignore it; but
+        # to start the tracker, which the first process would do, unblocks them.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             for process in self._processes.values():
@@ -268,7 +305,7 @@ class RankProcesses:
                     # Those that lost the connection to a dead rank may be the first to say so.
                     time.sleep(VERDICT_S / 4)
                     self._lose(self._reason() or EngineStoppedError("A rank has failed."))
-                    return
+            self._gone.wait()  # they would be killed with this thread, in the middle of their end
         except Exception as error:
             self._lose(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 

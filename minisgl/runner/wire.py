@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 
@@ -20,14 +20,14 @@ _Message = tuple[bool, StepPlan]
 
 
 class PlanEncoder:
-    """`encode` every plan, in the order of launch."""
+    """`encode` every plan, in the order of launch. What it raises for is not sent."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())
         self._msgpack = msgspec.msgpack.Encoder()
 
     def encode(self, plan: StepPlan) -> bytes:
-        last, self._last = self._last, plan
+        last = self._last
         same_batch = plan.decode_slots is last.decode_slots
         if (
             same_batch
@@ -36,14 +36,24 @@ class PlanEncoder:
             and plan.longest_decode == last.longest_decode + 1
             and plan.epoch == last.epoch
         ):
-            return AGAIN
-        message: _Message = (same_batch, replace(plan, decode_slots=()) if same_batch else plan)
-        return self._msgpack.encode(message)
+            data = AGAIN
+        else:
+            slots = () if same_batch else plan.decode_slots
+            joins = tuple(map(_without_text, plan.joins))
+            message: _Message = same_batch, replace(plan, decode_slots=slots, joins=joins)
+            data = self._msgpack.encode(message)
+        self._last = plan
+        return data
+
+
+def _without_text(join: SlotJoin) -> SlotJoin:
+    """Ranks do not look for stop strings, and a string of Python's may be none of UTF-8."""
+    return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
 
 
 class PlanDecoder:
-    """Gives back what the other end's PlanEncoder was given, the batch as the same object if it is
-    the same."""
+    """Gives back what the other end's PlanEncoder was given, but for stop strings; the batch as the
+    same object if it is the same."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())
