@@ -7,6 +7,7 @@ from torch.distributed import TCPStore
 
 from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.distributed.group import join_group
+from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError, _Address
 from minisgl.kernels.reference import add_rms_norm
 
 NUM_RANKS = 3
@@ -38,12 +39,39 @@ def check(ranks: Communicator) -> None:
     assert ranks.smallest(1000 - ranks.rank) == 1001 - ranks.size
 
 
+class Unreachable(PeerMemory):
+    """Without a driver. One rank cannot map what the others give."""
+
+    def __init__(self, rank: int) -> None:
+        self.error = None
+        self._rank = rank
+
+    def _address(self, tensor: torch.Tensor) -> _Address:
+        return _Address(b"", 0)
+
+    def _map(self, address: _Address) -> int:
+        if self._rank == 1:
+            raise PeerMemoryError("no way there")
+        return 77
+
+
+def check_memory_out_of_reach(rank: int) -> None:
+    """The others are not left waiting, and can be told."""
+    memory, own = Unreachable(rank), torch.zeros(1)
+    for _ in range(2):
+        found = memory.addresses(own, rank, NUM_RANKS).tolist()
+        others = [found[other] for other in range(NUM_RANKS) if other != rank]
+        assert others == [0 if rank == 1 else 77] * (NUM_RANKS - 1)
+    assert (memory.error is not None) == (rank == 1)
+
+
 def check_rank(rank: int, port: int) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False)
     dtype = torch.float32
     ranks = join_group(store, rank, NUM_RANKS, CPU, hidden_size=HIDDEN, dtype=dtype, plain=False)
     assert (ranks.rank, ranks.size) == (rank, NUM_RANKS)
     check(ranks)
+    check_memory_out_of_reach(rank)
     ranks.close()
 
 

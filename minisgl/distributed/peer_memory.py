@@ -8,12 +8,17 @@ counts its meetings for each process, so that a process which starts a second gr
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Given = TypeVar("Given")
+Found = TypeVar("Found")
 
 _LAZY_ENABLE_PEER_ACCESS = 1
 _HANDLE_BYTES = 64
@@ -57,18 +62,29 @@ class PeerMemory:
         for name, function in self._functions.items():
             function.argtypes, function.restype = _SIGNATURES[name], c_int
         self._mapped: dict[bytes, int] = {}
+        self.error: PeerMemoryError | None = None  # the first
 
     def addresses(self, own: Tensor, rank: int, num_ranks: int) -> Tensor:
         """[num_ranks] int64, on the device of `own`: of the tensor that each rank has given, as
-        this process addresses it. All ranks call it together, and keep their tensors."""
+        this process addresses it. All ranks call it together, and keep their tensors.
+
+        What this rank cannot reach has the address 0 and is an `error`, since one that raised would
+        leave the others waiting for it.
+        """
         sent: list[_Address | None] = [None] * num_ranks
-        dist.all_gather_object(sent, self._address(own))
+        dist.all_gather_object(sent, self._attempt(self._address, own))
         found = [
-            own.data_ptr() if source == rank else self._map(address)
+            own.data_ptr() if source == rank else self._attempt(self._map, address) or 0
             for source, address in enumerate(sent)
-            if address is not None
         ]
         return torch.tensor(found, dtype=torch.int64, device=own.device)
+
+    def _attempt(self, work: Callable[[Given], Found], given: Given | None) -> Found | None:
+        try:
+            return None if given is None else work(given)
+        except PeerMemoryError as error:
+            self.error = self.error or error
+            return None
 
     def close(self) -> None:
         for base in self._mapped.values():

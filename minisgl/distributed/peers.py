@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
-from minisgl.distributed.peer_memory import PeerMemory
+from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError
 from minisgl.kernels.fused import add_rms_norm, runs_triton
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -40,23 +40,20 @@ def over_peer_memory(
     group: GroupCommunicator, hidden_size: int, dtype: torch.dtype
 ) -> Communicator:
     """Of the same ranks; `group` itself where the GPUs cannot reach each other's memory."""
-    communicator: Communicator = group
-    reason = "its kernels need Triton"
-    if runs_triton(group.device):
-        try:
-            communicator = PeerCommunicator(group, hidden_size, dtype)
-        except Exception as error:  # whatever a driver or a container forbids
-            reason = str(error)
-    if not group.smallest(int(communicator is not group)):
-        logger.warning("The GPUs share no memory, and NCCL does everything: %s", reason)
+    try:
+        if not group.smallest(int(runs_triton(group.device))):
+            raise PeerMemoryError("its kernels need Triton")
+        return PeerCommunicator(group, hidden_size, dtype)
+    except PeerMemoryError as error:  # on all ranks
+        logger.warning("The GPUs share no memory, and NCCL does everything: %s", error)
         return group
-    return communicator
 
 
 class PeerCommunicator:
     """For one stream, which may be capturing."""
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
+        """Raises PeerMemoryError, on all ranks if on one."""
         from minisgl.kernels import triton_peers
 
         self.rank = group.rank
@@ -73,7 +70,9 @@ class PeerCommunicator:
             own, self._memory.addresses(own, self.rank, self.size), self._mailbox(1, 2)
         )
         torch.cuda.synchronize(group.device)
-        group.smallest(0)  # nobody writes to an inbox that is still to be zeroed
+        # Behind it, too, no inbox is still to be zeroed.
+        if not group.smallest(int(self._memory.error is None)):
+            raise self._memory.error or PeerMemoryError("another rank cannot reach it")
 
     def sum(self, part: Tensor) -> Tensor:
         if self._are_few(part):

@@ -112,7 +112,8 @@ def join_and_load(
     config = spec.config
     if config.device == "cpu":
         # More threads than cores slow all ranks down.
-        torch.set_num_threads(max(1, torch.get_num_threads() // config.tp))
+        share = max(1, (os.cpu_count() or 1) // config.tp)
+        torch.set_num_threads(min(torch.get_num_threads(), share))
     device = rank_device(config, spec.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
