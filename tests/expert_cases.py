@@ -41,6 +41,32 @@ def check_choose(
     torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
 
 
+def check_nan(
+    num_rows: int,
+    num_experts: int,
+    num_chosen: int,
+    *,
+    normalize: bool,
+    device: torch.device,
+    pdl: bool,
+) -> None:
+    """A row that has gone wrong chooses experts that there are, and harms no other row."""
+    hidden_size, size = 48, 24
+    gate_up, down = random_experts(num_experts, hidden_size, size, torch.float32, device)
+    x = torch.randn(num_rows, hidden_size, device=device)
+    logits = torch.randn(num_rows, num_experts, device=device)
+    x[1:], logits[1] = float("nan"), float("inf")
+    logits[2:] = float("nan")
+    chosen, weights = triton_experts.choose(logits, num_chosen, normalize=normalize, pdl=pdl)
+    assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
+    assert all(len(set(row)) == num_chosen for row in chosen.tolist())
+    assert weights[1:].isnan().all()
+    out = triton_experts.apply(x, gate_up, down, chosen, weights, pdl=pdl)
+    wanted = experts.apply_reference(x[:1], gate_up, down, chosen[:1], weights[:1])
+    torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
+    assert out[1:].isnan().all()
+
+
 def check_apply(
     num_rows: int,
     num_experts: int,

@@ -242,7 +242,7 @@ def test_the_limit_of_the_standard_workload_on_one_h200(
     run = RunRecord(requests, num_steps=num_steps, num_retractions=0)
     peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
     figures = Figures.of(run)
-    reached = Limit.of(figures, peak, Work.of(run, model, "bfloat16"))
+    reached = Limit.of(figures, peak, Work.of(run, model, "bfloat16", max_running=256))
     assert figures.num_output_tokens / reached.seconds == pytest.approx(limit, rel=0.02)
     assert reached.share == pytest.approx(reached.seconds / 10)
 
@@ -265,7 +265,8 @@ def test_cached_tokens_are_read_and_not_computed(tmp_path: Path) -> None:
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=3,
         )
-        return Work.of(RunRecord([request], num_steps=3, num_retractions=0), model, "float32")
+        run = RunRecord([request], num_steps=3, num_retractions=0)
+        return Work.of(run, model, "float32", max_running=1)
 
     cold, warm = work(0), work(8)
     per_token = model.kv_bytes_per_token("float32")

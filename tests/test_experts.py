@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -96,6 +97,11 @@ def test_both_spellings_of_the_number_of_experts(folder: Path, tmp_path: Path) -
     [
         ({"num_experts_per_tok": 9}, CheckpointError, "num_experts_per_tok 9 is more than"),
         ({"moe_intermediate_size": None}, CheckpointError, "lacks moe_intermediate_size"),
+        ({"num_experts": None, "num_local_experts": None}, CheckpointError, "lacks num_experts"),
+        ({"num_experts": 0, "num_local_experts": None}, CheckpointError, "num_experts is 0"),
+        ({"decoder_sparse_step": 0}, CheckpointError, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": 1}, CheckpointError, "mlp_only_layers is 1, not a list"),
+        ({"mlp_only_layers": ["1"]}, CheckpointError, "mlp_only_layers is"),
         ({"shared_expert_intermediate_size": 64}, UnsupportedModelError, "shared_expert"),
     ],
 )
@@ -126,7 +132,7 @@ def load(folder: Path) -> CausalLM:
     )
 
 
-def stack(folder: Path, target: Path) -> Path:
+def stack(folder: Path, target: Path, *, transposed: bool = False) -> Path:
     """The same checkpoint, with one tensor for all experts of a layer."""
     shutil.copytree(folder, target)
     [file] = target.glob("*.safetensors")
@@ -138,8 +144,11 @@ def stack(folder: Path, target: Path) -> Path:
             for kind in ("gate_proj", "up_proj", "down_proj")
         }
         gates, ups, downs = matrices.values()
-        weights[f"{prefix}.gate_up_proj"] = torch.cat((gates, ups), dim=1)
-        weights[f"{prefix}.down_proj"] = downs
+        for name, stacked in (
+            ("gate_up_proj", torch.cat((gates, ups), dim=1)),
+            ("down_proj", downs),
+        ):
+            weights[f"{prefix}.{name}"] = stacked.mT.contiguous() if transposed else stacked
     save_file(weights, file, {"format": "pt"})
     return target
 
@@ -149,6 +158,16 @@ def test_stacked_experts_are_the_same(folder: Path, tmp_path: Path) -> None:
     assert one.keys() == other.keys()
     for name, weight in one.items():
         assert torch.equal(weight, other[name]), name
+
+
+@pytest.mark.parametrize("size", [64, 96, 128])
+def test_transposed_stacks_are_refused(size: int, tmp_path: Path) -> None:
+    """Of 64 the shape of gate_up_proj is the same, of 128 that of down_proj."""
+    spec = spec_named("moe")
+    spec = dataclasses.replace(spec, extra={**spec.extra, "moe_intermediate_size": size})
+    folder = make_checkpoint(spec, tmp_path / "experts")
+    with pytest.raises(CheckpointError, match=r"_proj has the shape"):
+        load(stack(folder, tmp_path / "stacked", transposed=True))
 
 
 def test_two_ranks_read_stacked_experts(tmp_path: Path) -> None:
@@ -229,9 +248,19 @@ def test_a_run_reads_what_each_of_its_steps_does(tmp_path: Path) -> None:
     each = 2 * 48 * model.experts.num_weights  # bytes of one expert of every layer
     dense = 2 * (model.num_layer_weights + model.num_head_weights)
     # Two decode together for two steps and one alone for three more, behind one of prefill.
-    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16")
+    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16", max_running=256)
     experts_read = 128 + 2 * 128 * (1 - (1 - 8 / 128) ** 2) + 3 * 8
     assert work.weight_bytes == pytest.approx(6 * dense + experts_read * each, rel=1e-6)
+    # Where two run at a time, the third follows the first, and is prefilled by itself.
+    work = Work.of(run_of([3, 6, 4], num_steps=7), model, "bfloat16", max_running=2)
+    experts_read = 2 * 128 + 5 * 128 * (1 - (1 - 8 / 128) ** 2)
+    assert work.weight_bytes == pytest.approx(7 * dense + experts_read * each, rel=1e-6)
+
+
+def test_a_prompt_is_multiplied_by_the_experts_that_it_chooses(tmp_path: Path) -> None:
+    model = qwen3_30b_a3b(tmp_path)
+    assert model.experts is not None
+    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16", max_running=256)
     per_token = model.num_layer_weights + 48 * 8 * model.experts.num_weights
     pairs = 512 * 513 // 2 * 4 * 48 * 32 * 128
     assert work.prefill_operations == 2 * (512 * 2 * per_token + 2 * model.num_head_weights + pairs)

@@ -94,6 +94,41 @@ QWEN2 = {
     **{key: value for key, value in QWEN3_8B.items() if key not in ("head_dim", "attention_bias")},
     "architectures": ["Qwen2ForCausalLM"],
 }
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+QWEN3_CODER_30B_A3B = QWEN3_30B_A3B | {
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
 
 Read = Callable[..., ModelConfig]
 
@@ -136,6 +171,17 @@ def test_architectures_differ_where_they_should(read: Read) -> None:
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
+@pytest.mark.parametrize("fields", [QWEN3_30B_A3B, QWEN3_235B_A22B, QWEN3_CODER_30B_A3B])
+def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
+    config = read(fields)
+    assert config.qk_norm and not config.qkv_bias and not config.notes
+    experts = config.experts
+    assert experts is not None and experts.normalize
+    assert (experts.num_experts, experts.num_chosen) == (128, 8)
+    assert experts.size == fields["moe_intermediate_size"]
+    assert experts.layers == set(range(fields["num_hidden_layers"]))
+
+
 def test_both_spellings_read_alike(read: Read) -> None:
     old = read(LLAMA_31_8B)
     new = {k: v for k, v in LLAMA_31_8B.items() if not k.startswith(("rope", "torch"))}
@@ -155,6 +201,9 @@ def test_what_a_silent_config_means(read: Read) -> None:
     assert read(LLAMA_31_8B, without="torch_dtype").dtype == "float32"
     assert read(LLAMA_31_8B, without="rope_theta").rope.theta == 10_000.0
     assert read(MISTRAL_7B, without="sliding_window").max_seq_len == 4096
+    assert read(QWEN3_30B_A3B, without="head_dim").head_dim == 64
+    experts = read(QWEN3_30B_A3B, without="norm_topk_prob", mlp_only_layers=None).experts
+    assert experts is not None and not experts.normalize and len(experts.layers) == 48
 
 
 @pytest.mark.parametrize(
@@ -185,6 +234,8 @@ def test_what_a_silent_config_means(read: Read) -> None:
             },
             None,
         ),
+        (QWEN3_30B_A3B, {"sliding_window": 4096}, None),
+        (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
     ],
 )
 def test_sliding_window(
@@ -272,10 +323,11 @@ def test_accepts_what_is_switched_off(read: Read) -> None:
 
 
 @pytest.mark.parametrize(
-    "architectures", [["GemmaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None, "LlamaForCausalLM"]
+    "architectures", [["GemmaForCausalLM"], ["Qwen2MoeForCausalLM"], [], None, "LlamaForCausalLM"]
 )
 def test_refuses_other_architectures(read: Read, architectures: object) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"allowed: Llama\w+, Mistral\w+, Qwen2\w+ or"):
+    supported = r"allowed: Llama\w+, Mistral\w+, Qwen2\w+, Qwen3\w+ or Qwen3Moe\w+"
+    with pytest.raises(UnsupportedModelError, match=supported):
         read(QWEN3_8B, architectures=architectures)
 
 

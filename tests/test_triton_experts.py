@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from expert_cases import check_apply, check_choose
+from expert_cases import check_apply, check_choose, check_nan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -31,6 +31,13 @@ def test_choose(num_experts: int, num_chosen: int, normalize: bool, dtype: torch
     check_choose(
         3, num_experts, num_chosen, normalize=normalize, dtype=dtype, device=DEVICE, pdl=False
     )
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(3, 8, 3), (40, 6, 2)])
+def test_nan(num_rows: int, num_experts: int, num_chosen: int, normalize: bool) -> None:
+    check_nan(num_rows, num_experts, num_chosen, normalize=normalize, device=DEVICE, pdl=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

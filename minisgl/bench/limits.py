@@ -15,9 +15,11 @@ same kernels move and compute, and the longer of the two counts.
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate
 
 import torch
 
@@ -48,10 +50,11 @@ class Work:
     prefill_operations: int
 
     @classmethod
-    def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> Work:
-        """What the requests of `run` and the number of its steps ask of `model` in `dtype`."""
+    def of(cls, run: RunRecord, model: ModelFacts, dtype: str, *, max_running: int) -> Work:
+        """What the requests of `run` and the number of its steps ask of `model` in `dtype`, if at
+        most `max_running` of them run at a time."""
         weights = run.num_steps * (model.num_layer_weights + model.num_head_weights)
-        weights += _expert_weights_read(run, model)
+        weights += _expert_weights_read(run, model, max_running)
         # Tokens whose keys and values are read or written.
         num_moved = sum(
             _num_decode_reads(request)
@@ -129,19 +132,28 @@ def _expert_weights(model: ModelFacts, num_rows: int) -> int:
     return round(num_read * experts.num_weights)
 
 
-def _expert_weights_read(run: RunRecord, model: ModelFacts) -> int:
-    """In the matrices of experts that the steps of a run read, if its requests decode together from
-    their first token on. Its other steps prefill many rows, and read all."""
-    if model.experts is None:
+def _expert_weights_read(run: RunRecord, model: ModelFacts, max_running: int) -> int:
+    """In the matrices of experts that the steps of a run read, if its requests decode as early as
+    they can. Its other steps prefill many rows, and read all."""
+    experts = model.experts
+    if experts is None:
         return 0
-    lengths = sorted(request.num_output_tokens - 1 for request in run.requests)
-    batches = [
-        len(lengths) - bisect_right(lengths, step)
-        for step in range(min(lengths[-1], run.num_steps))
-    ]
+    batches = _decode_batches(run.requests, max_running)[: run.num_steps]
     prefills = run.num_steps - len(batches)
-    everything = _expert_weights(model, 1 << 20)
+    everything = experts.num_layers * experts.num_experts * experts.num_weights
     return prefills * everything + sum(_expert_weights(model, batch) for batch in batches)
+
+
+def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list[int]:
+    """How many rows each decode step has, if a request follows as soon as one before it ends."""
+    free = [0] * max_running  # a heap: the step from which on each place is
+    changes: Counter[int] = Counter()
+    for request in requests:
+        first, end = free[0], free[0] + request.num_output_tokens - 1
+        heapreplace(free, end)
+        changes[first] += 1
+        changes[end] -= 1
+    return list(accumulate(changes[step] for step in range(max(free))))
 
 
 def _num_decode_reads(request: RequestRecord) -> int:

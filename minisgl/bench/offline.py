@@ -47,7 +47,12 @@ async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int
             )
         limit = None
         if peak is not None:
-            work = Work.of(run, engine.model, engine.config.dtype)
+            work = Work.of(
+                run,
+                engine.model,
+                engine.config.dtype,
+                max_running=engine.config.max_running_requests,
+            )
             limit = Limit.of(figures, peak, work)
         setting = Setting.of(engine, asdict(config))
     print_figures(console, figures, limit)

@@ -47,7 +47,11 @@ class Tiles:
 def choose(
     logits: Tensor, num_chosen: int, *, normalize: bool, pdl: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As in experts.py; logits contiguous. Of equals the lower expert comes first."""
+    """As in experts.py; logits contiguous. Of equals the lower expert comes first.
+
+    A row whose probabilities are NaN has such weights too, of experts that there are, each once: a
+    number out of range, or many of the same, would let the kernels of `apply` leave their tensors.
+    """
     num_rows, num_experts = logits.shape
     assert logits.is_contiguous()
     chosen = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
@@ -71,6 +75,7 @@ def apply(
     x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *, pdl: bool = True
 ) -> Tensor:
     """As in experts.py; all contiguous."""
+    assert all(tensor.is_contiguous() for tensor in (x, gate_up, down, chosen, weights))
     num_rows, hidden_size = x.shape
     num_experts, _, size = down.shape
     num_chosen = chosen.shape[1]
@@ -118,7 +123,8 @@ def apply(
             **options,
         )
     block = min(triton.next_power_of_2(hidden_size), 1024)
-    _add_shares[(triton.cdiv(hidden_size, block), num_rows)](
+    # The rows first: the other dimensions of a grid end at 65,535.
+    _add_shares[(num_rows, triton.cdiv(hidden_size, block))](
         out,
         shares,
         hidden_size=hidden_size,
@@ -165,7 +171,10 @@ def _choose_row(
     x = tl.load(logits + row * num_experts + expert, mask=inside, other=-float("inf"))
     x = x.to(tl.float32)
     powers = tl.exp(x - tl.max(x))
-    probability = tl.where(inside, powers / tl.sum(powers), -1.0)
+    total = tl.sum(powers)
+    is_number = total > 0
+    probability = tl.where(is_number, powers / total, 0.0)
+    probability = tl.where(inside, probability, -1.0)
     place = tl.arange(0, places)
     found = tl.zeros([places], tl.int32)
     found_weight = tl.zeros([places], tl.float32)
@@ -177,6 +186,7 @@ def _choose_row(
         probability = tl.where(expert == best, -1.0, probability)
     if normalize:
         found_weight /= tl.sum(found_weight)
+    found_weight = tl.where(is_number, found_weight, float("nan"))
     target = row * num_chosen + place
     tl.store(chosen + target, found, mask=place < num_chosen)
     tl.store(weights + target, found_weight.to(weights.dtype.element_ty), mask=place < num_chosen)
@@ -222,8 +232,11 @@ def _expert_product(
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of outputs, for some of an expert's pairs. gated: `source` has a row for the pairs of
-    a row, and half of W's rows are gates; otherwise a row for each pair, whose result is weighted.
+    """A block of outputs, for some of an expert's pairs.
+
+    gated: the first product. All pairs of a row share a row of `source`, the first half of W's rows
+    are gates, and the activation is applied. Otherwise the second: each pair has a row of `source`,
+    and the result is weighted.
     """
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -251,7 +264,7 @@ def _expert_product(
         row = pair // num_chosen if gated else pair
         x_rows = source + row[None, :].to(tl.int64) * num_inputs
         total = tl.zeros([block_n, block_m], tl.float32)
-        other = tl.zeros([block_n, block_m], tl.float32)
+        up_total = tl.zeros([block_n, block_m], tl.float32)
         for k in range(0, num_inputs, block_k):
             column = k + tl.arange(0, block_k)
             w_mask = (output < num_outputs)[:, None] & (column < num_inputs)[None, :]
@@ -263,12 +276,12 @@ def _expert_product(
                 up = tl.load(
                     w_rows + num_outputs * num_inputs + column[None, :], mask=w_mask, other=0.0
                 )
-                other = tl.dot(up, x, other, input_precision=precision)
+                up_total = tl.dot(up, x, up_total, input_precision=precision)
         kind = target.dtype.element_ty
         result = total.to(kind).to(tl.float32)
         if gated:
             silu = (result / (1.0 + tl.exp(-result))).to(kind).to(tl.float32)
-            result = silu * other.to(kind).to(tl.float32)
+            result = silu * up_total.to(kind).to(tl.float32)
         else:
             share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
             result = result * share[None, :]
@@ -289,8 +302,8 @@ def _add_shares(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column = tl.program_id(0) * block + tl.arange(0, block)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < hidden_size
     total = tl.zeros([block], tl.float32)
     for place in tl.static_range(num_chosen):

@@ -81,7 +81,7 @@ class ModelConfig:
         num_sparse = len(self.experts.layers) if self.experts else 0
         num_dense = self.num_layers - num_sparse
         num_layer_weights += num_dense * 3 * self.hidden_size * self.intermediate_size
-        inner_sizes = [self.intermediate_size] * (num_dense > 0)
+        inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts = None
         if self.experts is not None and num_sparse:
             inner_sizes.append(self.experts.size)
@@ -121,6 +121,7 @@ class _Architecture:
     optional_biases: frozenset[str] = frozenset()  # the fields that switch a bias on
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     window_switch: bool = False  # the sliding window only counts with use_sliding_window
+    window_everywhere: bool = False  # and then in every layer
     default_window: int | None = None
     experts: bool = False
 
@@ -140,6 +141,7 @@ _ARCHITECTURES = {
         qk_norm=True,
         optional_biases=_words("attention_bias"),
         window_switch=True,
+        window_everywhere=True,
         default_window=4096,
         experts=True,
     ),
@@ -152,9 +154,10 @@ _READ_FIELDS = _words(
     rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
     layer_types"""
 )
+# Of architectures with experts. transformers does not look at use_qk_norm, which Qwen3-Coder has.
 _EXPERTS_FIELDS = _words(
     """num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
-    decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef"""
+    decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef use_qk_norm"""
 )
 # Names, token ids, and what only training, generation or an implementation looks at.
 _HARMLESS_FIELDS = _words(
@@ -247,13 +250,13 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 def _read_experts(fields: _Fields) -> ExpertsConfig:
     # transformers 4 and 5 name the number differently.
-    name = "num_experts" if fields.values.get("num_experts") else "num_local_experts"
+    name = "num_local_experts" if fields.values.get("num_local_experts") else "num_experts"
     num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
     if num_chosen > num_experts:
         raise CheckpointError(
             f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
         )
-    dense = fields.values.get("mlp_only_layers") or []
+    dense = fields.whole_numbers("mlp_only_layers")
     step = fields.count("decoder_sparse_step", 1)
     return ExpertsConfig(
         num_experts=num_experts,
@@ -303,6 +306,12 @@ class _Fields:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
+        return value
+
+    def whole_numbers(self, name: str) -> list[int]:
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(type(number) is not int for number in value):
+            raise self._wrong(name, "a list of whole numbers")
         return value
 
     def _get(self, name: str, default: Any) -> Any:
@@ -361,6 +370,8 @@ def _active_window(fields: _Fields, architecture: _Architecture) -> int | None:
     if architecture.window_switch:
         if not fields.flag("use_sliding_window", False):
             return None
+        if architecture.window_everywhere:
+            return fields.count("sliding_window", default)
         # transformers 4 wrote no layer_types.
         first_windowed = fields.number("max_window_layers", 28)
         by_index = first_windowed < fields.count("num_hidden_layers")

@@ -107,7 +107,12 @@ def _expert_slots(path: str, module: Experts) -> dict[str, Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor of a checkpoint that holds the matrices of all experts."""
+    """A tensor of a checkpoint that holds the matrices of all experts.
+
+    Other programs write them transposed. Of one layer's two, the shape of at least one then does
+    not fit: that of the gates does if hidden_size is twice an expert's size, that of the other if
+    it is the same.
+    """
 
     slots: tuple[Slot, ...]  # which it fills, each from its own cut
     stands_for: tuple[str, ...]  # the names of `checkpoint_slots` that it takes the place of

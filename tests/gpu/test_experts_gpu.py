@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import EXPERT_SPECS
-from expert_cases import check_apply, check_choose, random_experts
+from expert_cases import check_apply, check_choose, check_nan, random_experts
 from test_parity import FEW_PAGES, case_of, check
 
 from minisgl.kernels import experts, triton_experts
@@ -45,6 +45,16 @@ def test_apply(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dty
     if dtype == torch.float32 and sizes[0] == 128 and num_rows > 40:
         pytest.skip("slow, and the small sizes show it")
     check_apply(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+
+
+@pytest.mark.parametrize("num_rows", [3, 500])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
+def test_nan(num_rows: int, num_experts: int, num_chosen: int) -> None:
+    check_nan(num_rows, num_experts, num_chosen, normalize=True, device=GPU, pdl=True)
+
+
+def test_more_rows_than_a_grid_has_in_its_later_dimensions() -> None:
+    check_apply(66_000, 8, 2, 64, 32, dtype=torch.bfloat16, device=GPU, pdl=True)
 
 
 def test_all_rows_choose_the_same_experts() -> None:
