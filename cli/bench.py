@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from minisgl.bench.config import BenchConfig, LatencyConfig
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.load_config import LoadConfig
+from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 from .logs import set_up_logging
@@ -10,21 +17,50 @@ from .options import takes_options
 
 
 @takes_options
-def bench(engine: EngineConfig, bench: BenchConfig) -> int:
+def bench(
+    engine: EngineConfig, bench: BenchConfig, workload: WorkloadConfig, report: ReportConfig
+) -> int:
     """Measure the throughput of many requests at once, and their latencies.
 
-    `minisgl bench latency` measures the time per output token at small batches instead.
+    `minisgl bench latency` measures the time per output token at small batches instead,
+    `minisgl bench serve` a server over HTTP, and `minisgl bench compare` shows two results of
+    --json side by side.
     """
     set_up_logging(default="WARNING")
     from minisgl.bench import run
 
-    return run(engine, bench)
+    return run(engine, bench, workload, report)
 
 
 @takes_options
-def bench_latency(engine: EngineConfig, bench: LatencyConfig) -> int:
+def bench_latency(engine: EngineConfig, bench: LatencyConfig, report: ReportConfig) -> int:
     """Measure the time per output token at several batch sizes."""
     set_up_logging(default="WARNING")
     from minisgl.bench import run_latency
 
-    return run_latency(engine, bench)
+    return run_latency(engine, bench, report)
+
+
+@takes_options
+def bench_serve(
+    engine: EngineConfig,
+    bench: BenchConfig,
+    workload: WorkloadConfig,
+    load: LoadConfig,
+    report: ReportConfig,
+) -> int:
+    """Measure a server over HTTP: one that is started for it, or any at --url."""
+    set_up_logging(default="WARNING")
+    from minisgl.bench import run_serve
+
+    return run_serve(engine, bench, workload, load, report)
+
+
+def bench_compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="What --json wrote.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+) -> int:
+    """Show two results of --json side by side, with ratios."""
+    from minisgl.bench import run_compare
+
+    return run_compare(first, second)

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from minisgl.errors import MinisglError
 
-from .bench import bench, bench_latency
+from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat import chat
 from .serve import serve
 from .version import version
@@ -48,6 +48,9 @@ app.command()(version)
 verbs = typer.Typer()
 verbs.command("bench offline", hidden=True)(bench)
 verbs.command("bench latency")(bench_latency)
+verbs.command("bench serve")(bench_serve)
+verbs.command("bench compare")(bench_compare)
+verbs.command("bench --compare", hidden=True)(bench_compare)
 app.add_typer(verbs)
 
 # The base of all errors in the use of a command line. Typer has it from click or from its own copy

@@ -20,10 +20,11 @@ from typing import NoReturn
 
 from rich.table import Table
 
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import gaps, token_times
 from minisgl.bench.report import percentile
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, make_console, settle_memory, start_engine
+from minisgl.bench.setting import describe, settle_memory, start_engine
 from minisgl.bench.workload import make_job, random_tokens
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import ConfigError

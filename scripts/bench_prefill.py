@@ -12,10 +12,11 @@ import argparse
 import sys
 
 from minisgl.bench.config import Sizes, Span
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import run_offline
 from minisgl.bench.limits import engine_operations_per_s, prefill_operations
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, make_console, settle_memory, start_engine
+from minisgl.bench.setting import describe, settle_memory, start_engine
 from minisgl.bench.workload import make_workload
 
 REPETITIONS = 2

@@ -4,7 +4,8 @@ Sends the standard workload to a server in a process of its own, every request a
 and runs the same requests offline on the very same engine, in turns. The prefix cache is off, so
 that no run finds what another has left. On a GPU, FOLDER holds a config.json and a tokenizer (see
 scripts/dummy_config.py and scripts/dummy_tokenizer.py), and --load-format is dummy. With --step-ms
-a clock takes the place of the model, and shows what the host can keep up with.
+a clock takes the place of the model, and shows what the host can keep up with. For other loads
+there is `minisgl bench serve`.
 
 One column for each repetition. ITL: between one event with text and the next. one token: at least
 this share of the events has one token alone. CPU: of the process, all threads, for each token.
@@ -27,11 +28,14 @@ from paced_engine import start_paced_engine
 from rich.table import Table
 
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, Sizes, Span
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import run_offline
 from minisgl.bench.online import OnlineRun, run_online
+from minisgl.bench.plan import PlannedRequest, plan_random
 from minisgl.bench.report import Distribution
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, make_console, settle_memory
+from minisgl.bench.setting import describe, settle_memory
+from minisgl.bench.target import Target
 from minisgl.bench.workload import Job, make_workload
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -65,6 +69,10 @@ class Load:
 
     def jobs(self, sizes: Sizes, vocab_size: int) -> list[Job]:
         return make_workload(sizes, vocab_size=vocab_size, temperature=TEMPERATURE, seed=self.seed)
+
+    def plan(self, sizes: Sizes, vocab_size: int) -> list[PlannedRequest]:
+        """The same requests, for a server."""
+        return plan_random(sizes, vocab_size, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,8 @@ async def measure(arguments: argparse.Namespace) -> None:
     try:
         loaded: Loaded = await told()
         sizes = load.sizes(loaded.device)
-        jobs = load.jobs(sizes, loaded.vocab_size)
+        plan = load.plan(sizes, loaded.vocab_size)
+        target = Target(url=f"http://{HOST}:{port}/v1", temperature=TEMPERATURE)
         for line in loaded.description:
             console.print(line)
         if arguments.step_ms:
@@ -174,7 +183,8 @@ async def measure(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.repeat):
             offline: Rate = await ask("offline")
             server_cpu_s, own_cpu_s = await ask("cpu"), time.process_time()
-            run = await run_online(HOST, port, jobs)
+            run = await run_online(target, plan)
+            run.require_all()
             own_cpu_s = time.process_time() - own_cpu_s
             server_cpu_s = await ask("cpu") - server_cpu_s
             columns.append(figures(offline, run, server_cpu_s, own_cpu_s))

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl.bench.config import Sizes, Span
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import run_offline
 from minisgl.bench.report import Figures
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, make_console, settle_memory, start_engine
+from minisgl.bench.setting import describe, settle_memory, start_engine
 from minisgl.bench.workload import Job, make_job, make_workload, random_tokens
 
 CACHES = ("radix", "naive")

@@ -23,8 +23,9 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
+from minisgl.bench.console import make_console
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, make_console, settle_memory, start_engine
+from minisgl.bench.setting import describe, settle_memory, start_engine
 from minisgl.bench.workload import make_job, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from minisgl.bench.client import Answer, post
 from minisgl.bench.online import OnlineRun, OnlineRunError, StreamedRequest, run_online
-from minisgl.bench.workload import Job, make_job
-from minisgl.request import SamplingParams
+from minisgl.bench.plan import PlannedRequest
+from minisgl.bench.target import Target
 from minisgl.tokenizer import Tokenizer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -73,6 +73,25 @@ def test_events_are_the_same_however_they_are_cut(cuts: list[int], breaks: list[
     assert answer.done
 
 
+@given(breaks=st.lists(st.integers(1, len(STREAM) + 3), max_size=8))
+def test_lines_may_end_in_crlf(breaks: list[int]) -> None:
+    data = STREAM.replace(b"\n", b"\r\n")
+    bounds = sorted({0, len(data), *breaks})
+    head = b"HTTP/1.0 200 OK\r\nContent-Type:text/event-stream\r\n\r\n"
+    pieces = [data[a:b] for a, b in pairwise(bounds)]
+    answer = asyncio.run(answer_to(head, *pieces))  # up to the end of the connection
+    assert answer.events == EVENTS and answer.done
+
+
+async def test_what_other_servers_put_around_events() -> None:
+    head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding:Chunked\r\n\r\n"
+    events = b': hi\nevent: chunk\nid: 7\ndata:{"n":1}\n\ndata:[DONE]\n\n'
+    chunk = b"%X;name=value\r\n%s\r\n" % (len(events), events)
+    answer = await answer_to(head, chunk, b"0\r\nTrailer: x\r\n\r\n")
+    assert [chunk for _, chunk in answer.chunks()] == [{"n": 1}]
+    assert (answer.status, answer.done) == (200, True)
+
+
 async def test_an_answer_that_is_not_streamed() -> None:
     answer = await answer_to(b"HTTP/1.1 404 Not Found\r\ncontent-length: 6\r\n\r\nno", b"pe\n\n")
     assert (answer.status, answer.done) == (404, False)
@@ -96,21 +115,25 @@ async def test_what_is_no_answer_is_an_error_and_no_hang(data: bytes) -> None:
 
 async def test_a_run_counts_tokens_and_events() -> None:
     async with gated_server() as served:
-        jobs = [make_job([5, 6, n], max_tokens=20 + n, seed=n) for n in range(3, 9)]
-        run = await run_online("127.0.0.1", served.port, jobs)
-        for job, request in zip(jobs, run.requests, strict=True):
-            assert request.num_output_tokens == job.params.max_tokens
+        target = Target(url=f"http://127.0.0.1:{served.port}/v1")
+        plan = [PlannedRequest(prompt=[5, 6, n], max_tokens=20 + n, seed=n) for n in range(3, 9)]
+        run = await run_online(target, plan)
+        run.require_all()
+        for asked, request in zip(plan, run.requests, strict=True):
+            assert request.num_output_tokens == asked.max_tokens
             assert request.num_prompt_tokens == 3
             assert 0 <= request.sent_s <= request.times_s[0] <= request.times_s[-1]
             assert len(request.itls_s) == len(request.times_s) - 1
         assert run.num_output_tokens == sum(20 + n for n in range(3, 9))
         assert run.elapsed_s > 0
-        too_long = Job([5], SamplingParams(max_tokens=100_000))
+        too_long = PlannedRequest(prompt=[5], max_tokens=100_000, seed=0)
+        run = await run_online(target, [*plan, too_long])
+        assert len(run.requests) == len(plan)
         with pytest.raises(OnlineRunError, match=r"400: .*100000"):
-            await run_online("127.0.0.1", served.port, [*jobs, too_long])
+            run.require_all()
     async with answering(b"") as port:
-        with pytest.raises(ConnectionError):
-            await run_online("127.0.0.1", port, jobs)
+        run = await run_online(Target(url=f"http://127.0.0.1:{port}/v1"), plan)
+    assert run.failures == {"the connection broke: the server closed the connection": len(plan)}
 
 
 @pytest.mark.parametrize(("num_events", "share"), [(10, 1.0), (8, 0.75), (4, 0.0)])

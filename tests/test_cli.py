@@ -85,7 +85,9 @@ def test_a_wrong_value_names_option_value_and_what_is_allowed(
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "bench", "bench offline", "bench latency"])
+@pytest.mark.parametrize(
+    "command", ["serve", "chat", "bench", "bench offline", "bench latency", "bench serve"]
+)
 def test_every_engine_option_is_offered_with_its_help_and_group(command: str) -> None:
     arguments = [*command.split(), "--help"]
     help_text = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "250"}).output
@@ -199,7 +201,8 @@ def test_without_arguments_it_explains_itself() -> None:
 def test_a_verb_is_listed_behind_its_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
-    assert listed[-5:] == ["serve", "chat", "bench", "bench latency", "version"]
+    verbs = ["bench latency", "bench serve", "bench compare"]
+    assert listed[-7:] == ["serve", "chat", "bench", *verbs, "version"]
 
 
 def test_bench_is_its_offline_verb() -> None:
@@ -212,7 +215,9 @@ def test_bench_is_its_offline_verb() -> None:
     assert not any("--batch-size" in line for line in bench)
 
 
-@pytest.mark.parametrize("command", [("serve",), ("bench",), ("bench", "latency")])
+@pytest.mark.parametrize(
+    "command", [("serve",), ("bench",), ("bench", "latency"), ("bench", "serve")]
+)
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     program = (
         f"import sys; sys.argv = ['minisgl', *{command}, '--help']\n"
@@ -220,6 +225,15 @@ def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
         "assert main() == 0\n"
         "heavy = {'torch', 'transformers', 'numpy', 'starlette', 'uvicorn', 'prompt_toolkit'}\n"
         "assert not heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_comparing_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "import minisgl.bench.compare\n"
+        "assert not {'torch', 'transformers', 'starlette'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from minisgl.bench.config import BenchConfig, LatencyConfig
+from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.load_config import LoadConfig
+from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
 
@@ -30,6 +32,9 @@ def row(spec: Field[Any]) -> str:
         ("Server", ServerConfig),
         ("Benchmark", BenchConfig),
         ("Latency", LatencyConfig),
+        ("Workload", WorkloadConfig),
+        ("Load", LoadConfig),
+        ("Report", ReportConfig),
     ],
 )
 def test_the_table_lists_every_option_as_it_is(heading: str, config: Any) -> None:

@@ -1,14 +1,20 @@
-"""Benchmarks of the engine."""
+"""Benchmarks of the engine, and of servers."""
 
 from __future__ import annotations
 
-from minisgl.bench.config import BenchConfig, LatencyConfig
+from pathlib import Path
+
+from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.load_config import LoadConfig
+from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 
 # The command line imports this package for --help, which must be quick: hence the imports inside.
-def run(engine: EngineConfig, bench: BenchConfig) -> int:
-    """Measure the standard offline workload; prints as it goes. Returns the exit code.
+def run(
+    engine: EngineConfig, bench: BenchConfig, workload: WorkloadConfig, report: ReportConfig
+) -> int:
+    """Measure a workload offline; prints as it goes. Returns the exit code.
 
     Raises MinisglError where the engine does not start or refuses a request.
     """
@@ -16,13 +22,37 @@ def run(engine: EngineConfig, bench: BenchConfig) -> int:
 
     from minisgl.bench.offline import bench_offline
 
-    return asyncio.run(bench_offline(engine, bench))
+    return asyncio.run(bench_offline(engine, bench, workload, report))
 
 
-def run_latency(engine: EngineConfig, bench: LatencyConfig) -> int:
+def run_latency(engine: EngineConfig, bench: LatencyConfig, report: ReportConfig) -> int:
     """Measure the time per output token at several batch sizes; otherwise like `run`."""
     import asyncio
 
     from minisgl.bench.latency import bench_latency
 
-    return asyncio.run(bench_latency(engine, bench))
+    return asyncio.run(bench_latency(engine, bench, report))
+
+
+def run_serve(
+    engine: EngineConfig,
+    bench: BenchConfig,
+    workload: WorkloadConfig,
+    load: LoadConfig,
+    report: ReportConfig,
+) -> int:
+    """Measure a server over HTTP; otherwise like `run`."""
+    import asyncio
+
+    from minisgl.bench.serve import bench_serve
+    from minisgl.server.process import new_event_loop
+
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(bench_serve(engine, bench, workload, load, report))
+
+
+def run_compare(first: Path, second: Path) -> int:
+    """Print two results of --json side by side. Raises MinisglError where one is none."""
+    from minisgl.bench.compare import compare
+
+    return compare(first, second)

@@ -2,20 +2,22 @@
 
 What general clients do for an event costs more than the server spends on it, so that they would
 measure themselves. This one cuts the bytes into events and notes the time; nothing is decoded
-before the answer is complete.
+before the answer is complete. It takes what servers of the OpenAI API send: bodies in chunks, of a
+known length or up to the end of the connection, and lines that end in LF or CRLF.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-DATA = b"data: "
+DATA = b"data:"
 DONE = b"[DONE]"
 
 _decode = msgspec.json.Decoder().decode
@@ -34,24 +36,50 @@ class Answer:
     def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
         """The time and the object of each event but the last, [DONE]."""
         for at, event in zip(self.times, self.events, strict=True):
-            data = event.removeprefix(DATA)
-            if event.startswith(DATA) and data != DONE:
+            data = _data(event)
+            if data and data != DONE:
                 yield at, _decode(data)
 
     @property
     def done(self) -> bool:
-        return bool(self.events) and self.events[-1] == DATA + DONE
+        return any(_data(event) == DONE for event in self.events[-1:])
 
 
-async def post(host: str, port: int, path: str, body: bytes) -> Answer:
+def _data(event: bytes) -> bytes:
+    """What an event carries; nothing if it is a comment, as servers send to keep connections."""
+    if b"\n" not in event:
+        return event[len(DATA) :].strip() if event.startswith(DATA) else b""
+    lines = [line for line in event.split(b"\n") if line.startswith(DATA)]
+    return b"\n".join(line[len(DATA) :].strip() for line in lines)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the connections of a run have received so far."""
+
+    num_events: int = 0
+
+
+async def post(
+    host: str,
+    port: int,
+    path: str,
+    body: bytes,
+    *,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+    tally: Tally | None = None,
+) -> Answer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
     loop = asyncio.get_running_loop()
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {authority}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
     )
     transport, stream = await loop.create_connection(
-        lambda: _Connection(head.encode() + body, loop), host, port
+        lambda: _Connection(head.encode() + body, loop, tally or Tally()), host, port, ssl=tls
     )
     try:
         return await stream.finished
@@ -60,16 +88,18 @@ async def post(host: str, port: int, path: str, body: bytes) -> Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads HTTP/1.1 with a body in chunks or of a known length."""
+    """Reads HTTP/1.1 with a body in chunks, of a known length, or up to the end."""
 
-    def __init__(self, request: bytes, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: bytes, loop: asyncio.AbstractEventLoop, tally: Tally) -> None:
         self.finished: asyncio.Future[Answer] = loop.create_future()
         self._request = request
+        self._tally = tally
         self._answer = Answer(sent=0.0)
         self._data = b""  # received and not used yet
         self._text = b""  # of the body: the beginning of an event
         self._in_body = False
-        self._num_left: int | None = None  # bytes of the body to come; None: it is in chunks
+        self._chunked = False
+        self._num_left: int | None = None  # bytes to come of a body that is not in chunks, if known
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._answer.sent = time.perf_counter()
@@ -89,6 +119,9 @@ class _Connection(asyncio.Protocol):
         self._data = data
 
     def connection_lost(self, error: Exception | None) -> None:
+        ends_the_body = self._in_body and not self._chunked and self._num_left is None
+        if ends_the_body and error is None:
+            self._finish()
         self._fail(str(error or "the server closed the connection"))
 
     def _read_head(self, data: bytes) -> bytes:
@@ -96,25 +129,34 @@ class _Connection(asyncio.Protocol):
         if not end:
             return data
         first, *lines = head.decode("latin-1").lower().split("\r\n")
-        self._answer.status = int(first.split()[1])
-        headers = dict(line.split(": ", 1) for line in lines)
-        if headers.get("transfer-encoding") != "chunked":
-            self._num_left = int(headers["content-length"]) if "content-length" in headers else 0
+        protocol, status, *_ = first.split()
+        if not protocol.startswith("http/"):
+            raise ValueError(f"it begins with {first[:40]!r}")
+        self._answer.status = int(status)
+        if 100 <= self._answer.status < 200:  # more to come: the answer itself follows
+            return self._read_head(rest)
+        headers = {
+            name: value.strip() for name, _, value in (line.partition(":") for line in lines)
+        }
+        self._chunked = headers.get("transfer-encoding") == "chunked"
+        if "content-length" in headers:
+            self._num_left = int(headers["content-length"])
         self._in_body = True
         return rest
 
     def _read_body(self, data: bytes, now: float) -> bytes:
         """Take what is complete; returns the rest."""
-        if self._num_left is not None:
-            self._num_left -= len(data)
+        if not self._chunked:
             self._take(data, now)
-            if self._num_left <= 0:
-                self._finish()
+            if self._num_left is not None:
+                self._num_left -= len(data)
+                if self._num_left <= 0:
+                    self._finish()
             return b""
         start = 0
         while (line_end := data.find(b"\r\n", start)) >= 0:
             first = line_end + 2
-            last = first + int(data[start:line_end], 16)
+            last = first + int(data[start:line_end].partition(b";")[0], 16)
             if len(data) < last + 2:
                 break
             if first == last:
@@ -125,9 +167,15 @@ class _Connection(asyncio.Protocol):
         return data[start:] if start else data
 
     def _take(self, text: bytes, now: float) -> None:
-        *events, self._text = (self._text + text).split(b"\n\n")
+        text = self._text + text
+        if b"\r" in text:
+            # JSON has none of its own, so that all of them belong to the ends of lines. A last one
+            # does too, and its LF may be on the way.
+            text = text.replace(b"\r", b"")
+        *events, self._text = text.split(b"\n\n")
         self._answer.events += events
         self._answer.times += [now] * len(events)
+        self._tally.num_events += len(events)
 
     def _finish(self) -> None:
         self._answer.rest = self._text

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minisgl.config import check_at_least, check_types, option, refuse
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, one_of
 
 GROUP = "Benchmark"
+REPORT_GROUP = "Report"
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 # Of a latency run, in tokens: of every request, and smaller on a CPU.
 LATENCY_INPUT, LATENCY_OUTPUT = 512, 256
 LATENCY_INPUT_ON_CPU, LATENCY_OUTPUT_ON_CPU = 64, 32
@@ -146,11 +149,40 @@ class LatencyConfig:
         return Sizes(batch_size, Span(input_len, input_len), Span(output_len, output_len))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportConfig:
+    """What is left of a run besides the terminal. Raises ConfigError before anything is run."""
+
+    csv_file: str | None = option(
+        None, "File for a line of figures for each measurement.", names=("--csv",),
+        group=REPORT_GROUP,
+    )  # fmt: skip
+    plot_file: str | None = option(
+        None, "Picture of the figures: .png, .svg or .pdf; needs minisgl[plot].", names=("--plot",),
+        group=REPORT_GROUP,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        _check_file(self, "csv_file")
+        _check_file(self, "plot_file")
+        if self.plot_file is not None:
+            if Path(self.plot_file).suffix.lower() not in PLOT_SUFFIXES:
+                refuse(self, "plot_file", f"at the end of the name {one_of(PLOT_SUFFIXES)}")
+            # Now, and not when hours have been measured.
+            if importlib.util.find_spec("matplotlib") is None:
+                refuse(self, "plot_file", "matplotlib is missing; pip install 'minisgl[plot]'")
+
+
 def _check_json_file(config: BenchConfig | LatencyConfig) -> None:
-    if config.json_file is not None:
-        path = Path(config.json_file)
+    _check_file(config, "json_file")
+
+
+def _check_file(config: Any, name: str) -> None:
+    if (file := getattr(config, name)) is not None:
+        path = Path(file)
         if path.is_dir() or not path.parent.is_dir():
-            refuse(config, "json_file", "allowed: a file in a folder that exists")
+            refuse(config, name, "allowed: a file in a folder that exists")
 
 
 def _span(low: int | None, high: int | None, standard: Span) -> Span:

@@ -46,6 +46,7 @@ class RunRecord:
     requests: list[RequestRecord]
     num_steps: int
     num_retractions: int
+    num_graph_steps: int = 0  # of the steps, those that ran as a CUDA graph
 
     @property
     def elapsed_s(self) -> float:
@@ -95,7 +96,7 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
 
 
 async def _run(engine: AsyncEngine, jobs: Sequence[Job], consume: Consumer) -> RunRecord:
-    before = engine.stats().counters
+    before = engine.stats()
     started = time.perf_counter()
     streams: list[OutputStream] = []
     submitted: list[float] = []
@@ -107,7 +108,7 @@ async def _run(engine: AsyncEngine, jobs: Sequence[Job], consume: Consumer) -> R
     finally:
         for stream in streams:
             stream.abort()
-    after = engine.stats().counters
+    after = engine.stats()
     return RunRecord(
         [
             RequestRecord(
@@ -120,8 +121,9 @@ async def _run(engine: AsyncEngine, jobs: Sequence[Job], consume: Consumer) -> R
             )
             for stream, at, arrived in zip(streams, submitted, arrivals, strict=True)
         ],
-        num_steps=after.num_steps - before.num_steps,
-        num_retractions=after.num_retractions - before.num_retractions,
+        num_steps=after.counters.num_steps - before.counters.num_steps,
+        num_retractions=after.counters.num_retractions - before.counters.num_retractions,
+        num_graph_steps=after.totals.num_graph_steps - before.totals.num_graph_steps,
     )
 
 

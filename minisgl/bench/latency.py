@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.bench.config import LatencyConfig, Sizes
+from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import RunRecord, run_streaming
+from minisgl.bench.export import write_csv
 from minisgl.bench.limits import DecodeStep, Peak, engine_peak
-from minisgl.bench.report import Figures, write_report
-from minisgl.bench.setting import Setting, describe, make_console, settle_memory, start_engine
+from minisgl.bench.load_config import Point
+from minisgl.bench.measured import Measured
+from minisgl.bench.report import Figures, print_spreads, spreads, write_report
+from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
 from minisgl.bench.workload import make_workload
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
@@ -31,6 +35,18 @@ class BatchRecord:
     step: DecodeStep
     limit_s: float | None  # the least time for `step`; None on a CPU
     run: RunRecord
+    repetitions: list[Figures] = field(default_factory=list)
+
+    @property
+    def measured(self) -> Measured:
+        return Measured(
+            point=Point(None, self.sizes.num_requests),
+            figures=self.figures,
+            limit=None,
+            repetitions=self.repetitions,
+            spreads=spreads(self.repetitions),
+            requests=self.run.requests,
+        )
 
     @property
     def tpot_s(self) -> float:
@@ -39,7 +55,9 @@ class BatchRecord:
         return self.figures.tpot_s.p50
 
 
-async def bench_latency(engine_config: EngineConfig, config: LatencyConfig) -> int:
+async def bench_latency(
+    engine_config: EngineConfig, config: LatencyConfig, report: ReportConfig
+) -> int:
     """Load the model, measure, and print what came out. Returns the exit code."""
     console = make_console()
     engine = await start_engine(console, engine_config)
@@ -68,6 +86,13 @@ async def bench_latency(engine_config: EngineConfig, config: LatencyConfig) -> i
     print_latencies(console, records, peak)
     if config.json_file is not None:
         write_report(Path(config.json_file), setting, peak=peak, batches=records)
+    if report.csv_file is not None:
+        rows = [({"batch_size": one.sizes.num_requests}, one.figures) for one in records]
+        write_csv(Path(report.csv_file), rows)
+    if report.plot_file is not None:
+        from minisgl.bench.plot import plot_points
+
+        plot_points(Path(report.plot_file), [record.measured for record in records])
     return 0
 
 
@@ -87,18 +112,21 @@ async def _measure(
     engine: AsyncEngine, batch: Sizes, repeat: int, first_seed: int, peak: Peak | None
 ) -> BatchRecord:
     """The last of `repeat` repetitions."""
+    repetitions: list[Figures] = []
     for seed in range(first_seed, first_seed + repeat):
         jobs = make_workload(
             batch, vocab_size=engine.model.vocab_size, temperature=GREEDY, seed=seed
         )
         run = await run_streaming(engine, jobs)
+        repetitions.append(Figures.of(run))
     step = DecodeStep.of(run, engine.model, engine.config.dtype)
     return BatchRecord(
         sizes=batch,
-        figures=Figures.of(run),
+        figures=repetitions[-1],
         step=step,
         limit_s=step.seconds(peak) if peak else None,
         run=run,
+        repetitions=repetitions,
     )
 
 
@@ -125,6 +153,10 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
         "TPOT: (last token - first token) / (tokens - 1); TTFT: first token - submission; medians "
         "over the requests of a batch. output tok/s: of the whole run, prefill included."
     )
+    for record in records:
+        if spreads(record.repetitions):
+            console.print(f"batch {record.sizes.num_requests}: ", end="")
+            print_spreads(console, record.repetitions)
     if peak is not None:
         console.print(_explain(records, peak))
 

@@ -2,45 +2,94 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from minisgl.bench.config import BenchConfig
+from rich.console import Console
+
+from minisgl.bench.config import BenchConfig, ReportConfig
+from minisgl.bench.console import make_console
 from minisgl.bench.driver import run_offline
+from minisgl.bench.environment import Environment
+from minisgl.bench.export import write_csv
 from minisgl.bench.limits import Work, engine_peak
-from minisgl.bench.report import Figures, Limit, print_figures, write_report
-from minisgl.bench.setting import Setting, describe, make_console, settle_memory, start_engine
-from minisgl.bench.workload import make_workload
+from minisgl.bench.load_config import Point
+from minisgl.bench.measured import Measured
+from minisgl.bench.plan import make_plan
+from minisgl.bench.progress import Glance, live
+from minisgl.bench.report import (
+    Figures,
+    Limit,
+    print_figures,
+    print_spreads,
+    spreads,
+    write_report,
+)
+from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
+from minisgl.bench.trace import read_trace
+from minisgl.bench.watch import Sample
+from minisgl.bench.workload import make_job
+from minisgl.bench.workload_config import WorkloadConfig, check_lengths
 from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
+
+WATCH_SECONDS = 1.0  # drawing takes time of the loop that the engine runs on
 
 
-async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int:
+async def bench_offline(
+    engine_config: EngineConfig, config: BenchConfig, workload: WorkloadConfig, report: ReportConfig
+) -> int:
     """Load the model, measure, and print what came out. Returns the exit code."""
+    if workload.kind == "multi-turn":
+        allowed = "its questions wait for answers: `minisgl bench serve`"
+        raise ConfigError("--workload", workload.workload, allowed)
+    if workload.trace_scale != 1:
+        allowed = "offline all requests come at once: `minisgl bench serve`"
+        raise ConfigError("--trace-scale", workload.trace_scale, allowed)
+    check_lengths(config, workload)
+    rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     console = make_console()
     engine = await start_engine(console, engine_config)
     async with engine:
-        sizes = config.sizes(engine.config.device)
+        sizes = workload.fix(config.sizes(engine.config.device))
         for line in describe(engine):
             console.print(line)
         console.print(
-            f"{sizes}, temperature {config.temperature:g}, seed {config.seed}, EOS ignored"
+            f"{workload.describe(sizes, at_once=True)}, temperature {config.temperature:g}, seed "
+            f"{config.seed}, EOS ignored"
         )
-        if engine.config.device == "cpu":
+        if engine.config.device == "cpu" and not rows:
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
         peak = engine_peak(engine.config)
+        console.print(f"on {Environment.found().describe()}")
         settle_memory()
+        repetitions: list[Figures] = []
         for repetition in range(1, config.repeat + 1):
             # The last one has the seed that was asked for, so that it is the same for any number of
             # them; those before it have others, so that it finds nothing in the prefix cache.
             seed = config.seed + config.repeat - repetition
-            jobs = make_workload(
-                sizes,
-                vocab_size=engine.model.vocab_size,
-                temperature=config.temperature,
-                seed=seed,
+            plan = make_plan(
+                workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed
             )
-            run = await run_offline(engine, jobs)
+            jobs = [
+                make_job(
+                    asked.prompt,
+                    max_tokens=asked.max_tokens,
+                    temperature=config.temperature,
+                    seed=asked.seed,
+                )
+                for asked in plan
+            ]
+            title = f"{repetition} of {config.repeat}"
+            async with watch_engine(console, title, engine, len(jobs)) as timeline:
+                run = await run_offline(engine, jobs)
             figures = Figures.of(run)
+            repetitions.append(figures)
             console.print(
                 f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
                 f"{figures.output_tokens_per_s:,.1f} output tok/s"
@@ -54,9 +103,65 @@ async def bench_offline(engine_config: EngineConfig, config: BenchConfig) -> int
                 max_running=engine.config.max_running_requests,
             )
             limit = Limit.of(figures, peak, work)
-        setting = Setting.of(engine, asdict(config))
+        setting = Setting.of(engine, asdict(config) | asdict(workload))
+    print_spreads(console, repetitions)
     print_figures(console, figures, limit)
+    measured = Measured(
+        point=Point(None, None),
+        figures=figures,
+        limit=limit,
+        repetitions=repetitions,
+        spreads=spreads(repetitions),
+        requests=run.requests,
+        timeline=timeline,
+    )
     if config.json_file is not None:
         path = Path(config.json_file)
-        write_report(path, setting, sizes=sizes, figures=figures, limit=limit, run=run)
+        write_report(
+            path,
+            setting,
+            sizes=sizes,
+            figures=figures,
+            limit=limit,
+            run=run,
+            repetitions=repetitions,
+            spreads=measured.spreads,
+            timeline=timeline,
+        )
+    if report.csv_file is not None:
+        write_csv(Path(report.csv_file), [({}, figures)])
+    if report.plot_file is not None:
+        from minisgl.bench.plot import plot_points
+
+        plot_points(Path(report.plot_file), [measured])
     return 0
+
+
+@asynccontextmanager
+async def watch_engine(
+    console: Console, title: str, engine: AsyncEngine, num_requests: int
+) -> AsyncIterator[list[Sample]]:
+    """Looks at the engine once a second while the context is open, and shows how far it is."""
+    before = engine.stats()
+    began = time.perf_counter()
+    samples: list[Sample] = []
+
+    def glance() -> Glance:
+        stats = engine.stats()
+        num_ended, num_before = (sum(some.totals.num_finished.values()) for some in (stats, before))
+        num_tokens = stats.num_output_tokens - before.num_output_tokens
+        return Glance(num_ended - num_before, stats.num_running, num_tokens)
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            stats = engine.stats()
+            now = time.perf_counter() - began
+            samples.append(Sample(now, stats.num_running, stats.num_queued, stats.token_usage))
+
+    looking = asyncio.ensure_future(look())
+    try:
+        async with live(console, title, num_requests, "tokens", glance, WATCH_SECONDS):
+            yield samples
+    finally:
+        looking.cancel()

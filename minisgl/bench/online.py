@@ -1,17 +1,25 @@
-"""Runs a workload on a server, every request over a connection of its own, and streams it."""
+"""Sends a plan to a server, every request over a connection of its own, and streams the answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
-from minisgl.bench.client import Answer, post
-from minisgl.bench.workload import Job
+from minisgl.bench.client import Answer, Tally
+from minisgl.bench.driver import RequestRecord
+from minisgl.bench.plan import PlannedRequest
+from minisgl.bench.target import Message, Target, question
 from minisgl.errors import MinisglError
+
+TIMEOUT_S = 600.0
 
 
 class OnlineRunError(MinisglError):
@@ -23,10 +31,12 @@ class StreamedRequest:
     """One finished request, as its client saw it. Times are in seconds since the run began."""
 
     sent_s: float
+    late_s: float = 0.0  # how long after it could have been sent
     times_s: list[float]  # when each event with text arrived
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt
+    num_cached_tokens: int | None  # of the prompt; None if the server does not tell
     num_output_tokens: int
+    counted: bool = True  # by the server; else by the plan and the events
 
     @property
     def ttft_s(self) -> float:
@@ -37,10 +47,24 @@ class StreamedRequest:
         """Between one event and the next."""
         return [after - before for before, after in pairwise(self.times_s)]
 
+    @property
+    def record(self) -> RequestRecord:
+        return RequestRecord(
+            submitted_s=self.sent_s,
+            first_token_s=self.times_s[0],
+            last_token_s=self.times_s[-1],
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_output_tokens=self.num_output_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class OnlineRun:
+    """The requests that were answered, in the order of the plan, and why the others were not."""
+
     requests: list[StreamedRequest]
+    failures: Counter[str] = field(default_factory=Counter)  # how many, by reason
 
     @property
     def elapsed_s(self) -> float:
@@ -61,55 +85,196 @@ class OnlineRun:
         """At least this share of the events has one token: n too few are at most n with more."""
         return max(0.0, 1 - max(0, self.num_output_tokens - self.num_events) / self.num_events)
 
+    def require_all(self) -> None:
+        """Raise OnlineRunError if a request failed."""
+        for reason in self.failures:
+            raise OnlineRunError(reason)
 
-async def run_online(host: str, port: int, jobs: Sequence[Job]) -> OnlineRun:
-    """Send all jobs at once and take every event as it comes.
 
-    Raises OnlineRunError, and OSError where a connection breaks.
+@dataclass(slots=True)
+class Progress:
+    """How far a run is; whoever shows it looks now and then."""
+
+    num_running: int = 0
+    num_ended: int = 0
+    received: Tally = field(default_factory=Tally)
+    began: float = 0.0  # by time.perf_counter
+
+
+async def run_online(
+    target: Target,
+    plan: Sequence[PlannedRequest],
+    *,
+    max_concurrency: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    progress: Progress | None = None,
+) -> OnlineRun:
+    """Send every request when it is due, and take every event as it comes.
+
+    A request that fails is counted, and so are those that continue its conversation. Raises
+    nothing of the server.
     """
-    bodies = [completion_body(job) for job in jobs]
-    tasks = [asyncio.ensure_future(post(host, port, "/v1/completions", body)) for body in bodies]
+    run = _Run(target, plan, max_concurrency, timeout_s, progress or Progress())
+    return await run.run()
+
+
+class _Run:
+    def __init__(
+        self,
+        target: Target,
+        plan: Sequence[PlannedRequest],
+        max_concurrency: int | None,
+        timeout_s: float,
+        progress: Progress,
+    ) -> None:
+        self._target = target
+        self._plan = plan
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._room: AbstractAsyncContextManager[Any] = (
+            nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        )
+        # Made before the clock runs, but for those that depend on an answer.
+        self._bodies = [None if asked.continues else target.body(asked) for asked in plan]
+        parents = {asked.parent for asked in plan}
+        self._ended = {index: asyncio.Event() for index in range(len(plan)) if index in parents}
+        self._began = 0.0
+        self._answers: dict[int, Answer] = {}
+        self._late_s: dict[int, float] = {}
+        self._failed: dict[int, str] = {}
+
+    async def run(self) -> OnlineRun:
+        self._began = self._progress.began = time.perf_counter()
+        tasks = [asyncio.ensure_future(self._request(index)) for index in range(len(self._plan))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        streamed: list[StreamedRequest] = []
+        for index, answer in sorted(self._answers.items()):
+            try:
+                streamed.append(self._streamed(index, answer))
+            except OnlineRunError as error:
+                self._failed[index] = str(error)
+        return OnlineRun(streamed, Counter(self._failed.values()))
+
+    async def _request(self, index: int) -> None:
+        asked = self._plan[index]
+        try:
+            due = await self._until_due(asked)
+            body = self._bodies[index] or self._target.body(asked, self._history(index))
+            async with self._room, asyncio.timeout(self._timeout_s):
+                due = max(due, time.perf_counter()) if self._limited else due
+                await self._send(index, body, due)
+        except TimeoutError:
+            self._failed[index] = f"no whole answer in {self._timeout_s:g} s"
+        except OSError as error:
+            self._failed[index] = f"the connection broke: {error}"
+        except OnlineRunError as error:
+            self._failed[index] = str(error)
+        finally:
+            self._progress.num_ended += 1
+            if index in self._ended:
+                self._ended[index].set()
+
+    @property
+    def _limited(self) -> bool:
+        return isinstance(self._room, asyncio.Semaphore)
+
+    async def _until_due(self, asked: PlannedRequest) -> float:
+        """Waits for time and parent. Returns when both were there, by time.perf_counter."""
+        due = self._began + asked.due_s
+        if (wait_s := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        if asked.parent is None:
+            return due
+        await self._ended[asked.parent].wait()
+        if asked.continues and asked.parent in self._failed:
+            raise OnlineRunError("the question before it failed")
+        if asked.pause_s:
+            await asyncio.sleep(asked.pause_s)
+        return max(due, time.perf_counter())
+
+    async def _send(self, index: int, body: bytes, due: float) -> None:
+        self._progress.num_running += 1
+        try:
+            answer = await self._target.ask(body, self._progress.received)
+        finally:
+            self._progress.num_running -= 1
+        if answer.status != 200:
+            raise OnlineRunError(f"{answer.status}: {_reason(answer)}")
+        self._late_s[index] = answer.sent - due
+        self._answers[index] = answer
+
+    def _history(self, index: int) -> list[Message]:
+        """The conversation before this question."""
+        turns: list[list[Message]] = []
+        parent = self._plan[index].parent
+        while parent is not None:
+            asked = self._plan[parent]
+            text = "".join(text for _, text in _texts(self._answers[parent]))
+            turns.append([question(asked), {"role": "assistant", "content": text}])
+            parent = asked.parent if asked.continues else None
+        return [message for turn in reversed(turns) for message in turn]
+
+    def _streamed(self, index: int, answer: Answer) -> StreamedRequest:
+        """Raises OnlineRunError."""
+        asked = self._plan[index]
+        usage: dict[str, Any] | None = None
+        finished = answer.done
+        with_choice: list[float] = []
+        for at, chunk in _chunks(answer):
+            if chunk.get("error"):
+                raise OnlineRunError(str(_message(chunk)))
+            usage = chunk.get("usage") or usage
+            choices = chunk.get("choices") or []
+            finished |= any(choice.get("finish_reason") for choice in choices)
+            with_choice += [at] * bool(choices)
+        # An answer may be nothing but tokens without text.
+        times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
+        if not finished or not times:
+            raise OnlineRunError("an answer ended without text or without [DONE]")
+        counts = usage or {}
+        details = counts.get("prompt_tokens_details") or {}
+        return StreamedRequest(
+            sent_s=answer.sent - self._began,
+            late_s=self._late_s[index],
+            times_s=[at - self._began for at in times],
+            num_prompt_tokens=counts.get("prompt_tokens", len(asked.prompt)),
+            num_cached_tokens=details.get("cached_tokens"),
+            num_output_tokens=counts.get("completion_tokens", len(times)),
+            counted="completion_tokens" in counts,
+        )
+
+
+def _chunks(answer: Answer) -> Iterator[tuple[float, dict[str, Any]]]:
     try:
-        answers = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-    began = min(answer.sent for answer in answers)
-    return OnlineRun([_streamed(answer, began) for answer in answers])
+        yield from answer.chunks()
+    except msgspec.DecodeError as error:
+        raise OnlineRunError(f"an event of an answer is no JSON: {error}") from error
 
 
-def completion_body(job: Job) -> bytes:
-    """A request for exactly the tokens of `job`."""
-    params = job.params
-    return msgspec.json.encode(
-        {
-            "prompt": job.prompt_token_ids,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "seed": params.seed,
-            "ignore_eos": params.ignore_eos,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    )
+def _texts(answer: Answer) -> Iterator[tuple[float, str]]:
+    """The time and the text of each event with a choice; what a model thinks is text, too."""
+    for at, chunk in _chunks(answer):
+        for choice in chunk.get("choices") or ():
+            part = choice.get("delta") or choice
+            fields = ("text", "content", "reasoning_content", "reasoning")
+            yield at, "".join(part.get(field) or "" for field in fields)
 
 
-def _streamed(answer: Answer, began: float) -> StreamedRequest:
-    times: list[float] = []
-    usage = None
-    for at, chunk in answer.chunks():
-        if "error" in chunk:
-            raise OnlineRunError(chunk["error"]["message"])
-        times += [at - began for choice in chunk["choices"] if choice["text"]]
-        usage = chunk.get("usage")
-    if answer.status != 200:
-        raise OnlineRunError(f"{answer.status}: {answer.rest[:500].decode(errors='replace')}")
-    if not answer.done or not times or usage is None:
-        raise OnlineRunError("An answer ended without text, usage or [DONE].")
-    return StreamedRequest(
-        sent_s=answer.sent - began,
-        times_s=times,
-        num_prompt_tokens=usage["prompt_tokens"],
-        num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        num_output_tokens=usage["completion_tokens"],
-    )
+def _reason(answer: Answer) -> str:
+    """What an answer that is no stream says."""
+    body = b"\n\n".join([*answer.events, answer.rest])
+    try:
+        message = _message(msgspec.json.decode(body))
+    except (msgspec.DecodeError, AttributeError):
+        message = body[:500].decode(errors="replace")
+    return " ".join(message.split())
+
+
+def _message(answered: dict[str, Any]) -> str:
+    """Of an error in OpenAI's envelope, or in one like it."""
+    error = answered.get("error") or answered
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -12,16 +12,13 @@ import torch
 from rich.console import Console
 
 import minisgl
+from minisgl.bench.environment import Environment
 from minisgl.bench.workload import MAX_TOKEN_ID
 from minisgl.config import Capacity, EngineConfig, ResolvedConfig
 from minisgl.engine import AsyncEngine
 from minisgl.llm import UNBOUNDED_QUEUE
 from minisgl.progress import LoadProgress
 from minisgl.runner.facts import device_name
-
-
-def make_console() -> Console:
-    return Console(highlight=False, markup=False, soft_wrap=True)
 
 
 async def start_engine(console: Console, config: EngineConfig) -> AsyncEngine:
@@ -42,9 +39,11 @@ def settle_memory() -> None:
 class Setting:
     """What somebody needs to compare the figures, or to measure them again."""
 
+    environment: Environment
     versions: dict[str, str]
     device: str
     model: str
+    backends: dict[str, str]  # of attention, by phase
     bench_options: dict[str, Any]  # as the user gave them
     engine_options: dict[str, Any]  # with nothing left to choose
     capacity: dict[str, int]
@@ -52,6 +51,7 @@ class Setting:
     @classmethod
     def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> Setting:
         return cls(
+            environment=Environment.found(),
             versions={
                 "minisgl": minisgl.__version__,
                 "torch": torch.__version__,
@@ -59,6 +59,10 @@ class Setting:
             },
             device=device_name(engine.config.device),
             model=engine.model_name,
+            backends={
+                "prefill": engine.config.attn_prefill,
+                "decode": engine.config.attn_decode,
+            },
             bench_options=bench_options,
             engine_options=asdict(engine.config),
             capacity=asdict(engine.capacity),

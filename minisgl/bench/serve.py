@@ -1,0 +1,324 @@
+"""`minisgl bench serve`: a workload over HTTP, against an own server or any of the OpenAI API."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import minisgl
+from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
+from minisgl.bench.console import make_console
+from minisgl.bench.driver import RunRecord
+from minisgl.bench.environment import Environment
+from minisgl.bench.export import write_csv
+from minisgl.bench.limits import Work
+from minisgl.bench.load_config import LoadConfig, Point, check_load
+from minisgl.bench.measured import Measured, sweep_table
+from minisgl.bench.online import OnlineRun, OnlineRunError, Progress, run_online
+from minisgl.bench.online_report import online_figures
+from minisgl.bench.plan import PlannedRequest, at_rate, make_plan
+from minisgl.bench.progress import Glance, live
+from minisgl.bench.report import (
+    Distribution,
+    Figures,
+    Limit,
+    print_figures,
+    print_spreads,
+    spreads,
+    write_report,
+)
+from minisgl.bench.server import Started, own_server
+from minisgl.bench.setting import Setting, settle_memory
+from minisgl.bench.target import Target, base_url, first_model
+from minisgl.bench.trace import TraceRow, read_trace
+from minisgl.bench.watch import Watched, watch
+from minisgl.bench.workload import MAX_TOKEN_ID
+from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.config import EngineConfig, option_names
+from minisgl.errors import ConfigError
+from minisgl.server.connection import raise_file_limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """The server that is measured, and what is known of it."""
+
+    target: Target
+    setting: Setting
+    sizes: Sizes
+    vocab_size: int  # token ids of prompts stay below it
+    started: Started | None  # None: somebody else's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user asked for."""
+
+    engine: EngineConfig
+    bench: BenchConfig
+    workload: WorkloadConfig
+    load: LoadConfig
+    report: ReportConfig
+    rows: Sequence[TraceRow]  # of the trace, if there is one
+
+    def options(self) -> dict[str, Any]:
+        """For the report; the engine's are in its setting."""
+        options = asdict(self.bench) | asdict(self.workload) | asdict(self.load)
+        return options | {"api_key": self.load.api_key and "(not shown)"}
+
+
+async def bench_serve(
+    engine_config: EngineConfig,
+    config: BenchConfig,
+    workload: WorkloadConfig,
+    load: LoadConfig,
+    report: ReportConfig,
+) -> int:
+    """Measure, and print what came out. Returns the exit code.
+
+    Raises MinisglError, OnlineRunError where no request of a run succeeds.
+    """
+    check_lengths(config, workload)
+    check_load(workload, load)
+    rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
+    raise_file_limit()
+    console = make_console()
+    wanted = Wanted(
+        engine=engine_config,
+        bench=config,
+        workload=workload,
+        load=load,
+        report=report,
+        rows=rows,
+    )
+    async with _site(console, wanted) as site:
+        _describe_load(console, site, wanted)
+        settle_memory()
+        setting = replace(site.setting, bench_options=wanted.options())
+        found: list[Measured] = []
+        try:
+            for index, point in enumerate(load.points):
+                found.append(await _measure_point(console, site, wanted, point, index))
+        finally:  # what was measured is kept, whatever became of the rest
+            if found:
+                _report(console, found, setting, wanted)
+    return 0
+
+
+def _report(
+    console: Console,
+    found: Sequence[Measured],
+    setting: Setting,
+    wanted: Wanted,
+) -> None:
+    json_file, report = wanted.bench.json_file, wanted.report
+    console.print(
+        "Times are the client's, from sending a request: TTFT to the first event with text, E2E to "
+        "the last; TPOT: the time between the two / (tokens - 1); ITL: between two such events."
+    )
+    if len(found) == 1:
+        print_figures(console, found[0].figures, found[0].limit)
+    else:
+        console.print(sweep_table(found))
+    if json_file is not None:
+        write_report(Path(json_file), setting, points=[one.as_json() for one in found])
+    if report.csv_file is not None:
+        write_csv(Path(report.csv_file), [(one.point._asdict(), one.figures) for one in found])
+    if report.plot_file is not None:
+        from minisgl.bench.plot import plot_points
+
+        plot_points(Path(report.plot_file), found)
+
+
+# -- before it runs --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
+    """Starts a server, or finds the one at --url. Raises MinisglError."""
+    config, workload, load = wanted.bench, wanted.workload, wanted.load
+    endpoint = load.endpoint
+    if endpoint == "auto":
+        endpoint = "chat" if workload.kind == "multi-turn" else "completions"
+    target = Target(
+        url="",
+        endpoint=endpoint,
+        api_key=load.api_key,
+        temperature=config.temperature,
+        ignore_eos=not load.stop_at_eos,
+    )
+    if load.url is None:
+        async with own_server(wanted.engine) as (url, started):
+            for line in started.description:
+                console.print(line)
+            yield Site(
+                target=replace(target, url=url),
+                setting=started.setting,
+                sizes=workload.fix(config.sizes(started.device)),
+                vocab_size=started.model.vocab_size,
+                started=started,
+            )
+        return
+    _refuse_engine_options(wanted.engine)
+    target = replace(target, url=base_url(load.url))
+    offered = await first_model(target)
+    target = replace(target, model=wanted.engine.model or offered)
+    console.print(f"{target.url}: {target.model or 'a model without a name'}")
+    yield Site(
+        target=target,
+        setting=_remote_setting(target),
+        sizes=workload.fix(config.sizes("cuda")),
+        vocab_size=load.vocab_size or MAX_TOKEN_ID + 1,
+        started=None,
+    )
+
+
+def _refuse_engine_options(config: EngineConfig) -> None:
+    """Raise ConfigError where an option is for an engine that is not started."""
+    plain = EngineConfig(model=config.model)
+    for name, spec in EngineConfig.__dataclass_fields__.items():
+        if getattr(config, name) != getattr(plain, name):
+            allowed = "with --url no engine is started; of its options only --model is allowed"
+            raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
+
+
+def _remote_setting(target: Target) -> Setting:
+    """What can be known of somebody else's server; the environment is the client's."""
+    return Setting(
+        environment=Environment.found(),
+        versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
+        device=f"server at {target.url}",
+        model=target.model or "",
+        backends={},
+        bench_options={},
+        engine_options={},
+        capacity={},
+    )
+
+
+def _describe_load(console: Console, site: Site, wanted: Wanted) -> None:
+    config, rows = wanted.bench, wanted.rows
+    where = "the client is on" if site.started is None else "on"
+    console.print(f"{where} {site.setting.environment.describe()}")
+    eos = "answers may end by themselves" if wanted.load.stop_at_eos else "EOS ignored"
+    asked = "/chat/completions, of words" if site.target.endpoint == "chat" else "/completions"
+    console.print(
+        f"{wanted.workload.describe(site.sizes)}, temperature {config.temperature:g}, seed "
+        f"{config.seed}, {eos}, over {asked}"
+    )
+    if rows:
+        console.print(
+            f"{len(rows):,} requests in {rows[-1].timestamp - rows[0].timestamp:,.1f} s of the "
+            "trace; a question whose predecessor is still being answered waits for it"
+        )
+    elif site.started is not None and site.started.device == "cpu" and site.sizes != STANDARD:
+        console.print("on a CPU, sizes that are not given are smaller than the standard ones")
+
+
+# -- a measurement ---------------------------------------------------------------------------------
+
+
+async def _measure_point(
+    console: Console, site: Site, wanted: Wanted, point: Point, index: int
+) -> Measured:
+    """Every repetition. Raises OnlineRunError where no request of one succeeds."""
+    config, workload, load = wanted.bench, wanted.workload, wanted.load
+    console.print(f"{point}:" if workload.kind != "trace" else "replayed:")
+    repetitions: list[Figures] = []
+    for repetition in range(1, config.repeat + 1):
+        # No two runs have a seed in common: one would find its prompts in the prefix cache. A
+        # point's last repetition comes first, so that one point alone has the seed given.
+        seed = config.seed + index * config.repeat + config.repeat - repetition
+        plan = make_plan(
+            workload, site.sizes, rows=wanted.rows, vocab_size=site.vocab_size, seed=seed
+        )
+        if point.request_rate is not None:
+            plan = at_rate(plan, point.request_rate, load.arrivals, seed)
+        title = f"{repetition} of {config.repeat}"
+        run, watched = await _run(console, site, point, plan, load, title)
+        figures = online_figures(run, watched.counts, load.limits_s)
+        repetitions.append(figures)
+        console.print(
+            f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
+            f"{figures.output_tokens_per_s:,.1f} output tok/s, "
+            f"{figures.requests_per_s:,.2f} requests/s"
+        )
+    print_spreads(console, repetitions)
+    _print_doubts(console, run)
+    return Measured(
+        point=point,
+        figures=figures,
+        limit=share_of_limit(site, run, figures),
+        repetitions=repetitions,
+        spreads=spreads(repetitions),
+        requests=[request.record for request in run.requests],
+        itls_s=[*chain.from_iterable(request.itls_s for request in run.requests)],
+        failures=dict(run.failures),
+        timeline=watched.samples,
+    )
+
+
+async def _run(
+    console: Console,
+    site: Site,
+    point: Point,
+    plan: Sequence[PlannedRequest],
+    load: LoadConfig,
+    title: str,
+) -> tuple[OnlineRun, Watched]:
+    progress = Progress()
+
+    def glance() -> Glance:
+        return Glance(progress.num_ended, progress.num_running, progress.received.num_events)
+
+    async with watch(site.target) as watched, live(console, title, len(plan), "events", glance):
+        run = await run_online(
+            site.target,
+            plan,
+            max_concurrency=point.max_concurrency,
+            timeout_s=load.request_timeout,
+            progress=progress,
+        )
+    if not run.requests:
+        run.require_all()
+        raise OnlineRunError("there was nothing to ask")
+    return run, watched
+
+
+def share_of_limit(site: Site, run: OnlineRun, figures: Figures) -> Limit | None:
+    """Of our own server on a GPU, which tells how many steps it took."""
+    started = site.started
+    if started is None or started.peak is None or figures.num_steps is None:
+        return None
+    record = RunRecord(
+        [request.record for request in run.requests],
+        num_steps=figures.num_steps,
+        num_retractions=figures.num_retractions or 0,
+    )
+    return Limit.of(figures, started.peak, Work.of(record, started.model, started.dtype))
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def _print_doubts(console: Console, run: OnlineRun) -> None:
+    """What a reader of the figures has to know."""
+    for reason, count in run.failures.most_common(5):
+        console.print(f"{count:,} failed: {reason}")
+    if any(not request.counted for request in run.requests):
+        console.print(
+            "the server sends no usage: an event with text counts as a token, and a prompt as long "
+            "as it was made"
+        )
+    late = Distribution.of([request.late_s for request in run.requests])
+    console.print(
+        f"requests were sent p50 {late.p50 * 1e3:.1f} and p99 {late.p99 * 1e3:.1f} ms after they "
+        f"were due; at least {run.single_share:.0%} of the events have one token alone"
+    )

@@ -1,0 +1,245 @@
+"""What `bench serve` sends and when, and what it refuses to."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
+from minisgl.bench.load_config import LoadConfig, Point, check_load
+from minisgl.bench.plan import (
+    PlannedRequest,
+    at_rate,
+    chat_text,
+    make_plan,
+    plan_multi_turn,
+    plan_random,
+    plan_shared_prefix,
+    plan_trace,
+)
+from minisgl.bench.trace import TraceRow, read_trace
+from minisgl.bench.workload import make_workload
+from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.errors import ConfigError
+
+SMALL = Sizes(12, Span(3, 9), Span(2, 5))
+
+
+def prompts(plan: list[PlannedRequest]) -> list[list[int]]:
+    return [request.prompt for request in plan]
+
+
+# -- workloads ------------------------------------------------------------------------------------
+
+
+def test_random_requests_are_those_of_an_offline_run() -> None:
+    jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=3)
+    plan = plan_random(STANDARD, 151_936, seed=3)
+    assert prompts(plan) == [job.prompt_token_ids for job in jobs]
+    assert [request.max_tokens for request in plan] == [job.params.max_tokens for job in jobs]
+    assert [request.seed for request in plan] == [job.params.seed for job in jobs]
+
+
+def test_shared_prefixes_are_taken_in_turns() -> None:
+    plan = plan_shared_prefix(SMALL, 999, seed=0, prefix_len=20, num_prefixes=3)
+    starts = [tuple(prompt[:20]) for prompt in prompts(plan)]
+    assert len(set(starts)) == 3 and starts[:3] == starts[3:6]
+    assert [prompt[20:] for prompt in prompts(plan)] == prompts(plan_random(SMALL, 999, seed=0))
+    other = plan_shared_prefix(SMALL, 999, seed=1, prefix_len=20, num_prefixes=3)
+    assert not {tuple(prompt[:4]) for prompt in prompts(other)} & {start[:4] for start in starts}
+
+
+def test_a_question_of_a_conversation_waits_for_the_one_before() -> None:
+    plan = plan_multi_turn(SMALL, 999, seed=0, num_turns=5, think_time_s=1.5)
+    assert [request.parent for request in plan] == [None, 0, 1, 2, 3, None, 5, 6, 7, 8]
+    assert [request.continues for request in plan] == [False, *[True] * 4] * 2
+    assert [request.pause_s for request in plan] == [0.0, *[1.5] * 4] * 2
+
+
+def row(timestamp: float, input_length: int, **fields: Any) -> TraceRow:
+    return TraceRow(timestamp=timestamp, input_length=input_length, output_length=7, **fields)
+
+
+def test_a_trace_keeps_its_times_lengths_and_shared_blocks() -> None:
+    rows = [
+        row(61.0, 10, hash_ids=[1, 2, 3], chat_id=5, parent_chat_id=-1),
+        row(62.0, 14, hash_ids=[1, 2, 9], chat_id=6, parent_chat_id=-1),
+        row(63.0, 20, hash_ids=[1, 2, 3, 4], chat_id=7, parent_chat_id=5),
+        row(64.0, 3),
+    ]
+    plan = plan_trace(rows, 999, seed=0, scale=0.5, block_size=4)
+    assert [len(prompt) for prompt in prompts(plan)] == [10, 14, 20, 3]
+    assert [request.due_s for request in plan] == [0.0, 0.5, 1.0, 1.5]
+    assert [request.parent for request in plan] == [None, None, 0, None]
+    first, other, child, _ = prompts(plan)
+    assert first == child[:10] and first[:8] == other[:8]
+    assert first[8:] != other[8:10]
+    assert plan_trace(rows, 999, seed=1, scale=1, block_size=4)[0].prompt[:4] != first[:4]
+
+
+def test_arrivals_at_a_rate() -> None:
+    plan = plan_random(Sizes(4000, Span(1, 1), Span(1, 1)), 9, seed=0)
+    constant = at_rate(plan, 20, "constant", seed=0)
+    assert [request.due_s for request in constant[:3]] == pytest.approx([0, 0.05, 0.1])
+    poisson = at_rate(plan, 20, "poisson", seed=0)
+    assert poisson[-1].due_s == pytest.approx(4000 / 20, rel=0.1)
+    gaps = [after.due_s - before.due_s for before, after in pairwise(poisson)]
+    square = sum(gap**2 for gap in gaps) / len(gaps)
+    assert square == pytest.approx(2 / 20**2, rel=0.2)  # of the exponential distribution
+    assert poisson == at_rate(plan, 20, "poisson", seed=0) != at_rate(plan, 20, "poisson", seed=1)
+
+
+def test_of_a_conversation_only_the_first_question_has_a_time() -> None:
+    plan = plan_multi_turn(SMALL, 999, seed=0, num_turns=3, think_time_s=0)
+    due = [request.due_s for request in at_rate(plan, 2, "constant", seed=0)]
+    assert due == [0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 1, 1.5, 1.5, 1.5]
+
+
+def test_a_chat_is_asked_as_many_words_as_tokens() -> None:
+    assert len(chat_text([0, 5, 5000, 123]).split()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 12),
+        ({"workload": "shared-prefix", "prefix_len": 4}, 12),
+        ({"workload": "multi-turn", "num_turns": 5}, 10),
+    ],
+)
+def test_the_options_choose_the_workload(options: dict[str, Any], count: int) -> None:
+    config = WorkloadConfig(input_len=6, **options)
+    sizes = config.fix(SMALL)
+    assert (sizes.prompt, sizes.output) == (Span(6, 6), SMALL.output)
+    plan = make_plan(config, sizes, vocab_size=99, seed=0)
+    assert len(plan) == count
+    assert {len(prompt) % 4 for prompt in prompts(plan)} == {2}
+    assert "6" in config.describe(sizes)
+
+
+# -- trace files ----------------------------------------------------------------------------------
+
+
+def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        {"chat_id": 9, "parent_chat_id": 8, "timestamp": 2.5, "input_length": 3}
+        | {"output_length": 0, "type": "text", "turn": 2, "hash_ids": [7]},
+        {"chat_id": "a", "parent": "b", "timestamp": 1, "input_length": 3, "output_length": 1},
+        {"timestamp": 0, "input_length": 3, "output_length": 1},
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    rows = read_trace(file, None)
+    assert [row.timestamp for row in rows] == [0, 1, 2.5]
+    assert [row.parent for row in rows] == [None, "b", 8]
+    assert [row.timestamp for row in read_trace(file, 2)] == [1, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it is empty"),
+        ('{"timestamp": 1, "input_length": 1}', "line 1: Object missing required field"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "input_length of 1 or more"),
+        ('\n{"timestamp": "x", "input_length": 1, "output_length": 1}', "line 2: Expected `float`"),
+        ("\xff", "line 1: "),
+    ],
+)
+def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=said) as refused:
+        read_trace(file, None)
+    assert str(refused.value).startswith(f"--trace {file}")
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_over_rates_or_over_concurrencies() -> None:
+    assert LoadConfig().points == [Point(None, None)]
+    rates = LoadConfig(request_rate=("1,2.5", "inf", "1"), max_concurrency=("8",))
+    assert rates.points == [Point(1.0, 8), Point(2.5, 8), Point(None, 8)]
+    shorts = [point.short() for point in rates.points]
+    assert shorts == ["1/s, 8 at once", "2.5/s, 8 at once", "8 at once"]
+    assert LoadConfig(max_concurrency=("1,4",)).points == [Point(None, 1), Point(None, 4)]
+
+
+def test_limits_are_in_milliseconds() -> None:
+    assert LoadConfig(goodput=("ttft:500,tpot:50", "e2e:9000")).limits_s == {
+        "ttft": 0.5,
+        "tpot": 0.05,
+        "e2e": 9.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "localhost:8000"}, "--url localhost:8000: allowed: http://HOST:PORT"),
+        ({"url": "http://[::1"}, "--url http://[::1: allowed"),
+        ({"api_key": "secret"}, "--api-key (not shown): only with --url"),
+        ({"vocab_size": 7}, "--vocab-size 7: only with --url"),
+        ({"endpoint": "embeddings"}, "--endpoint embeddings: allowed: auto, completions or chat"),
+        ({"arrivals": "gamma"}, "--arrivals gamma: allowed: poisson or constant"),
+        ({"request_rate": ("1,x",)}, "--request-rate 1,x: allowed: numbers above 0, or inf"),
+        ({"request_rate": ("nan",)}, "--request-rate nan: allowed"),
+        ({"max_concurrency": ("0",)}, "--max-concurrency 0: allowed: whole numbers"),
+        (
+            {"request_rate": ("1,2",), "max_concurrency": ("3,4",)},
+            "--max-concurrency 3,4: a sweep goes over this or over --request-rate",
+        ),
+        ({"goodput": ("ttfb:3",)}, "--goodput ttfb:3: allowed: ttft:MILLISECONDS"),
+        ({"goodput": ("ttft:-3",)}, "--goodput ttft:-3: allowed"),
+        ({"request_timeout": 0.0}, "--request-timeout 0.0: allowed: a number above 0"),
+    ],
+)
+def test_a_wrong_load_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        LoadConfig(**options)
+    assert str(refused.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"workload": "burst"}, "--workload burst: allowed: random, shared-prefix"),
+        ({"workload": "trace"}, "--workload trace: needs --trace FILE"),
+        ({"trace": "/no/such"}, "--trace /no/such: allowed: a file that exists"),
+        ({"trace": __file__, "workload": "multi-turn"}, "--workload multi-turn: allowed with"),
+        ({"trace": __file__, "input_len": 3}, "--input-len 3: a trace has its own lengths"),
+        ({"prefix_len": 3}, "--prefix-len 3: only with --workload shared-prefix"),
+        ({"workload": "multi-turn", "num_turns": 1}, "--num-turns 1: allowed: 2 or more"),
+        ({"think_time": 1.0}, "--think-time 1.0: only with --workload multi-turn"),
+        ({"trace_scale": -1.0}, "--trace-scale -1.0: allowed: 0 or more"),
+    ],
+)
+def test_a_wrong_workload_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        WorkloadConfig(**options)
+    assert str(refused.value).startswith(said)
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--endpoint completions: allowed with --workload multi"):
+        check_load(WorkloadConfig(workload="multi-turn"), LoadConfig(endpoint="completions"))
+    with pytest.raises(ConfigError, match="--request-rate 3: a trace has its own times"):
+        check_load(WorkloadConfig(trace=__file__), LoadConfig(request_rate=("3",)))
+    with pytest.raises(ConfigError, match="--input-len 5: not together with --min- or"):
+        check_lengths(BenchConfig(max_prompt_length=9), WorkloadConfig(input_len=5))
+
+
+def test_a_picture_needs_matplotlib_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"matplotlib is missing; pip install 'minisgl\[plot\]'"):
+        ReportConfig(plot_file=str(tmp_path / "x.png"))
+    with pytest.raises(ConfigError, match=r"x\.txt: at the end of the name allowed: \.png"):
+        ReportConfig(plot_file=str(tmp_path / "x.txt"))
+    with pytest.raises(ConfigError, match="--csv /no/such/x: allowed: a file in a folder"):
+        ReportConfig(csv_file="/no/such/x")
