@@ -302,7 +302,13 @@ def share_of_limit(site: Site, run: OnlineRun, figures: Figures) -> Limit | None
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
-    return Limit.of(figures, started.peak, Work.of(record, started.model, started.dtype))
+    work = Work.of(
+        record,
+        started.model,
+        started.dtype,
+        max_running=started.setting.engine_options["max_running_requests"],
+    )
+    return Limit.of(figures, started.peak, work)
 
 
 # -- what is said ----------------------------------------------------------------------------------
