@@ -11,6 +11,7 @@ import pytest
 from minisgl.bench.config import BenchConfig, LatencyConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
+from minisgl_cli.config import ChatConfig
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -28,6 +29,7 @@ def row(spec: Field[Any]) -> str:
     [
         ("Engine", EngineConfig),
         ("Server", ServerConfig),
+        ("Chat", ChatConfig),
         ("Benchmark", BenchConfig),
         ("Latency", LatencyConfig),
     ],
