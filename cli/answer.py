@@ -4,50 +4,92 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minisgl.request import FinishReason, OutputDelta
+from minisgl.request import FinishReason
+
+from .model import ReplyDelta
+from .thinking import CLOSE, Split, ThinkingSplitter
 
 
 @dataclass(slots=True)
 class Answer:
     """Collects deltas, with the times that matter to the person who waits. Times in seconds."""
 
-    num_prompt_tokens: int
     asked_at: float
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    num_cached_tokens: int = 0
-    num_first_tokens: int = 0  # in the first delta that had any
+    text: str = ""  # as the model wrote it, its thinking included unless told apart
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    num_first_tokens: int | None = None  # in the first delta that had any
     first_at: float | None = None
     last_at: float | None = None
     finish_reason: FinishReason | None = None  # None to the end: it was stopped
+    _splitter: ThinkingSplitter = field(default_factory=ThinkingSplitter)
 
-    def add(self, delta: OutputDelta, now: float) -> None:
-        if delta.token_ids:
+    def add(self, delta: ReplyDelta, now: float) -> Split:
+        """Returns what there is to show of it."""
+        grows = delta.text or delta.thinking or (delta.num_tokens or 0) > (self.num_tokens or 0)
+        if grows and self.finish_reason is None:  # a server counts after the end
             if self.first_at is None:
-                self.first_at, self.num_first_tokens = now, len(delta.token_ids)
+                self.first_at, self.num_first_tokens = now, delta.num_tokens
             self.last_at = now
-        self.token_ids += delta.token_ids
+        for name in ("num_tokens", "num_prompt_tokens", "num_cached_tokens", "finish_reason"):
+            if (value := getattr(delta, name)) is not None:
+                setattr(self, name, value)
         self.text += delta.text
-        self.num_cached_tokens = delta.num_cached_tokens
-        self.finish_reason = delta.finish_reason
+        split = self._splitter.feed(delta.text)
+        split.thinking = delta.thinking + split.thinking
+        return split
+
+    def flush(self) -> Split:
+        """What is left to show, at the end."""
+        return self._splitter.flush()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there is anything that the conversation could go on from."""
+        ended = self.finish_reason is not None and self.first_at is not None
+        return bool(self.text or self.num_tokens) or ended
+
+    @property
+    def message(self) -> str:
+        """For the conversation. Thinking that was stopped is closed, as every template expects."""
+        return f"{self.text}\n{CLOSE}\n\n" if self._splitter.inside else self.text
 
     @property
     def tokens_per_second(self) -> float | None:
-        """After the first delta; None where nothing came after it."""
+        """After the first delta; None where nothing came after it, or nobody counted."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
             return None
-        return (len(self.token_ids) - self.num_first_tokens) / (self.last_at - self.first_at)
+        if self.num_tokens is None:
+            return None
+        # A server that counts only at the end has sent a token with its first delta.
+        first = 1 if self.num_first_tokens is None else self.num_first_tokens
+        return max(0, self.num_tokens - first) / (self.last_at - self.first_at)
+
+    def fills(self, max_seq_len: int | None) -> bool:
+        """Whether it ended because there was no room left."""
+        if self.finish_reason is not FinishReason.LENGTH or max_seq_len is None:
+            return False
+        return (self.num_prompt_tokens or 0) + (self.num_tokens or 0) >= max_seq_len
 
     def summary(self) -> str:
         """One line: how much, how fast, how much of the prompt was in the cache."""
-        parts = [_count(len(self.token_ids), "token")]
+        parts = []
+        if self.num_tokens is not None:
+            parts.append(_count(self.num_tokens, "token"))
         if self.first_at is not None:
             parts.append(f"TTFT {1000 * (self.first_at - self.asked_at):.0f} ms")
         if self.tokens_per_second is not None:
             parts.append(f"{self.tokens_per_second:.1f} tok/s")
-        parts.append(f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens cached")
+        if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
+            cached = f"{self.num_cached_tokens} of {self.num_prompt_tokens}"
+            parts.append(f"{cached} prompt tokens cached")
+        elif self.num_prompt_tokens is not None:
+            parts.append(_count(self.num_prompt_tokens, "prompt token"))
         if self.finish_reason is None:
             parts.append("stopped")
+        elif self.finish_reason is FinishReason.LENGTH:
+            parts.append("cut at the limit")
         return " · ".join(parts)
 
 

@@ -3,23 +3,81 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from minisgl.config import EngineConfig
 
+from .config import ChatConfig, refuse_engine_options
+from .conversation import Conversation
+from .face import Face, open_face
 from .logs import set_up_logging
+from .model import ChatModel
 from .options import takes_options
+
+INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 
 
 @takes_options
-def chat(engine: EngineConfig) -> int:
+def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     """Talk to a model in the terminal; piped in, each line is a question."""
+    if chat.url:
+        refuse_engine_options(engine)
     set_up_logging(default="WARNING")
-    from .terminal import open_face
+    from .repl import COMMANDS
 
-    face = open_face()
-    with face.busy("Loading the libraries"):
-        from .repl import talk
+    face = open_face(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
+    if not chat.url:
+        with face.busy("Loading the libraries"):
+            from . import engine_model  # noqa: F401 - seconds, of which the person should know
 
-    num_unanswered = asyncio.run(talk(engine, face))
+    num_unanswered = asyncio.run(_talk(chat, engine, face))
     # A person has seen why; a program at the other end of a pipe looks at the exit code.
     return 1 if num_unanswered and not face.interactive else 0
+
+
+async def _talk(chat: ChatConfig, engine: EngineConfig, face: Face) -> int:
+    """Raises MinisglError if there is nobody to talk to."""
+    from .commands import Session
+    from .repl import Repl, banner
+
+    opened = _server(chat, engine, face) if chat.url else _engine(engine, face)
+    async with opened as model:
+        face.note(banner(model))
+        if not chat.url and not engine.model:
+            from minisgl.models.hub import DEMO_NOTE
+
+            face.note(DEMO_NOTE)
+        face.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        session = Session(model, face, Conversation(chat.system), dict(chat.sampling))
+        return await Repl(session).run()
+
+
+@asynccontextmanager
+async def _server(chat: ChatConfig, engine: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
+    from .server_model import ServerModel
+
+    api_key = chat.api_key or os.environ.get("OPENAI_API_KEY", "")
+    with face.busy("Connecting"):
+        model = await ServerModel.connect(chat.url, api_key, engine.model)
+    yield model
+
+
+@asynccontextmanager
+async def _engine(config: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
+    from .engine_model import EngineModel, start_engine
+
+    try:
+        with face.busy("Loading the model") as show:
+
+            def progress(phase: str, share: float) -> None:
+                show(f"{phase.capitalize()} {share:.0%}" if share else phase.capitalize())
+
+            engine = await start_engine(config, progress)
+    except asyncio.CancelledError:
+        # A thread that loads weights cannot be ended, and joining it would take minutes.
+        os._exit(INTERRUPTED)
+    async with engine:
+        assert engine.tokenizer is not None
+        yield EngineModel(engine, engine.tokenizer)

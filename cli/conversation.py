@@ -1,84 +1,34 @@
-"""What was said so far, as messages and as the tokens that the engine has seen."""
+"""What was said so far."""
 
 from __future__ import annotations
 
-import codecs
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+
+from .model import Message
 
 
-class ChatTokenizer(Protocol):
-    """The part of `minisgl.tokenizer.Tokenizer` that a conversation needs."""
-
-    def chat(self, messages: Sequence[dict[str, str]], /) -> list[int]: ...
-
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-
-
+@dataclass(slots=True)
 class Conversation:
-    """Turns of user and assistant: `ask` gives the next prompt, `answer` records the reply."""
+    """Turns of user and assistant, behind a system prompt if there is one."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.messages: list[dict[str, str]] = []
-        self._seen: list[int] = []  # the last prompt and its answer, token for token
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
 
-    def ask(self, text: str) -> list[int]:
-        """Adds a question and returns the prompt. Raises MinisglError if no prompt can be made."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        templated = self._tokenizer.chat(messages)
-        self.messages = messages
-        return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
+    @property
+    def messages(self) -> list[Message]:
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return opening + self.turns
 
-    def answer(self, prompt: list[int], token_ids: list[int], text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
-        self._seen = prompt + token_ids
+    def ask(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str) -> None:
+        """As the model wrote it: a chat template knows what to do with its thinking."""
+        self.turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> None:
         """Forgets the last question, which was not answered."""
-        self.messages.pop()
+        self.turns.pop()
 
     def reset(self) -> None:
-        self.messages.clear()
-        self._seen.clear()
-
-
-def keep_seen(
-    seen: Sequence[int], templated: Sequence[int], token_bytes: Callable[[int], bytes]
-) -> list[int]:
-    """`templated` with its beginning in the tokens of `seen`, as far as both read the same.
-
-    An answer is text by the time the template sees it again, and the tokenizer may cut that text
-    otherwise than the model did. The KV cache knows the model's tokens, so they are kept. Where
-    the texts differ too (a template may trim an answer or leave out its reasoning), the template
-    counts.
-    """
-    ours, theirs = Reading(seen, token_bytes), Reading(templated, token_bytes)
-    agreed = num_common(ours.text, theirs.text)
-    both = ours.num_tokens.keys() & theirs.num_tokens.keys()
-    length = max(length for length in both if length <= agreed)
-    return [*seen[: ours.num_tokens[length]], *templated[theirs.num_tokens[length] :]]
-
-
-def num_common(left: str, right: str) -> int:
-    """Length of the longest common beginning."""
-    pairs = enumerate(zip(left, right, strict=False))
-    shorter = min(len(left), len(right))
-    return next((index for index, (one, other) in pairs if one != other), shorter)
-
-
-class Reading:
-    """Tokens as text, and how many of them make up each length at which they could be cut."""
-
-    def __init__(self, token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> None:
-        self.num_tokens = {0: 0}  # by number of characters
-        # What is not UTF-8 reads as U+FFFD, as it did in the answer.
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        pieces, length = [], 0
-        for count, token_id in enumerate(token_ids, 1):
-            pieces.append(decoder.decode(token_bytes(token_id)))
-            length += len(pieces[-1])
-            unfinished, _ = decoder.getstate()
-            if not unfinished:
-                self.num_tokens[length] = count
-        self.text = "".join(pieces)
+        self.turns.clear()

@@ -36,7 +36,6 @@ app = typer.Typer(
     cls=Commands,
     name="minisgl",
     help="A compact and fast inference engine for large language models.",
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )

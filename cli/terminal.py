@@ -1,130 +1,101 @@
-"""Where the REPL reads questions and writes answers: a terminal, or a pipe."""
+"""The face of the chat for a person: line editing by prompt_toolkit, Markdown by rich."""
 
 from __future__ import annotations
 
-import asyncio
-import io
 import sys
-import unicodedata
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+import termios
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
-from prompt_toolkit import PromptSession
 from rich.console import Console
+from rich.theme import Theme
 
+from .face import printable
+from .prompt import make_session, unquoted
+from .view import AnswerView, MarkdownView, PlainView
 
-class Face(Protocol):
-    """What the REPL needs of the place where it talks."""
-
-    interactive: bool
-
-    async def read(self) -> str | None:
-        """The next line that the person enters; None when they have left."""
-        ...
-
-    def write(self, text: str) -> None:
-        """A piece of an answer, at once."""
-        ...
-
-    def end_answer(self) -> None: ...
-
-    def say(self, line: str) -> None:
-        """A word of the REPL itself that the person must see."""
-        ...
-
-    def note(self, line: str) -> None:
-        """One that they may overlook."""
-        ...
-
-    def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows what takes time while the context is open; calling its target shows more of it."""
-        ...
-
-
-def open_face() -> Face:
-    return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
+# Readable on light and dark: the colours are the terminal's, and there is no background.
+THEME = Theme({f"markdown.{name}": "cyan" for name in ("code", "code_block", "item.number")})
 
 
 class Terminal:
-    """Line editing by prompt_toolkit, colours by rich."""
-
     interactive = True
+    keys: Mapping[str, str] = {
+        "Ctrl-C": "stops an answer, and once more leaves",
+        "Ctrl-J": 'begins a new line; so does Enter between """ and """',
+        "Ctrl-O": "shows what the model thought before its last answer",
+    }
 
-    def __init__(self) -> None:
-        self._session: PromptSession[str] = PromptSession()
-        self._console = Console(highlight=False, soft_wrap=True, markup=False)
+    def __init__(self, commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> None:
+        self._console = Console(highlight=False, markup=False, theme=THEME)
+        self._session = make_session(commands, self._show_thoughts)
+        self._show_thinking = show_thinking
+        self._plain = plain or self._console.is_dumb_terminal
+        self._thoughts = ""  # of the last answer
+        self._view: AnswerView | None = None
 
-    async def read(self) -> str | None:
-        """The first Ctrl-C drops what was typed and says how to leave, a second one leaves."""
-        interrupted = False
+    async def read(self, *, interrupted: bool) -> str | None:
+        """Ctrl-C drops what was typed and says how to leave; on an empty line after one, leaves."""
+        self._console.print()
         while True:
             try:
-                return await self._session.prompt_async("> ")
+                return unquoted(await self._session.prompt_async("> "))
             except EOFError:
                 return None
             except KeyboardInterrupt:
-                if interrupted:
+                if interrupted and not self._session.default_buffer.text:
                     return None
                 interrupted = True
                 self.note("Ctrl-C once more or Ctrl-D leaves.")
 
-    def write(self, text: str) -> None:
-        sys.stdout.write(printable(text))
-        sys.stdout.flush()
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        kind = PlainView if self._plain else MarkdownView
+        self._view = kind(self._console, show_thinking=self._show_thinking)
+        with _silent_keys():
+            try:
+                yield
+            finally:
+                self._view.close()
+                self._thoughts = self._view.thoughts.strip()
 
-    def end_answer(self) -> None:
-        self.write("\n")
+    def think(self, text: str) -> None:
+        assert self._view is not None
+        self._view.think(printable(text))
+
+    def write(self, text: str) -> None:
+        assert self._view is not None
+        self._view.write(printable(text))
 
     def say(self, line: str) -> None:
-        self._console.print(line)
+        self._console.print(printable(line))
 
     def note(self, line: str) -> None:
-        self._console.print(line, style="dim")
+        self._console.print(printable(line), style="dim")
 
     @contextmanager
     def busy(self, what: str) -> Iterator[Callable[[str], None]]:
         with self._console.status(what) as status:
             yield status.update
 
-
-class Pipe:
-    """Each line is a question; nothing but the answers is written to the output."""
-
-    interactive = False
-
-    def __init__(self) -> None:
-        # Whatever the locale says: a model writes every character there is.
-        for stream in (sys.stdin, sys.stdout):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(encoding="utf-8", errors="replace")
-
-    async def read(self) -> str | None:
-        # In a thread, so that the engine's loop goes on while the other end of the pipe is silent.
-        line = await asyncio.to_thread(sys.stdin.readline)
-        return line.rstrip("\n") if line else None
-
-    def write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def end_answer(self) -> None:
-        self.write("\n")
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr)
-
-    def note(self, line: str) -> None:
-        """Not for a program at the other end."""
-
-    def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        return nullcontext(lambda more: None)
+    def _show_thoughts(self) -> None:
+        self.note(self._thoughts or "There was no thinking before the last answer.")
 
 
-def printable(text: str) -> str:
-    """Without control characters: a model must not be able to drive the terminal."""
-    return "".join(
-        character
-        for character in text
-        if character in "\n\t" or unicodedata.category(character) != "Cc"
-    )
+@contextmanager
+def _silent_keys() -> Iterator[None]:
+    """What is typed meanwhile is not shown, which would disturb the drawing, and not lost: the
+    prompt finds it later."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, ValueError):
+        yield
+        return
+    silent = termios.tcgetattr(sys.stdin)
+    silent[0] &= ~termios.ICRNL  # so that the prompt can tell Enter from Ctrl-J
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

@@ -538,7 +538,11 @@ async def test_a_sweep_over_a_given_server_is_reported(
 
 def test_the_share_of_the_limit_is_of_what_the_server_did() -> None:
     facts = read_model_config(DEMO_FOLDER).facts()
-    nothing: dict[str, Any] = {"bench_options": {}, "engine_options": {"max_running_requests": 256}, "capacity": {}}
+    nothing: dict[str, Any] = {
+        "bench_options": {},
+        "engine_options": {"max_running_requests": 256},
+        "capacity": {},
+    }
     setting = Setting(
         environment=Environment.found(), versions={}, device="", model="", backends={}, **nothing
     )

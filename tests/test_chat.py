@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pexpect
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
@@ -23,9 +26,15 @@ from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl_cli.answer import Answer
-from minisgl_cli.conversation import Conversation, keep_seen
-from minisgl_cli.repl import Repl
-from minisgl_cli.terminal import Pipe, printable
+from minisgl_cli.commands import Session
+from minisgl_cli.conversation import Conversation
+from minisgl_cli.engine_model import EngineModel
+from minisgl_cli.face import printable
+from minisgl_cli.model import ReplyDelta
+from minisgl_cli.pipe import Pipe
+from minisgl_cli.prompt import CommandCompleter, PrivateHistory, history_file, unquoted
+from minisgl_cli.repl import COMMANDS, Repl
+from minisgl_cli.seen_tokens import keep_seen
 
 # -- a tokenizer that a person can follow ---------------------------------------------------------
 
@@ -75,10 +84,31 @@ class ToyTokenizer:
 # -- the conversation's tokens --------------------------------------------------------------------
 
 
+class Said:
+    """A model that has been asked "ab" and has answered with some tokens."""
+
+    def __init__(self, tokenizer: ToyTokenizer, token_ids: list[int], text: str) -> None:
+        self.conversation = Conversation()
+        engine: Any = FakeEngine([])
+        engine.deltas = [OutputDelta(token_ids, text, 0, 0, finish_reason=FinishReason.STOP)]
+        self.model = EngineModel(engine, tokenizer)
+
+        async def ask() -> None:
+            self.conversation.ask("ab")
+            answer = Answer(asked_at=0.0)
+            async for delta in self.model.reply(self.conversation.messages, {}):
+                answer.add(delta, 0.0)
+            self.conversation.answer(answer.message)
+
+        asyncio.run(ask())
+
+    def prompt(self, question: str) -> list[int]:
+        self.conversation.ask(question)
+        return self.model.prompt(self.conversation.messages)
+
+
 def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) -> list[int]:
-    conversation = Conversation(ToyTokenizer(trims))
-    conversation.answer(conversation.ask("ab"), answer_ids, answer)
-    return conversation.ask("cd")
+    return Said(ToyTokenizer(trims), answer_ids, answer).prompt("cd")
 
 
 def test_an_answer_in_the_tokenizers_own_tokens_is_part_of_the_next_prompt() -> None:
@@ -110,10 +140,9 @@ def test_the_prompt_always_reads_as_the_template_has_it(
     """Whatever the model generated, special tokens in wrong places included."""
     tokenizer = ToyTokenizer(trims)
     answer = decode(generated[: max(0, len(generated) - num_held_back)])
-    conversation = Conversation(tokenizer)
-    conversation.answer(conversation.ask("ab"), generated, answer)
-    prompt = conversation.ask("cd")
-    assert decode(prompt) == decode(tokenizer.chat(conversation.messages))
+    said = Said(tokenizer, generated, answer)
+    prompt = said.prompt("cd")
+    assert decode(prompt) == decode(tokenizer.chat(said.conversation.messages))
 
 
 @pytest.mark.parametrize(
@@ -147,14 +176,15 @@ def test_seen_tokens_are_kept_as_far_as_both_read_the_same(
     assert [vocabulary[token_id] for token_id in kept] == prompt
 
 
-def test_a_question_taken_back_and_a_reset_leave_nothing() -> None:
-    conversation = Conversation(ToyTokenizer())
-    conversation.answer(conversation.ask("ab"), spelled("abc"), "abc")
+def test_a_question_taken_back_and_a_reset_leave_nothing_but_the_system_prompt() -> None:
+    conversation = Conversation("Be kind.")
+    conversation.ask("ab")
+    conversation.answer("abc")
     conversation.ask("cd")
     conversation.take_back()
-    assert [message["content"] for message in conversation.messages] == ["ab", "abc"]
+    assert [message["content"] for message in conversation.messages] == ["Be kind.", "ab", "abc"]
     conversation.reset()
-    assert conversation.ask("cd") == encode("<user>cd<end><model>")
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
 
 
 # -- one answer -----------------------------------------------------------------------------------
@@ -164,20 +194,40 @@ def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> 
     return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
 
 
+def answered(*deltas: tuple[float, ReplyDelta]) -> Answer:
+    answer = Answer(asked_at=10.0)
+    for now, delta in deltas:
+        answer.add(delta, now)
+    return answer
+
+
 def test_the_summary_tells_how_much_and_how_fast() -> None:
-    answer = Answer(num_prompt_tokens=8, asked_at=10.0)
-    answer.add(delta("a", cached=6), 10.25)
-    for step in range(4):
-        answer.add(delta("b", cached=6), 10.35 + 0.1 * step)
-    answer.add(delta("", cached=6, reason=FinishReason.STOP), 20.0)
-    assert answer.text == "abbbb"
+    answer = answered(
+        *((10.25 + 0.1 * step, ReplyDelta("a", "", step + 1, 8, 6)) for step in range(5)),
+        (20.0, ReplyDelta("", "", 5, 8, 6, FinishReason.STOP)),
+    )
+    assert answer.text == "aaaaa"
     assert answer.summary() == ("5 tokens · TTFT 250 ms · 10.0 tok/s · 6 of 8 prompt tokens cached")
 
 
 def test_the_summary_of_one_token_has_no_rate() -> None:
-    answer = Answer(num_prompt_tokens=8, asked_at=10.0)
-    answer.add(delta("a"), 10.25)
+    answer = answered((10.25, ReplyDelta("a", "", 1, 8, 0)))
     assert answer.summary() == "1 token · TTFT 250 ms · 0 of 8 prompt tokens cached · stopped"
+
+
+def test_the_summary_says_what_a_server_says() -> None:
+    texts = [(10.25, ReplyDelta(thinking="a")), (10.75, ReplyDelta("b"))]
+    ended = (20.0, ReplyDelta(finish_reason=FinishReason.LENGTH))
+    assert answered(*texts, ended).summary() == "TTFT 250 ms · cut at the limit"
+    counted = (20.0, ReplyDelta(num_tokens=6, num_prompt_tokens=1))
+    assert answered(*texts, ended, counted).summary() == (
+        "6 tokens · TTFT 250 ms · 10.0 tok/s · 1 prompt token · cut at the limit"
+    )
+
+
+def test_thinking_that_was_stopped_is_closed_for_the_template() -> None:
+    assert answered((11.0, ReplyDelta("<think>\nHm"))).message == "<think>\nHm\n</think>\n\n"
+    assert answered((11.0, ReplyDelta("<think>Hm</think>Yes"))).message == "<think>Hm</think>Yes"
 
 
 def test_a_model_cannot_drive_the_terminal() -> None:
@@ -188,8 +238,8 @@ def test_a_model_cannot_drive_the_terminal() -> None:
 
 
 class FakeDefaults:
-    def sampling(self) -> SamplingParams:
-        return SamplingParams()
+    def sampling(self, **chosen: Any) -> SamplingParams:
+        return SamplingParams(**chosen)
 
 
 @dataclass
@@ -200,6 +250,7 @@ class FakeEngine:
     max_seq_len: int = 1000
     prompts: list[list[int]] = field(default_factory=list)
     num_aborted: int = 0
+    deltas: Sequence[OutputDelta] | None = None  # instead of answers
 
     tokenizer = ToyTokenizer()
     defaults = FakeDefaults()
@@ -208,7 +259,9 @@ class FakeEngine:
     def capacity(self) -> Capacity:
         return Capacity(num_pages=2, page_size=1, num_slots=1, max_seq_len=self.max_seq_len)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> FakeStream:
+    def submit(self, prompt: list[int], params: SamplingParams) -> Any:
+        if self.deltas is not None:
+            return GivenStream(self.deltas)
         room = self.max_seq_len - len(prompt)
         if room < 1:
             raise ContextLengthError(len(prompt), None, self.max_seq_len)
@@ -216,6 +269,18 @@ class FakeEngine:
         letters = self.answers.pop(0)[:room]
         reason = FinishReason.LENGTH if len(letters) == room else FinishReason.STOP
         return FakeStream(self, letters, reason)
+
+
+@dataclass
+class GivenStream:
+    deltas: Sequence[OutputDelta]
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        for delta in self.deltas:
+            yield delta
+
+    def abort(self) -> None:
+        pass
 
 
 @dataclass
@@ -242,17 +307,28 @@ class FakeFace(Pipe):
 
     lines: list[str]
     written: str = ""
+    thought: str = ""
     said: list[str] = field(default_factory=list)
     noted: list[str] = field(default_factory=list)
+    interrupted: list[bool] = field(default_factory=list)  # before each line
 
-    async def read(self) -> str | None:
+    async def read(self, *, interrupted: bool) -> str | None:
+        self.interrupted.append(interrupted)
         return self.lines.pop(0) if self.lines else None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        before = self.written
+        try:
+            yield
+        finally:
+            self.written += "\n" * (self.written != before)
+
+    def think(self, text: str) -> None:
+        self.thought += text
 
     def write(self, text: str) -> None:
         self.written += text
-
-    def end_answer(self) -> None:
-        self.written += "\n"
 
     def say(self, line: str) -> None:
         self.said.append(line)
@@ -261,10 +337,11 @@ class FakeFace(Pipe):
         self.noted.append(line)
 
 
-async def converse(engine: FakeEngine, *lines: str) -> FakeFace:
+async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeFace:
     face = FakeFace(list(lines))
     fake: Any = engine
-    await Repl(fake, engine.tokenizer, face).run()
+    model = EngineModel(fake, engine.tokenizer)
+    await Repl(Session(model, face, Conversation(), sampling)).run()
     return face
 
 
@@ -292,7 +369,7 @@ async def test_exit_leaves_at_once() -> None:
 
 async def test_help_lists_every_command() -> None:
     face = await converse(FakeEngine([]), "/help")
-    assert [line.split()[0] for line in face.said] == ["/help", "/reset", "/exit", "Ctrl-C"]
+    assert [line.split()[0] for line in face.said] == list(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -342,39 +419,124 @@ async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
     assert decode(engine.prompts[0]) == "<user>ab<end><model>"
 
 
+async def test_a_second_ctrl_c_is_told_to_the_face() -> None:
+    face = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
+    assert face.interrupted == [False, True, False]
+
+
+async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
+    fake: Any = FakeEngine([])
+    text = "<think>\nab\n</think>\n\ncd"
+    fake.deltas = [OutputDelta([0], text, 1, 0, finish_reason=FinishReason.STOP)]
+    face = FakeFace(["ab"])
+    conversation = Conversation()
+    await Repl(Session(EngineModel(fake, ToyTokenizer()), face, conversation)).run()
+    assert (face.thought, face.written) == ("ab", "cd\n")
+    assert conversation.messages[-1]["content"] == text
+
+
+async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so() -> None:
+    class Opening(ToyTokenizer):
+        def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+            return [*super().chat(messages), -1, -2]
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return {-1: b"<think>", -2: b"\n"}.get(token_id) or super().token_bytes(token_id)
+
+    fake: Any = FakeEngine([])
+    fake.deltas = [OutputDelta([0], "ab</think>", 1, 0), OutputDelta([0], "cd", 2, 0)]
+    face = FakeFace(["ab"])
+    await Repl(Session(EngineModel(fake, Opening()), face, Conversation())).run()
+    assert (face.thought, face.written) == ("ab", "cd\n")
+
+
+# -- what a person types --------------------------------------------------------------------------
+
+
+def completions(typed: str) -> list[str]:
+    found = CommandCompleter(COMMANDS).get_completions(Document(typed), CompleteEvent())
+    return [completion.text for completion in found]
+
+
+def test_commands_are_completed_and_nothing_else() -> None:
+    assert completions("/") == list(COMMANDS)
+    assert completions("/re") == ["/reset"]
+    assert completions("/reset") == completions("re") == completions("say /re") == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("a\nb ", "a\nb"), ('"""a\nb"""', "a\nb"), ('"""\n a\n"""', " a"), ('"""', '"""')],
+)
+def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str) -> None:
+    assert unquoted(typed) == meant
+
+
+def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "history"
+    for line in ("first", "second\nline", "half \ud800"):
+        PrivateHistory(file).store_string(line)
+    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", "second\nline", "first"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_history_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for file in (tmp_path / "file" / "history", tmp_path):  # under a file; a folder
+        history = PrivateHistory(file)
+        history.append_string("a line")
+        assert list(history.load_history_strings()) == []
+
+
+def test_history_is_kept_where_state_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
+    assert history_file() == Path("/elsewhere/minisgl/chat_history")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard says to ignore
+    assert history_file() == Path.home() / ".local/state/minisgl/chat_history"
+
+
 # -- the real thing, with the bundled model -------------------------------------------------------
 
 # With one token a page, the cache's share can be told to the token.
 COMMAND = ["-m", "minisgl", "chat", "--device", "cpu", "--page-size", "1"]
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C = "\x03"
 
 
 async def test_a_later_turn_computes_only_what_is_new() -> None:
     """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
-    params = SamplingParams(temperature=2.0, max_tokens=60)
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
         assert engine.tokenizer is not None
-        conversation = Conversation(engine.tokenizer)
+        conversation = Conversation()
+        model = EngineModel(engine, engine.tokenizer)
         num_seen = 0
         for turn in range(4):
-            prompt = conversation.ask("Tell me more.")
-            answer = Answer(num_prompt_tokens=len(prompt), asked_at=0.0)
-            async for delta in engine.submit(prompt, dataclasses.replace(params, seed=turn)):
+            conversation.ask("Tell me more.")
+            answer = Answer(asked_at=0.0)
+            sampling = {"temperature": 2.0, "max_tokens": 60, "seed": turn}
+            async for delta in model.reply(conversation.messages, sampling):
                 answer.add(delta, 0.0)
+            num_prompt, num_tokens = answer.num_prompt_tokens, answer.num_tokens
+            assert num_prompt is not None and num_tokens is not None
             # The last token of an answer has no keys and values yet.
             assert answer.num_cached_tokens == max(0, num_seen - 1)
-            assert num_seen - 1 < len(prompt) < num_seen + 30
-            conversation.answer(prompt, answer.token_ids, answer.text)
-            num_seen = len(prompt) + len(answer.token_ids)
+            assert num_seen - 1 < num_prompt < num_seen + 30
+            conversation.answer(answer.message)
+            num_seen = num_prompt + num_tokens
 
 
 @pytest.fixture
-def terminal() -> Iterator[pexpect.spawn]:
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     """`minisgl chat` at its first prompt, in a terminal that does not tell where its cursor is."""
     child = pexpect.spawn(
         sys.executable,
         COMMAND,
-        env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        env={
+            **os.environ,
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "XDG_STATE_HOME": str(tmp_path),
+        },
         encoding="utf-8",
         codec_errors="replace",
         dimensions=(50, 200),
@@ -425,19 +587,6 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     assert stop_an_answer(terminal)[1] < num_second_prompt
 
     terminal.send("/exit\r")
-    assert left(terminal) == 0
-
-
-def test_the_second_ctrl_c_at_the_prompt_leaves(terminal: pexpect.spawn) -> None:
-    terminal.send("half a question" + CTRL_C)
-    terminal.expect("Ctrl-C once more")
-    at_prompt(terminal)
-    terminal.send(CTRL_C)
-    assert left(terminal) == 0
-
-
-def test_ctrl_d_leaves(terminal: pexpect.spawn) -> None:
-    terminal.send(CTRL_D)
     assert left(terminal) == 0
 
 

@@ -18,6 +18,7 @@ from minisgl.errors import ConfigError, DeviceMemoryError
 from minisgl_cli import main as cli
 from minisgl_cli.logs import set_up_logging
 from minisgl_cli.options import takes_options
+from minisgl_cli.version import version
 
 # -- options from dataclasses ---------------------------------------------------------------------
 
@@ -216,7 +217,8 @@ def test_bench_is_its_offline_verb() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("serve",), ("bench",), ("bench", "latency"), ("bench", "serve")]
+    "command",
+    [("serve",), ("chat",), ("bench",), ("bench", "latency"), ("bench", "serve")],
 )
 def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     program = (
@@ -241,7 +243,30 @@ def test_comparing_imports_nothing_heavy() -> None:
 def test_version_names_what_a_bug_report_needs() -> None:
     result = minisgl("version")
     assert result.returncode == 0
-    assert all(f"{package} " in result.stdout for package in ("minisgl", "python", "torch"))
+    lines = result.stdout.splitlines()
+    for named in ("minisgl ", "python ", "torch ", "cpu ", "gpu ", "attention prefill "):
+        assert any(line.startswith(named) for line in lines), named
+
+
+def test_version_says_what_it_can_where_the_hardware_is_broken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> bool:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr("torch.cuda.is_available", broken)
+    assert version() == 0
+    assert capsys.readouterr().out.endswith("hardware unknown, RuntimeError: no such device\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("", "chat"), ("chat --ur", "--url"), ("bench latency --b", "--batch-size")],
+)
+def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+    line = f"minisgl {typed}"
+    shell = {"_MINISGL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    assert completed in minisgl(**shell, COMP_WORDS=line).stdout.split()
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, False), ("DEBUG", True), ("error", False)])

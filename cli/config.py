@@ -1,0 +1,73 @@
+"""Every option of the chat itself, once. Imports nothing heavy, so that --help is fast."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from urllib.parse import urlsplit
+
+from minisgl.config import EngineConfig, check_at_least, check_types, option, option_names, refuse
+from minisgl.errors import ConfigError, one_of
+
+GROUP = "Chat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+
+    url: str = option(
+        "",
+        "An OpenAI-compatible server to talk to, such as http://127.0.0.1:1919, instead of an "
+        "engine of its own; --model then names one of its models.",
+        group=GROUP,
+    )
+    api_key: str = option("", "Key for that server; OPENAI_API_KEY if not given.", group=GROUP)
+    system: str = option("", "System prompt.", group=GROUP)
+    temperature: float | None = option(
+        None, "Sampling temperature; the model's own if not given.", group=GROUP
+    )
+    max_tokens: int | None = option(
+        None, "Longest answer in tokens; all the room there is if not given.", group=GROUP
+    )
+    thinking: str = option(
+        "fold", "fold (thinking becomes one line once it ends) or show (all of it).", group=GROUP
+    )
+    plain: bool = option(False, "Print answers as they come, without Markdown.", group=GROUP)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "max_tokens", 1)
+        if self.temperature is not None and not 0 <= self.temperature <= 2:
+            refuse(self, "temperature", "allowed: 0 to 2")
+        if self.thinking not in ("fold", "show"):
+            refuse(self, "thinking", one_of(("fold", "show")))
+        if self.url and not _is_http(self.url):
+            refuse(self, "url", "allowed: an address such as http://127.0.0.1:1919")
+        # A header carries nothing else.
+        if self.api_key and not re.fullmatch("[!-~]+", self.api_key):
+            raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The parameters that were given, by the name that the API and SamplingParams have."""
+        given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def refuse_engine_options(config: EngineConfig) -> None:
+    """With --url there is no engine: raises ConfigError for an option that would do nothing."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name != "model" and value != spec.default:
+            shown = "(given)" if value is True else value
+            reason = "is for an engine of its own, and with --url there is none"
+            raise ConfigError(option_names(spec)[0], shown, reason)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a bracket that is not closed
+        return False

@@ -1,0 +1,97 @@
+"""A chat with an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ContextLengthError, UnsupportedModelError
+from minisgl.runner.facts import device_name
+
+from .model import ContextFullError, Message, ReplyDelta
+from .seen_tokens import keep_seen
+from .thinking import OPEN
+
+NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
+
+
+class ChatTokenizer(Protocol):
+    """The part of `minisgl.tokenizer.Tokenizer` that a chat needs."""
+
+    def chat(self, messages: Sequence[Message], /) -> list[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+async def start_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> AsyncEngine:
+    """Loads a model to chat with. Raises MinisglError."""
+    engine = await AsyncEngine.start(config, progress)
+    if engine.tokenizer is None:
+        await engine.close()
+        raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
+    return engine
+
+
+class EngineModel:
+    """Keeps the tokens of the last answer, so that the next prompt finds them in the KV cache."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: ChatTokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._seen: list[int] = []  # the last prompt and its answer, token for token
+
+    @property
+    def facts(self) -> Sequence[str]:
+        config, capacity = self._engine.config, self._engine.capacity
+        backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
+        devices = f"{config.tp} x " if config.tp > 1 else ""
+        return (
+            self._engine.model_name,
+            f"{config.dtype} on {devices}{device_name(config.device)}",
+            f"attention {','.join(backends)}",
+            f"context {capacity.max_seq_len:,} tokens",
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._engine.capacity.max_seq_len
+
+    async def reply(
+        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[ReplyDelta, None]:
+        prompt = self.prompt(messages)
+        try:
+            stream = self._engine.submit(prompt, self._engine.defaults.sampling(**sampling))
+        except ContextLengthError as error:
+            raise ContextFullError(
+                f"The conversation with this question has {len(prompt)} tokens, which is more "
+                f"than the context of {self.max_seq_len} holds."
+            ) from error
+        # Some templates open the thinking themselves, and the model only closes it.
+        opening = f"{OPEN}\n" if self._opens_thinking(prompt) else ""
+        token_ids: list[int] = []
+        try:
+            async for delta in stream:
+                token_ids += delta.token_ids
+                yield ReplyDelta(
+                    text=opening + delta.text,
+                    num_tokens=len(token_ids),
+                    num_prompt_tokens=len(prompt),
+                    num_cached_tokens=delta.num_cached_tokens,
+                    finish_reason=delta.finish_reason,
+                )
+                opening = ""
+        finally:
+            stream.abort()
+            self._seen = prompt + token_ids
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids. Raises MinisglError where the template refuses the messages."""
+        templated = self._tokenizer.chat(messages)
+        return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
+
+    def _opens_thinking(self, prompt: Sequence[int]) -> bool:
+        end = b"".join(map(self._tokenizer.token_bytes, prompt[-NUM_OPENING_TOKENS:]))
+        return end.rstrip().endswith(OPEN.encode())

@@ -1,0 +1,67 @@
+"""Where the REPL reads questions and writes answers: a terminal, or a pipe."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Face(Protocol):
+    """What the REPL needs of the place where it talks."""
+
+    interactive: bool
+    keys: Mapping[str, str]  # that mean something here, and what they do
+
+    async def read(self, *, interrupted: bool) -> str | None:
+        """The next line that the person enters; None when they have left.
+
+        `interrupted`: they have just pressed Ctrl-C, and once more means to leave.
+        """
+        ...
+
+    def answering(self) -> AbstractContextManager[None]:
+        """`think` and `write` are for the time while this is open."""
+        ...
+
+    def think(self, text: str) -> None:
+        """A piece of what the model thinks before it answers, at once."""
+        ...
+
+    def write(self, text: str) -> None:
+        """A piece of an answer, at once."""
+        ...
+
+    def say(self, line: str) -> None:
+        """A word of the REPL itself that the person must see."""
+        ...
+
+    def note(self, line: str) -> None:
+        """One that they may overlook."""
+        ...
+
+    def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Shows what takes time while the context is open; calling its target shows more of it."""
+        ...
+
+
+def open_face(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> Face:
+    """A terminal's, or a pipe's where input or output is one."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from .terminal import Terminal
+
+        return Terminal(commands, show_thinking=show_thinking, plain=plain)
+    from .pipe import Pipe
+
+    return Pipe(show_thinking=show_thinking)
+
+
+def printable(text: str) -> str:
+    """Without control characters: a model must not be able to drive the terminal."""
+    return "".join(
+        character
+        for character in text
+        if character in "\n\t" or unicodedata.category(character) != "Cc"
+    )

@@ -1,0 +1,69 @@
+"""Tells what a model thinks from what it answers: `<think>…</think>` before the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@dataclass(slots=True)
+class Split:
+    thinking: str = ""
+    text: str = ""
+
+
+class ThinkingSplitter:
+    """Takes an answer in pieces. A tag counts where models put it: the first thing they write.
+
+    What may become a tag is held back until that is clear, or until `flush`.
+    """
+
+    def __init__(self) -> None:
+        self._inside: bool | None = None  # None: nothing but white space has come
+        self._held = ""
+        self._at_start = True  # of the thinking or the answer: white space there says nothing
+
+    @property
+    def inside(self) -> bool:
+        """Whether a block has been opened and not closed."""
+        return bool(self._inside)
+
+    def feed(self, piece: str) -> Split:
+        text, self._held = self._held + piece, ""
+        if self._inside is None:
+            begun = text.lstrip()
+            if OPEN.startswith(begun):  # or nothing yet
+                self._inside = True if begun == OPEN else None
+                self._held = "" if self._inside else text
+                return Split()
+            self._inside = begun.startswith(OPEN)
+            text = begun.removeprefix(OPEN) if self._inside else text
+            self._at_start = self._inside
+        if not self._inside:
+            return Split(text=self._trim(text))
+        thought, closed, rest = text.partition(CLOSE)
+        if not closed:
+            self._held = _tail(thought, CLOSE)
+            return Split(thinking=self._trim(thought.removesuffix(self._held)))
+        split = Split(thinking=self._trim(thought).rstrip())
+        self._inside, self._at_start = False, True
+        split.text = self._trim(rest)
+        return split
+
+    def flush(self) -> Split:
+        """What was held back, at the end of the answer."""
+        held, self._held = self._held, ""
+        return Split(thinking=held) if self._inside else Split(text=held)
+
+    def _trim(self, text: str) -> str:
+        if self._at_start:
+            text = text.lstrip()
+            self._at_start = not text
+        return text
+
+
+def _tail(text: str, tag: str) -> str:
+    """The longest end of `text` that `tag` begins with."""
+    lengths = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((text[-length:] for length in lengths if tag.startswith(text[-length:])), "")

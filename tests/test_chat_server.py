@@ -1,0 +1,350 @@
+"""`minisgl chat --url`: what servers say and how they fail, and the terminal in front of one.
+
+Nothing here loads a model, so that a start costs little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from fake_engine import FakeEngine
+from serving import served
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError, MinisglError
+from minisgl.request import FinishReason
+from minisgl_cli.answer import Answer
+from minisgl_cli.config import ChatConfig, refuse_engine_options
+from minisgl_cli.http_stream import ServerError
+from minisgl_cli.model import ContextFullError, ReplyDelta
+from minisgl_cli.server_model import ServerModel, api_base
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+CTRL_C, CTRL_D, CTRL_J, CTRL_O = "\x03", "\x04", "\x0a", "\x0f"
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def piece(content: str | None = None, *, finish: str | None = None, **delta: str) -> bytes:
+    choice = {"index": 0, "delta": {"content": content, **delta}, "finish_reason": finish}
+    return event(choices=[choice])
+
+
+END = piece(finish="stop") + b"data: [DONE]\n\n"
+USAGE = event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": 5})
+
+# The bytes of an answer, by question.
+ANSWERS = {
+    "hi": OK + b": a comment\r\n\r\n" + piece("Hel", role="assistant") + piece("lo.") + END,
+    "chunked": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (piece("a")[:9], piece("a")[9:]))
+    + b"%x\r\n%s\r\n0\r\n\r\n" % (len(END), END),
+    "think": OK
+    + piece(reasoning_content="Well, ")
+    + piece(reasoning="well.")
+    + piece("**Yes** \x1b[31m, `this`.\n\n- a\n- b")
+    + piece(finish="length")
+    + USAGE
+    + b"data:[DONE]\n\n",
+    "inline": OK + piece("<think>\nSo ") + piece("so.\n</think>\n\nNo.") + END,
+    "stuck": OK + piece("A beginning"),
+    "broken": OK + piece("A beginning"),
+    "event": OK + piece("A") + event(error={"message": "The engine\nhas failed.", "code": 500}),
+    "nonsense": OK + b"data: {not JSON\n\n",
+    "too long": b"HTTP/1.1 400 Bad\r\n\r\n"
+    + json.dumps({"error": {"message": "Much.", "code": "context_length_exceeded"}}).encode(),
+    "too long elsewhere": b"HTTP/1.1 400 Bad\r\n\r\n"
+    + json.dumps({"message": "This model's maximum context length is 8 tokens"}).encode(),
+    "wrong": b'HTTP/1.1 401 No\r\nContent-Length: 28\r\n\r\n{"error": "Wrong API key  "}',
+    "page": b"HTTP/1.1 502 Bad Gateway\r\n\r\n<h1>Bad\nGateway</h1>",
+    "silent": b"",
+    "other": b"SSH-2.0-OpenSSH\r\n",
+}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.bodies: list[Any] = []
+        self.keys: list[str | None] = []
+        self.left = threading.Event()  # who asked what gets "stuck"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        models = {"data": [{"id": "thinker", "max_model_len": 14}, {"id": "other"}]}
+        self.wfile.write(OK + json.dumps(models).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        self.server.keys.append(self.headers["authorization"])
+        question = body["messages"][-1]["content"]
+        self.wfile.write(ANSWERS[question])
+        if question == "stuck":
+            with contextlib.suppress(ConnectionResetError):
+                self.rfile.read(1)
+            self.server.left.set()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+async def asked(server: Server, question: str, **sampling: Any) -> list[ReplyDelta]:
+    model = await ServerModel.connect(server.url, "secret")
+    messages = [{"role": "user", "content": question}]
+    return [delta async for delta in model.reply(messages, sampling)]
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+async def test_a_request_says_what_there_is_to_say(server: Server) -> None:
+    deltas = await asked(server, "hi", temperature=0.5)
+    assert "".join(delta.text for delta in deltas) == "Hello."
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert server.keys == ["Bearer secret"]
+    assert server.bodies == [
+        {
+            "model": "thinker",
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.5,
+        }
+    ]
+
+
+async def test_events_may_be_cut_anywhere(server: Server) -> None:
+    assert [delta.text for delta in await asked(server, "chunked")] == ["a", ""]
+
+
+async def test_thinking_and_counts_are_told(server: Server) -> None:
+    answer = Answer(asked_at=0.0)
+    splits = [answer.add(delta, 1.0) for delta in await asked(server, "think")]
+    assert "".join(split.thinking for split in splits) == "Well, well."
+    assert answer.message.startswith("**Yes**")  # servers do not want their thoughts back
+    assert (answer.num_tokens, answer.num_prompt_tokens, answer.num_cached_tokens) == (5, 9, None)
+    assert answer.fills(14) and not answer.fills(15)
+
+
+@pytest.mark.parametrize(
+    ("question", "kind", "said"),
+    [
+        ("too long", ContextFullError, "Much."),
+        ("too long elsewhere", ContextFullError, "This model's maximum context length"),
+        ("wrong", ServerError, "The server answers 401: Wrong API key"),
+        ("page", ServerError, "The server answers 502: <h1>Bad Gateway</h1>"),
+        ("broken", ServerError, "ended its answer too early"),
+        ("event", ServerError, "The engine has failed."),
+        ("nonsense", ServerError, "does not speak OpenAI's API"),
+        ("silent", ServerError, "the connection was closed without an answer"),
+        ("other", ServerError, "does not answer in HTTP"),
+    ],
+)
+async def test_a_failure_is_one_line(
+    server: Server, question: str, kind: type[MinisglError], said: str
+) -> None:
+    with pytest.raises(kind) as failed:
+        await asked(server, question)
+    assert said in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+async def test_to_stop_reading_closes_the_connection(server: Server) -> None:
+    model = await ServerModel.connect(server.url, "")
+    deltas = model.reply([{"role": "user", "content": "stuck"}], {})
+    async with contextlib.aclosing(deltas):
+        assert (await anext(deltas)).text == "A beginning"
+    assert await asyncio.to_thread(server.left.wait, 10)
+
+
+async def test_a_model_is_chosen_by_name(server: Server) -> None:
+    facts = (await ServerModel.connect(server.url, "", "other")).facts
+    assert list(facts) == ["other", f"at {server.url}/v1"]
+    with pytest.raises(ServerError, match="has no model none; it has thinker, other"):
+        await ServerModel.connect(server.url, "", "none")
+
+
+async def test_no_server_is_one_line() -> None:
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/v1/models cannot be reached: "):
+        await ServerModel.connect("http://127.0.0.1:9", "")
+
+
+async def test_our_own_server_is_one_of_them() -> None:
+    async def start() -> FakeEngine:
+        return FakeEngine()
+
+    with served(start, api_key="secret") as ours:
+        model = await ServerModel.connect(ours.url, "secret")
+        assert model.max_seq_len == ours.engine.capacity.max_seq_len
+        messages = [{"role": "user", "content": "hi"}]
+        deltas = [delta async for delta in model.reply(messages, {"max_tokens": 4, "seed": 0})]
+    assert len("".join(delta.text for delta in deltas)) == 4
+    assert deltas[-1].num_tokens == 4 and deltas[-1].num_cached_tokens is not None
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("http://host:1", "http://host:1/v1"),
+        ("https://host/", "https://host/v1"),
+        ("https://host/openai/v1/", "https://host/openai/v1"),
+    ],
+)
+def test_the_path_is_v1_unless_there_is_one(given: str, base: str) -> None:
+    assert api_base(given) == base
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"url": "127.0.0.1:1919"}, "--url 127.0.0.1:1919: allowed: an address such as"),
+        ({"url": "http://host:x"}, "--url http://host:x: allowed"),
+        ({"api_key": "a b"}, "--api-key (not shown): allowed"),
+        ({"thinking": "hide"}, "--thinking hide: allowed: fold or show"),
+        ({"temperature": 3.0}, "--temperature 3.0: allowed: 0 to 2"),
+        ({"max_tokens": 0}, "--max-tokens 0: allowed: 1 or more"),
+    ],
+)
+def test_a_wrong_option_says_what_is_allowed(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ChatConfig(**options)
+    assert str(refused.value).startswith(said)
+
+
+def test_options_of_an_engine_are_refused_where_there_is_none() -> None:
+    refuse_engine_options(EngineConfig(model="thinker"))
+    with pytest.raises(ConfigError, match="--dtype float16: is for an engine of its own"):
+        refuse_engine_options(EngineConfig(dtype="float16"))
+
+
+# -- in a pipe and in a terminal ------------------------------------------------------------------
+
+
+def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
+    program = (
+        f"import sys; sys.argv = ['minisgl', 'chat', '--url', {server.url!r}]\n"
+        "from minisgl_cli.main import main\n"
+        "exit_code = main()\n"
+        "assert not {'torch', 'prompt_toolkit', 'rich.markdown'} & set(sys.modules)\n"
+        "sys.exit(exit_code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        input="hi\ninline\nwrong\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENAI_API_KEY": "secret"},
+    )
+    assert result.stdout == "Hello.\nNo.\n"
+    assert result.stderr == "The server answers 401: Wrong API key\n"
+    assert result.returncode == 1
+    assert set(server.keys) == {"Bearer secret"}
+    # A thought goes back as the model wrote it: templates know what to do with it.
+    assert server.bodies[-1]["messages"][3]["content"] == "<think>\nSo so.\n</think>\n\nNo."
+
+
+@pytest.fixture
+def terminal(server: Server, tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """At the first prompt, in a terminal that does not tell where its cursor is."""
+    environment = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "minisgl", "chat", "--url", server.url],
+        env={**os.environ, **environment, "XDG_STATE_HOME": str(tmp_path)},
+        encoding="utf-8",
+        codec_errors="replace",
+        dimensions=(30, 80),
+        timeout=60,
+    )
+    child.expect("thinker · at http[^\n]*context 14 tokens")
+    at_prompt(child)
+    yield child
+    child.close(force=True)
+
+
+def at_prompt(terminal: pexpect.spawn) -> None:
+    """Bracketed paste is on and the prompt is drawn: prompt_toolkit has the keys."""
+    terminal.expect(r"\x1b\[\?2004h[\s\S]*?>")
+
+
+def left(terminal: pexpect.spawn) -> int | None:
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    return terminal.exitstatus
+
+
+def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path: Path) -> None:
+    terminal.send("think\r")
+    terminal.expect("Thought for ")
+    terminal.expect(r"\x1b\[1mYes\x1b\[0m \[31m, \x1b\[36mthis\x1b\[0m")
+    terminal.expect("5 tokens [^\n]* 9 prompt tokens · cut at the limit")
+    terminal.expect("The context of 14 tokens is full. /reset starts")
+    at_prompt(terminal)
+    terminal.send(CTRL_O)
+    terminal.expect("Well, well.")
+
+    terminal.send("/re")
+    terminal.expect("forgets the conversation")  # the menu
+    terminal.send("\t\r")
+    terminal.expect("A new conversation")
+    at_prompt(terminal)
+
+    terminal.send("hi" + CTRL_J + "\x7f\r")  # a new line, and its removal
+    terminal.expect("Hello.")
+    at_prompt(terminal)
+    assert [message["content"] for message in server.bodies[-1]["messages"]] == ["hi"]
+
+    terminal.send("stuck\r")
+    terminal.expect("A beginning")
+    terminal.send(CTRL_C)
+    terminal.expect("stopped")
+    at_prompt(terminal)
+    assert server.left.wait(10)
+    terminal.send("half a question" + CTRL_C)  # drops it
+    terminal.expect("Ctrl-C once more")
+    at_prompt(terminal)
+    terminal.send(CTRL_C)
+    assert left(terminal) == 0
+
+    history = tmp_path / "minisgl" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+    assert "+stuck" in history.read_text()
+
+
+def test_ctrl_d_leaves(terminal: pexpect.spawn) -> None:
+    terminal.send(CTRL_D)
+    assert left(terminal) == 0
