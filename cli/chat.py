@@ -58,9 +58,8 @@ async def _talk(chat: ChatConfig, engine: EngineConfig, face: Face) -> int:
 async def _server(chat: ChatConfig, engine: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
     from .server_model import ServerModel
 
-    api_key = chat.api_key or os.environ.get("OPENAI_API_KEY", "")
     with face.busy("Connecting"):
-        model = await ServerModel.connect(chat.url, api_key, engine.model)
+        model = await ServerModel.connect(chat.url, chat.api_key, engine.model)
     yield model
 
 

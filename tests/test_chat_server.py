@@ -256,7 +256,8 @@ def test_options_of_an_engine_are_refused_where_there_is_none() -> None:
 
 def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
     program = (
-        f"import sys; sys.argv = ['minisgl', 'chat', '--url', {server.url!r}]\n"
+        "import sys\n"
+        f"sys.argv = ['minisgl', 'chat', '--url', {server.url!r}, '--api-key', 'secret']\n"
         "from minisgl_cli.main import main\n"
         "exit_code = main()\n"
         "assert not {'torch', 'prompt_toolkit', 'rich.markdown'} & set(sys.modules)\n"
@@ -267,7 +268,6 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         input="hi\ninline\nwrong\n",
         capture_output=True,
         text=True,
-        env={**os.environ, "OPENAI_API_KEY": "secret"},
     )
     assert result.stdout == "Hello.\nNo.\n"
     assert result.stderr == "The server answers 401: Wrong API key\n"
