@@ -5,8 +5,8 @@
 The server runs in this process, with few pages and a short queue; its clients run in another one
 (scripts/soak_clients.py), for as long as --minutes says. At the end: every page is free or cached
 and the books are right, every accepted request has ended once, the same questions got the same
-answers, what was refused was refused as it should be, memory did not grow, and the server stops
-when it is told to.
+answers, what was refused was refused as it should be, memory did not grow (in runs of two minutes
+and more), and the server stops when it is told to.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ ENGINE = EngineConfig(
     schedule_conservativeness=0.05,
 )
 MAX_GROWTH_BYTES = 24 << 20
+# Until then caches and pools fill, and memory that grows says nothing.
+MIN_MINUTES_TO_JUDGE_MEMORY = 2.0
 
 
 class Watched(AsyncEngine):
@@ -138,7 +140,7 @@ class Soak:
         settled = sizes[len(sizes) // 3 :]
         half = len(settled) // 2
         growth = statistics.median(settled[half:]) - statistics.median(settled[: half or 1])
-        if growth > MAX_GROWTH_BYTES:
+        if growth > MAX_GROWTH_BYTES and self._minutes >= MIN_MINUTES_TO_JUDGE_MEMORY:
             faults.append(f"memory grew by {growth / 1e6:.1f} MB: {[s >> 20 for s in sizes]} MiB")
         for what, count in sorted(counts.items()):
             print(f"{what:24} {count:8,}")
