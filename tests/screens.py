@@ -1,9 +1,10 @@
-"""A terminal in memory, with as much of one as the chat asks for."""
+"""Terminals: one in memory, with as much of one as the chat asks for, and waiting in real ones."""
 
 from __future__ import annotations
 
 import re
 
+import pexpect
 from rich.cells import cell_len
 
 TOKEN = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|\r|\n|[^\x1b\r\n]")
@@ -86,3 +87,14 @@ class Screen:
             self.scrollback.append("".join(self._rows.pop(0)).rstrip())
             self._rows.append([])
             self._row -= 1
+
+
+def at_prompt(terminal: pexpect.spawn) -> None:
+    """Bracketed paste is on and the prompt is drawn: prompt_toolkit has the keys."""
+    terminal.expect(r"\x1b\[\?2004h[\s\S]*?>")
+
+
+def left(terminal: pexpect.spawn) -> int | None:
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    return terminal.exitstatus

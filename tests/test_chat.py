@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
+from screens import at_prompt, left
 
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
@@ -547,17 +548,6 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     at_prompt(child)
     yield child
     child.close(force=True)
-
-
-def at_prompt(terminal: pexpect.spawn) -> None:
-    """Bracketed paste is on and the prompt is drawn: prompt_toolkit has the keys."""
-    terminal.expect(r"\x1b\[\?2004h[\s\S]*?>")
-
-
-def left(terminal: pexpect.spawn) -> int | None:
-    terminal.expect(pexpect.EOF)
-    terminal.close()
-    return terminal.exitstatus
 
 
 def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:

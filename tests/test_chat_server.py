@@ -20,6 +20,7 @@ from typing import Any
 import pexpect
 import pytest
 from fake_engine import FakeEngine
+from screens import at_prompt, left
 from serving import served
 
 from minisgl.config import EngineConfig
@@ -294,17 +295,6 @@ def terminal(server: Server, tmp_path: Path) -> Iterator[pexpect.spawn]:
     at_prompt(child)
     yield child
     child.close(force=True)
-
-
-def at_prompt(terminal: pexpect.spawn) -> None:
-    """Bracketed paste is on and the prompt is drawn: prompt_toolkit has the keys."""
-    terminal.expect(r"\x1b\[\?2004h[\s\S]*?>")
-
-
-def left(terminal: pexpect.spawn) -> int | None:
-    terminal.expect(pexpect.EOF)
-    terminal.close()
-    return terminal.exitstatus
 
 
 def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path: Path) -> None:

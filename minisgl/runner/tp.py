@@ -213,7 +213,7 @@ class RankProcesses:
         }
         self._ready: set[int] = set()
         self._failed: dict[int, Failed] = {}
-        self._silent: set[int] = set()  # their connection is closed, which only their end does
+        self._hung_up: set[int] = set()  # their connection is closed, which only their end does
         self._changed = threading.Condition()  # _ready, or lost
         self._ending = False
         self._gone = threading.Event()
@@ -300,7 +300,7 @@ class RankProcesses:
                 for rank in [rank for rank, connection in heard.items() if connection in said]:
                     if not self._hear(rank):
                         del heard[rank]
-                        self._silent.add(rank)
+                        self._hung_up.add(rank)
                 if self._reason() is not None and not self._ending:
                     # Those that lost the connection to a dead rank may be the first to say so.
                     time.sleep(VERDICT_S / 4)
@@ -326,7 +326,7 @@ class RankProcesses:
     def _reason(self) -> MinisglError | None:
         """Why the ranks are of no use any more, if they are not."""
         for rank, process in self._processes.items():
-            ended = process.exitcode is not None or rank in self._silent
+            ended = process.exitcode is not None or rank in self._hung_up
             if ended and rank not in self._failed:
                 return EngineStoppedError(
                     f"Rank {rank} (process {process.pid}) {_end_of(process.exitcode)}."
