@@ -113,13 +113,16 @@ async def fake_server(**options: Any) -> AsyncIterator[Fake]:
     app = Starlette(routes=routes)
     config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none")
     listener = config.bind_socket()
+    listener.listen()  # or who asks before the server does so is refused
     fake.port = listener.getsockname()[1]
     server = uvicorn.Server(config)
     with without_signals(server):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield fake
-        server.should_exit = True
-        await serving
+        try:
+            yield fake
+        finally:
+            server.should_exit = True
+            await serving
 
 
 @contextmanager
