@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels import experts, triton_experts
+from minisgl.kernels.experts import ExpertWeights, Routing
+from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+
+MAX_FEW_ROWS = 16
 
 TOLERANCES = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
@@ -16,58 +20,75 @@ TOLERANCES = {
 
 def random_experts(
     num_experts: int, hidden_size: int, size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> ExpertWeights:
     gate_up = torch.randn(num_experts, 2 * size, hidden_size, device=device) / hidden_size**0.5
     down = torch.randn(num_experts, hidden_size, size, device=device) / size**0.5
-    return gate_up.to(dtype), down.to(dtype)
+    return ExpertWeights(gate_up.to(dtype), down.to(dtype))
+
+
+def random_logits(
+    num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """No two alike in a row: which of equals comes first is left open by the reference."""
+    order = torch.stack([torch.randperm(num_experts) for _ in range(num_rows)])
+    return (order.float() / 16 - 3).to(dtype).to(device)
+
+
+def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
+    """Tiles to take: those for so many rows, for many and, where that makes sense, for few."""
+    few = FewTiles(inner_block_k=64, block_k=64, block_n=4)
+    return [
+        *([few] if num_rows <= MAX_FEW_ROWS else []),
+        triton_experts.tiles(num_rows, weights, routing),
+        triton_experts.tiles(max(num_rows, 1000), weights, routing),
+    ]
 
 
 def check_choose(
     num_rows: int,
     num_experts: int,
-    num_chosen: int,
+    routing: Routing,
     *,
-    normalize: bool,
     dtype: torch.dtype,
     device: torch.device,
     pdl: bool,
 ) -> None:
-    # No two alike, in any dtype here: which of equals comes first is left open.
-    order = torch.stack([torch.randperm(num_experts) for _ in range(num_rows)])
-    logits = (order.float() / 16 - 3).to(dtype).to(device)
-    chosen, weights = triton_experts.choose(logits, num_chosen, normalize=normalize, pdl=pdl)
-    wanted, wanted_weights = experts.choose_reference(logits, num_chosen, normalize=normalize)
+    logits = random_logits(num_rows, num_experts, dtype, device)
+    chosen, weights = triton_experts.choose(logits, routing, pdl=pdl)
+    wanted, wanted_weights = experts.choose_reference(logits, routing)
     assert torch.equal(chosen, wanted)
     torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
 
 
+def check_equals(device: torch.device, *, pdl: bool) -> None:
+    """Of equals the lower expert comes first."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0], [1.0] * 6], device=device)
+    chosen, _ = triton_experts.choose(logits, Routing(4, normalize=True), pdl=pdl)
+    assert chosen.tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
+
+
 def check_nan(
-    num_rows: int,
-    num_experts: int,
-    num_chosen: int,
-    *,
-    normalize: bool,
-    device: torch.device,
-    pdl: bool,
+    num_rows: int, num_experts: int, routing: Routing, *, device: torch.device, pdl: bool
 ) -> None:
     """A row that has gone wrong chooses experts that there are, and harms no other row."""
     hidden_size, size = 48, 24
-    gate_up, down = random_experts(num_experts, hidden_size, size, torch.float32, device)
+    weights = random_experts(num_experts, hidden_size, size, torch.float32, device)
     x = torch.randn(num_rows, hidden_size, device=device)
     logits = torch.randn(num_rows, num_experts, device=device)
     x[1:], logits[1] = float("nan"), float("inf")
     logits[2:] = float("nan")
-    chosen, weights = triton_experts.choose(logits, num_chosen, normalize=normalize, pdl=pdl)
+    chosen, shares = triton_experts.choose(logits, routing, pdl=pdl)
     assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
-    assert all(len(set(row)) == num_chosen for row in chosen.tolist())
-    assert weights[1:].isnan().all()
-    out = triton_experts.apply(x, gate_up, down, chosen, weights, pdl=pdl)
-    wanted = experts.apply_reference(x[:1], gate_up, down, chosen[:1], weights[:1])
-    torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
-    assert out[1:].isnan().all()
+    assert all(len(set(row)) == routing.num_chosen for row in chosen.tolist())
+    assert shares[1:].isnan().all()
+    wanted = experts.apply_reference(x[:1], weights, chosen[:1], shares[:1])
+    for how in ways(num_rows, weights, routing):
+        out, _ = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
+        assert out[1:].isnan().all()
 
 
-def check_apply(
+def check_mix(
     num_rows: int,
     num_experts: int,
     num_chosen: int,
@@ -80,15 +101,24 @@ def check_apply(
     crowded: bool = False,
 ) -> None:
     """crowded: all rows choose the same experts."""
-    gate_up, down = random_experts(num_experts, hidden_size, size, dtype, device)
+    routing = Routing(num_chosen, normalize=True)
+    weights = random_experts(num_experts, hidden_size, size, dtype, device)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
-    logits = torch.randn(1 if crowded else num_rows, num_experts, device=device)
-    chosen, weights = experts.choose_reference(
-        logits.expand(num_rows, -1).to(dtype), num_chosen, normalize=True
-    )
-    out = triton_experts.apply(x, gate_up, down, chosen, weights, pdl=pdl)
-    wanted = experts.apply_reference(x, gate_up, down, chosen, weights)
-    torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
-    # A row's sum is the same alone, but for the tiles that its experts are worked on in.
-    alone = triton_experts.apply(x[:1], gate_up, down, chosen[:1], weights[:1], pdl=pdl)
-    torch.testing.assert_close(alone, out[:1], **TOLERANCES[dtype])
+    logits = random_logits(num_rows, num_experts, dtype, device)
+    if crowded:
+        logits = logits[:1].expand(num_rows, -1).contiguous()
+    wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
+    stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
+    for how in ways(num_rows, weights, routing):
+        out, squares = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        assert squares is None
+        torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
+        # A row's sum is the same alone, bit for bit.
+        alone, _ = triton_experts.mix(x[:1], logits[:1], weights, routing, how=how, pdl=pdl)
+        assert torch.equal(alone, out[:1])
+
+        rows = stream.clone()
+        added, squares = triton_experts.mix(x, logits, weights, routing, rows, how=how, pdl=pdl)
+        assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
+        assert squares is not None and len(squares) == num_rows
+        torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

@@ -14,7 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from expert_cases import check_apply, check_choose, check_nan
+from expert_cases import check_choose, check_equals, check_mix, check_nan
+
+from minisgl.kernels.experts import Routing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -29,7 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (60, 4), (5, 5), (128, 8)])
 def test_choose(num_experts: int, num_chosen: int, normalize: bool, dtype: torch.dtype) -> None:
     check_choose(
-        3, num_experts, num_chosen, normalize=normalize, dtype=dtype, device=DEVICE, pdl=False
+        3, num_experts, Routing(num_chosen, normalize), dtype=dtype, device=DEVICE, pdl=False
     )
 
 
@@ -37,7 +39,11 @@ def test_choose(num_experts: int, num_chosen: int, normalize: bool, dtype: torch
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(3, 8, 3), (40, 6, 2)])
 def test_nan(num_rows: int, num_experts: int, num_chosen: int, normalize: bool) -> None:
-    check_nan(num_rows, num_experts, num_chosen, normalize=normalize, device=DEVICE, pdl=False)
+    check_nan(num_rows, num_experts, Routing(num_chosen, normalize), device=DEVICE, pdl=False)
+
+
+def test_of_equals_the_lower_expert_comes_first() -> None:
+    check_equals(DEVICE, pdl=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -46,7 +52,7 @@ def test_nan(num_rows: int, num_experts: int, num_chosen: int, normalize: bool) 
     ("num_rows", "num_experts", "num_chosen", "hidden_size", "size"),
     [(1, 8, 2, 64, 32), (5, 60, 4, 48, 24), (40, 16, 4, 64, 48), (70, 6, 2, 40, 72)],
 )
-def test_apply(
+def test_mix(
     num_rows: int,
     num_experts: int,
     num_chosen: int,
@@ -55,7 +61,7 @@ def test_apply(
     crowded: bool,
     dtype: torch.dtype,
 ) -> None:
-    check_apply(
+    check_mix(
         num_rows,
         num_experts,
         num_chosen,

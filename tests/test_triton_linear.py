@@ -132,6 +132,19 @@ def test_norm(m: int, n: int, k: int, num_parts: int, how: Tiles) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("how", [how for how in HOW.values() if how.burst])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 34, 250)])
+def test_a_norm_that_is_left(m: int, n: int, k: int, how: Tiles) -> None:
+    x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE) / k**0.5
+    norm = Norm(torch.randn(k, device=DEVICE), EPS, squares_of(x, 7))
+    room = torch.full((m + 1, k), torch.nan, device=DEVICE)
+    out = linear(x, weight, norm=norm, normed=room[:m], how=how)
+    expected = reference.rms_norm(x, norm.weight, EPS)
+    torch.testing.assert_close(room[:m], expected, rtol=1e-5, atol=1e-5)
+    assert room[m:].isnan().all()
+    assert torch.equal(out, linear(x, weight, norm=norm, how=how))
+
+
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_the_rounding_of_norm(how: Tiles) -> None:
     """Seen through the identity: what is multiplied is the norm as by itself, to the bit."""

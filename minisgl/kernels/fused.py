@@ -178,6 +178,26 @@ def norm_linear(
     return linear(hidden, weight, bias, kernels), rows
 
 
+def norm_and_linear(
+    residual: Residual,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    kernels: LinearKernels | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of the residual stream, linear of that, and the stream in one tensor."""
+    rows, squares = residual.rows, residual.squares
+    if kernels is not None and squares is not None:
+        from minisgl.kernels import triton_linear
+
+        if triton_linear.can_leave_norm(rows.shape[0], *weight.shape):
+            its_norm = triton_linear.Norm(norm_weight, eps, squares)
+            hidden = torch.empty_like(rows)
+            return hidden, triton_linear.linear(rows, weight, norm=its_norm, normed=hidden), rows
+    hidden, rows = norm(residual, norm_weight, eps)
+    return hidden, linear(hidden, weight, None, kernels), rows
+
+
 def norm_linear_silu_mul(
     residual: Residual,
     norm_weight: Tensor,

@@ -3,19 +3,22 @@ experts.py.
 
 The time is that of reading the weights of the experts that any row has chosen, once; of many rows,
 that of the products. Nothing here asks the host: which experts are read follows from what the
-router has written. A row and one of its experts are a *pair*.
+router has written. A row and one of its experts are a *pair*. There are two ways:
 
-- Of few rows each pair is worked on by itself: two rows seldom share an expert, and where they do
-  its weights come out of L2. So the lists below need not be made.
-- Of more, one program for each expert lists its pairs. Then the grid has a place for every expert,
-  and several for its rows; a program whose expert has none left returns at once.
+- *few* rows, of which two seldom share an expert (where they do, its weights come out of L2): two
+  launches, each of which finds the chosen experts in the logits by itself. In the second, a program
+  has some outputs of all the experts of one row. It asks for their weights before the first launch
+  has ended, since the logits are older than that, holds them in registers, and adds everything up.
+- *many* rows: one program for each expert lists its pairs. The grid of a product has a place for
+  every expert, and several for its pairs; a program whose expert has none left returns at once. W
+  is on the left, as in triton_linear.py, because an expert has few pairs. The second product leaves
+  each pair's weighted share, and the last kernel adds up those of a row.
 
-The products have W on the left, as those of triton_linear.py, because an expert has few rows. The
-first one applies the activation to what it has in registers; the second leaves each pair's weighted
-share, and the last kernel adds a row's shares in their order: the sum does not depend on the batch.
+A row's sum does not depend on the other rows, but for the tiles that its experts are worked on in.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -25,16 +28,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.experts import ExpertWeights, Routing
 from minisgl.kernels.triton_launch import pdl_options, warps_for
+from minisgl.kernels.triton_linear import _from_here
 
-# Up to so many pairs each is worked on by itself.
-MAX_SINGLE_PAIRS = 64
+MAX_FEW_PAIRS = 64
 _LISTED = 1024  # pairs that a program looks at at a time
+_HELD = 48 << 10  # elements of W in the registers of a program at most
+
+
+@dataclass(frozen=True, slots=True)
+class FewTiles:
+    """How the products of few rows are shared out. Sizes of blocks are powers of two."""
+
+    inner_block_n: int = 16  # rows of the gates in a program, and as many of the other half
+    inner_block_k: int = 256
+    inner_warps: int = 4
+    inner_stages: int = 4
+    block_n: int = 8  # outputs in a program
+    block_k: int = 256
+    warps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is shared out."""
+    """How one product of many rows is shared out."""
 
     block_n: int  # rows of W in a program
     block_m: int  # pairs
@@ -44,66 +62,149 @@ class Tiles:
     places: int = 1  # programs that share an expert's pairs
 
 
-def choose(
-    logits: Tensor, num_chosen: int, *, normalize: bool, pdl: bool = True
-) -> tuple[Tensor, Tensor]:
-    """As in experts.py; logits contiguous. Of equals the lower expert comes first.
+@dataclass(frozen=True, slots=True)
+class ManyTiles:
+    """How the products of many rows are shared out: the gated one and the one behind it."""
 
-    A row whose probabilities are NaN has such weights too, of experts that there are, each once: a
-    number out of range, or many of the same, would let the kernels of `apply` leave their tensors.
+    inner: Tiles
+    outer: Tiles
+
+
+def mix(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None = None,
+    *,
+    how: FewTiles | ManyTiles | None = None,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As mix of experts.py, all contiguous; or added to `residual`, like x, in its place: then also
+    the squares that a triton_linear.Norm of it takes.
+
+    Of equally good experts the lower comes first. A row whose probabilities are NaN chooses experts
+    that there are, each once, and is NaN: a number out of range, or many of the same, would let the
+    kernels leave their tensors. `pdl`: overlap launches where the device can, by the rule of
+    triton_launch.py.
     """
-    num_rows, num_experts = logits.shape
-    assert logits.is_contiguous()
-    chosen = torch.empty((num_rows, num_chosen), dtype=torch.int32, device=logits.device)
-    weights = torch.empty((num_rows, num_chosen), dtype=logits.dtype, device=logits.device)
-    _choose_row[(num_rows,)](
-        logits,
-        chosen,
-        weights,
-        num_experts=num_experts,
-        num_chosen=num_chosen,
-        normalize=normalize,
-        block=triton.next_power_of_2(num_experts),
-        places=triton.next_power_of_2(num_chosen),
-        num_warps=1,
-        **pdl_options(logits.device, pdl),
-    )
-    return chosen, weights
+    tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    if how is None:
+        how = tiles(len(x), experts, routing)
+    if len(x) == 0:
+        return (torch.empty_like(x), None) if residual is None else (residual, x.new_empty((0, 1)))
+    if isinstance(how, FewTiles):
+        return _mix_few(x, logits, experts, routing, residual, how, pdl)
+    return _mix_many(x, logits, experts, routing, residual, how, pdl)
 
 
-def apply(
-    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *, pdl: bool = True
-) -> Tensor:
-    """As in experts.py; all contiguous."""
-    assert all(tensor.is_contiguous() for tensor in (x, gate_up, down, chosen, weights))
+def tiles(num_rows: int, experts: ExpertWeights, routing: Routing) -> FewTiles | ManyTiles:
+    """By the number of pairs that an expert has, if they spread evenly."""
+    num_experts, _, size = experts.down.shape
+    num_pairs = num_rows * routing.num_chosen
+    if num_pairs <= MAX_FEW_PAIRS:
+        few = FewTiles()
+        held = triton.next_power_of_2(routing.num_chosen) * triton.cdiv(size, few.block_k)
+        held *= few.block_k
+        if held <= _HELD:
+            return FewTiles(block_n=min(1 << (_HELD // held).bit_length() - 1, few.block_n))
+    if experts.down.dtype == torch.float32:  # for tests
+        slow = Tiles(32, 16, 32, num_warps=4, num_stages=2, places=2)
+        return ManyTiles(slow, slow)
+    pairs = num_pairs / num_experts
+    if pairs <= 8:
+        thin = Tiles(64, 16, 128, num_warps=4, num_stages=4)
+        return ManyTiles(thin, thin)
+    if pairs <= 48:
+        middle = Tiles(64, 64, 64, num_warps=4, num_stages=4)
+        return ManyTiles(middle, middle)
+    thick = Tiles(128, 128, 64, num_warps=8, num_stages=3, places=8)
+    return ManyTiles(thick, thick)
+
+
+def _mix_few(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None,
+    how: FewTiles,
+    pdl: bool,
+) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
-    num_experts, _, size = down.shape
-    num_chosen = chosen.shape[1]
-    num_pairs = num_rows * num_chosen
-    options = pdl_options(x.device, pdl)
-    out = torch.empty_like(x)
-    if num_rows == 0:
-        return out
-    single = num_pairs <= MAX_SINGLE_PAIRS
-    counts = lists = chosen
-    if not single:
-        counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-        # An expert is chosen once by a row at most.
-        lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
-        _list_pairs[(num_experts,)](
-            chosen, counts, lists, num_pairs, num_rows, block=_LISTED, num_warps=4, **options
-        )
-    how = tiles(num_pairs, num_experts, x.dtype)
-    groups = num_pairs if single else num_experts
-    inner = x.new_empty((num_pairs, size))
-    shares = x.new_empty((num_pairs, hidden_size))
-    for source, weight, target, gated in ((x, gate_up, inner, True), (inner, down, shares, False)):
+    num_experts, _, size = experts.down.shape
+    numbers = {
+        "hidden_size": hidden_size,
+        "size": size,
+        "num_experts": num_experts,
+        "num_chosen": routing.num_chosen,
+        "experts_block": triton.next_power_of_2(num_experts),
+        **pdl_options(x.device, pdl),
+    }
+    inner = x.new_empty((num_rows * routing.num_chosen, size))
+    _few_inner[(triton.cdiv(size, how.inner_block_n), len(inner))](
+        inner,
+        x,
+        logits,
+        experts.gate_up,
+        block_n=how.inner_block_n,
+        block_k=how.inner_block_k,
+        stages=how.inner_stages,
+        num_warps=how.inner_warps,
+        **numbers,
+    )
+    num_blocks = triton.cdiv(hidden_size, how.block_n)
+    out, squares = torch.empty_like(x), None
+    if residual is not None:
+        out, squares = residual, x.new_empty((num_rows, num_blocks), dtype=torch.float32)
+    _few_outer[(num_blocks, num_rows)](
+        out,
+        squares,
+        inner,
+        logits,
+        experts.down,
+        normalize=routing.normalize,
+        places=triton.next_power_of_2(routing.num_chosen),
+        block_n=how.block_n,
+        block_k=how.block_k,
+        pieces=triton.cdiv(size, how.block_k),
+        num_warps=how.warps,
+        **numbers,
+    )
+    return out, squares
+
+
+def _mix_many(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None,
+    how: ManyTiles,
+    pdl: bool,
+) -> tuple[Tensor, Tensor | None]:
+    num_rows, hidden_size = x.shape
+    num_experts, _, size = experts.down.shape
+    num_chosen, options = routing.num_chosen, pdl_options(x.device, pdl)
+    chosen, weights = choose(logits, routing, pdl=pdl)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    # An expert is chosen once by a row at most.
+    lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
+    _list_pairs[(num_experts,)](
+        chosen, counts, lists, chosen.numel(), num_rows, block=_LISTED, num_warps=4, **options
+    )
+    inner = x.new_empty((chosen.numel(), size))
+    shares = x.new_empty((chosen.numel(), hidden_size))
+    for source, weight, target, shared in (
+        (x, experts.gate_up, inner, how.inner),
+        (inner, experts.down, shares, how.outer),
+    ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
-        _expert_product[(triton.cdiv(num_outputs, how.block_n), groups, how.places)](
+        _expert_product[(triton.cdiv(num_outputs, shared.block_n), num_experts, shared.places)](
             source,
             weight,
             target,
-            chosen,
             counts,
             lists,
             weights,
@@ -111,21 +212,25 @@ def apply(
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             num_chosen=num_chosen,
-            places=how.places,
-            gated=gated,
-            single=single,
+            places=shared.places,
+            gated=source is x,
             exact=x.dtype == torch.float32,
-            block_n=how.block_n,
-            block_m=how.block_m,
-            block_k=how.block_k,
-            num_warps=how.num_warps,
-            num_stages=how.num_stages,
+            block_n=shared.block_n,
+            block_m=shared.block_m,
+            block_k=shared.block_k,
+            num_warps=shared.num_warps,
+            num_stages=shared.num_stages,
             **options,
         )
     block = min(triton.next_power_of_2(hidden_size), 1024)
+    num_blocks = triton.cdiv(hidden_size, block)
+    out, squares = torch.empty_like(x), None
+    if residual is not None:
+        out, squares = residual, x.new_empty((num_rows, num_blocks), dtype=torch.float32)
     # The rows first: the other dimensions of a grid end at 65,535.
-    _add_shares[(num_rows, triton.cdiv(hidden_size, block))](
+    _add_shares[(num_rows, num_blocks)](
         out,
+        squares,
         shares,
         hidden_size=hidden_size,
         num_chosen=num_chosen,
@@ -133,21 +238,59 @@ def apply(
         num_warps=warps_for(block, 8),
         **options,
     )
-    return out
+    return out, squares
 
 
-def tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tiles:
-    """By the number of pairs that an expert has, if they spread evenly."""
-    if dtype == torch.float32:  # for tests
-        return Tiles(32, 16, 32, num_warps=4, num_stages=2, places=2)
-    if num_pairs <= MAX_SINGLE_PAIRS:
-        return Tiles(32, 16, 128, num_warps=4, num_stages=4)
-    pairs = num_pairs / num_experts
-    if pairs <= 8:
-        return Tiles(64, 16, 128, num_warps=4, num_stages=4)
-    if pairs <= 48:
-        return Tiles(64, 64, 64, num_warps=4, num_stages=4)
-    return Tiles(128, 128, 64, num_warps=8, num_stages=3, places=8)
+def choose(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
+    """As choose_reference of experts.py; logits contiguous."""
+    num_rows, num_experts = logits.shape
+    chosen = torch.empty((num_rows, routing.num_chosen), dtype=torch.int32, device=logits.device)
+    weights = torch.empty_like(chosen, dtype=logits.dtype)
+    _choose_row[(num_rows,)](
+        logits,
+        chosen,
+        weights,
+        num_experts=num_experts,
+        num_chosen=routing.num_chosen,
+        normalize=routing.normalize,
+        experts_block=triton.next_power_of_2(num_experts),
+        num_warps=4,
+        **pdl_options(logits.device, pdl),
+    )
+    return chosen, weights
+
+
+@triton.jit
+def _rank(logits, num_experts: tl.constexpr, block: tl.constexpr):
+    """How likely each expert of a row is, NaN for all if the row is not of numbers, and how many
+    come before it."""
+    expert = tl.arange(0, block)
+    x = tl.load(logits + expert, mask=expert < num_experts, other=-float("inf")).to(tl.float32)
+    largest = tl.max(x)
+    total = tl.sum(tl.exp(x - largest))
+    is_number = total > 0
+    probability = tl.where(is_number, tl.exp(x - largest) / total, 0.0)
+    probability = tl.where(expert < num_experts, probability, -1.0)
+    rank = tl.zeros([block], tl.int32)
+    chunk: tl.constexpr = block if block < 32 else 32  # compared with at a time
+    for first in tl.static_range(0, block, chunk):
+        other = first + tl.arange(0, chunk)
+        y = tl.load(logits + other, mask=other < num_experts, other=-float("inf")).to(tl.float32)
+        likely = tl.where(is_number, tl.exp(y - largest) / total, 0.0)
+        likely = tl.where(other < num_experts, likely, -1.0)[None, :]
+        mine = probability[:, None]
+        is_before = (likely > mine) | ((likely == mine) & (other[None, :] < expert[:, None]))
+        rank += tl.sum(is_before.to(tl.int32), 1)
+    return tl.where(is_number, probability, float("nan")), rank
+
+
+@triton.jit
+def _weights(probability, rank, num_chosen: tl.constexpr, normalize: tl.constexpr):
+    """Those of the chosen experts; 0 for the others."""
+    weight = tl.where(rank < num_chosen, probability, 0.0)
+    if normalize:
+        weight /= tl.sum(weight)
+    return weight
 
 
 @triton.jit
@@ -158,38 +301,130 @@ def _choose_row(
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
     normalize: tl.constexpr,
-    block: tl.constexpr,
-    places: tl.constexpr,
+    experts_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    expert = tl.arange(0, block)
-    inside = expert < num_experts
-    x = tl.load(logits + row * num_experts + expert, mask=inside, other=-float("inf"))
-    x = x.to(tl.float32)
-    powers = tl.exp(x - tl.max(x))
-    total = tl.sum(powers)
-    is_number = total > 0
-    probability = tl.where(is_number, powers / total, 0.0)
-    probability = tl.where(inside, probability, -1.0)
+    probability, rank = _rank(logits + row * num_experts, num_experts, experts_block)
+    weight = _weights(probability, rank, num_chosen, normalize)
+    place = row * num_chosen + rank
+    tl.store(chosen + place, tl.arange(0, experts_block), mask=rank < num_chosen)
+    tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=rank < num_chosen)
+
+
+@triton.jit
+def _few_inner(
+    inner,
+    x,
+    logits,
+    weight,
+    hidden_size: tl.constexpr,
+    size: tl.constexpr,
+    num_experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    experts_block: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a pair's activations."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(1)
+    row = pair // num_chosen
+    _, rank = _rank(logits + row * num_experts, num_experts, experts_block)
+    is_mine = rank == pair % num_chosen
+    expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
+    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    weight += expert.to(tl.int64) * (2 * size * hidden_size)
+    gate_at = weight + output[:, None] * hidden_size
+    up_at = gate_at + size * hidden_size
+    gate = tl.zeros([block_n, block_k], tl.float32)
+    up = tl.zeros([block_n, block_k], tl.float32)
+    for first in tl.range(0, hidden_size, block_k, num_stages=stages):
+        k = first + tl.arange(0, block_k)
+        mask = (output < size)[:, None] & (k < hidden_size)[None, :]
+        rows = tl.load(x + row * hidden_size + k, mask=k < hidden_size, other=0.0)
+        rows = rows.to(tl.float32)[None, :]
+        gate += tl.load(gate_at + k[None, :], mask=mask, other=0.0).to(tl.float32) * rows
+        up += tl.load(up_at + k[None, :], mask=mask, other=0.0).to(tl.float32) * rows
+    kind = inner.dtype.element_ty
+    result = _activated(tl.sum(gate, 1), tl.sum(up, 1), kind)
+    tl.store(inner + pair * size + output, result, mask=output < size)
+
+
+@triton.jit
+def _activated(gate, up, kind: tl.constexpr):
+    gate = gate.to(kind).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    return (silu * up.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _few_outer(
+    out,
+    squares,
+    inner,
+    logits,
+    weight,
+    hidden_size: tl.constexpr,
+    size: tl.constexpr,
+    num_experts: tl.constexpr,
+    num_chosen: tl.constexpr,
+    experts_block: tl.constexpr,
+    normalize: tl.constexpr,
+    places: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
+    row = tl.program_id(1)
+    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
-    found = tl.zeros([places], tl.int32)
-    found_weight = tl.zeros([places], tl.float32)
-    for step in tl.static_range(num_chosen):
-        largest = tl.max(probability)
-        best = tl.min(tl.where(probability == largest, expert, block))
-        found = tl.where(place == step, best, found)
-        found_weight = tl.where(place == step, largest, found_weight)
-        probability = tl.where(expert == best, -1.0, probability)
-    if normalize:
-        found_weight /= tl.sum(found_weight)
-    found_weight = tl.where(is_number, found_weight, float("nan"))
-    target = row * num_chosen + place
-    tl.store(chosen + target, found, mask=place < num_chosen)
-    tl.store(weights + target, found_weight.to(weights.dtype.element_ty), mask=place < num_chosen)
+    # Older than the kernel before, as the weights are.
+    probability, rank = _rank(logits + row * num_experts, num_experts, experts_block)
+    share = _weights(probability, rank, num_chosen, normalize)
+    is_here = rank[:, None] == place[None, :]
+    expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
+    share = tl.sum(tl.where(is_here, share[:, None], 0.0), 0)
+    w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
+    w_at += output[None, :, None] * size
+    is_output = (place < num_chosen)[:, None, None] & (output < hidden_size)[None, :, None]
+    w, rows = (), ()
+    for i in tl.static_range(pieces):
+        k = (i * block_k + tl.arange(0, block_k))[None, None, :]
+        w += (tl.load(w_at + k, mask=is_output & (k < size), other=0.0),)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inner += (row * num_chosen + place)[:, None, None] * size
+    for i in tl.static_range(pieces):
+        k = (i * block_k + tl.arange(0, block_k))[None, None, :]
+        mask = (place < num_chosen)[:, None, None] & (k < size)
+        rows += (tl.load(inner + k, mask=mask, other=0.0),)
+    out += row * hidden_size + output
+    if squares is not None:
+        residual = tl.load(out, mask=output < hidden_size, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # all loads are on their way
+
+    product = tl.zeros([places, block_n, block_k], tl.float32)
+    for i in tl.static_range(pieces):
+        product += _from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
+    kind = out.dtype.element_ty
+    result = tl.sum(product, 2).to(kind).to(tl.float32) * share.to(kind).to(tl.float32)[:, None]
+    result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)
+    if squares is not None:
+        result = (residual + result.to(tl.float32)).to(kind)
+        wide = tl.where(output < hidden_size, result.to(tl.float32), 0.0)
+        tl.store(squares + row * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide))
+    tl.store(out, result, mask=output < hidden_size)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_rows"])
@@ -215,7 +450,6 @@ def _expert_product(
     source,
     weight,
     target,
-    chosen,
     counts,
     lists,
     weights,
@@ -225,7 +459,6 @@ def _expert_product(
     num_chosen: tl.constexpr,
     places: tl.constexpr,
     gated: tl.constexpr,
-    single: tl.constexpr,
     exact: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -241,15 +474,10 @@ def _expert_product(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    group = tl.program_id(1)
+    expert = tl.program_id(1)
     precision: tl.constexpr = "ieee" if exact else "tf32"
-    if single:
-        expert = tl.load(chosen + group)
-        count = 1
-    else:
-        expert = group
-        count = tl.load(counts + group)
-        lists += group.to(tl.int64) * num_rows
+    count = tl.load(counts + expert)
+    lists += expert.to(tl.int64) * num_rows
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     halves: tl.constexpr = 2 if gated else 1
     weight += expert.to(tl.int64) * (halves * num_outputs * num_inputs)
@@ -257,10 +485,7 @@ def _expert_product(
     for first in range(tl.program_id(2) * block_m, count, places * block_m):
         member = first + tl.arange(0, block_m)
         inside = member < count
-        if single:
-            pair = group + tl.zeros([block_m], tl.int32)
-        else:
-            pair = tl.load(lists + member, mask=inside, other=0)
+        pair = tl.load(lists + member, mask=inside, other=0)
         row = pair // num_chosen if gated else pair
         x_rows = source + row[None, :].to(tl.int64) * num_inputs
         total = tl.zeros([block_n, block_m], tl.float32)
@@ -278,13 +503,11 @@ def _expert_product(
                 )
                 up_total = tl.dot(up, x, up_total, input_precision=precision)
         kind = target.dtype.element_ty
-        result = total.to(kind).to(tl.float32)
         if gated:
-            silu = (result / (1.0 + tl.exp(-result))).to(kind).to(tl.float32)
-            result = silu * up_total.to(kind).to(tl.float32)
+            result = _activated(total, up_total, kind)
         else:
             share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-            result = result * share[None, :]
+            result = total.to(kind).to(tl.float32) * share[None, :]
         place = pair[None, :].to(tl.int64) * num_outputs + output[:, None]
         mask = (output < num_outputs)[:, None] & inside[None, :]
         tl.store(target + place, result.to(kind), mask=mask)
@@ -293,12 +516,14 @@ def _expert_product(
 @triton.jit
 def _add_shares(
     out,
+    squares,
     shares,
     hidden_size: tl.constexpr,
     num_chosen: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
+    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -309,4 +534,11 @@ def _add_shares(
     for place in tl.static_range(num_chosen):
         share = shares + (row * num_chosen + place) * hidden_size + column
         total += tl.load(share, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden_size + column, total.to(out.dtype.element_ty), mask=inside)
+    out += row * hidden_size + column
+    result = total.to(out.dtype.element_ty)
+    if squares is not None:
+        residual = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        result = (residual + result.to(tl.float32)).to(result.dtype)
+        wide = tl.where(inside, result.to(tl.float32), 0.0)
+        tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide))
+    tl.store(out, result, mask=inside)

@@ -118,6 +118,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     norm: Norm | None = None,
+    normed: Tensor | None = None,
     workspace: LinearWorkspace | None = None,
     how: Tiles | None = None,
     pdl: bool = True,
@@ -125,10 +126,13 @@ def linear(
     """The map of x or, with a norm, of x's norm. x: [m, k], its rows contiguous; weight: [n, k]
     contiguous; bias: [n].
 
-    Returns [m, n]. Without a workspace, k is not split. `pdl`: overlap launches where the device
-    can, by the rule of triton_launch.py; the weights and the bias must be older than two launches.
+    Returns [m, n]. `normed`, like x and contiguous, is where the norm is left, too; for tiles that
+    are a burst. Without a workspace, k is not split. `pdl`: overlap launches where the device can,
+    by the rule of triton_launch.py; the weights and the bias must be older than two launches.
     """
-    out, _ = _launch(x, weight, bias, None, norm, workspace, how, gated=False, pdl=pdl)
+    out, _ = _launch(
+        x, weight, bias, None, norm, workspace, how, gated=False, pdl=pdl, normed=normed
+    )
     return out
 
 
@@ -243,6 +247,11 @@ def is_norm_worth_it(m: int, n: int, k: int, *, gated: bool) -> bool:
     return m <= 32 and k <= 2048 and is_worth_it(m, n, k, gated=gated)
 
 
+def can_leave_norm(m: int, n: int, k: int) -> bool:
+    """Whether `linear` can leave the norm, and that is faster than two launches."""
+    return is_norm_worth_it(m, n, k, gated=False) and tiles(m, n, k).burst
+
+
 def _block_rows(max_rows: int) -> list[int]:
     """The numbers of rows up to `max_rows` that take most room, one for each kind of tiles."""
     powers = [1 << i for i in range(max_rows.bit_length()) if 1 << i <= max_rows]
@@ -267,6 +276,7 @@ def _launch(
     *,
     gated: bool,
     pdl: bool,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The result and, where it was added to `residual`, its squares."""
     (m, k), n = x.shape, weight.shape[0]
@@ -309,9 +319,10 @@ def _launch(
         "num_warps": how.num_warps,
         **pdl_options(x.device, pdl),
     }
+    assert normed is None or (how.burst and norm is not None and normed.is_contiguous())
     if how.burst:
         pieces = triton.cdiv(k, how.block_k)
-        _burst_kernel[(across_m, 1, across_n)](*tensors, *numbers, pieces=pieces, **options)
+        _burst_kernel[(across_m, 1, across_n)](*tensors, *numbers, normed, pieces=pieces, **options)
         return out, squares
 
     splits, share = _shares(k, how)
@@ -633,6 +644,7 @@ def _burst_kernel(
     x_stride: tl.tensor,
     num_parts: tl.tensor,
     eps: tl.tensor,
+    normed: tl.tensor | None,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -644,7 +656,8 @@ def _burst_kernel(
     whole_k: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """A block of [block_n, block_m] over all of k: `pieces` tiles, held in registers."""
+    """A block of [block_n, block_m] over all of k: `pieces` tiles, held in registers. The first
+    block leaves the norm of its rows in `normed`, if there is one."""
     m_tile, n_tile = tl.program_id(0), tl.program_id(2)
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -691,6 +704,11 @@ def _burst_kernel(
         piece = _from_here(rows[i], pdl)
         if norm_weight is not None:
             piece = _normed(piece, scale, _from_here(factor[i], pdl))
+        if normed is not None:
+            if n_tile == 0:
+                element = i * block_k + columns
+                exists = _spread(row < num_rows, groups) & (element < k)
+                tl.store(normed + _spread(row * k, groups) + element, piece, mask=exists)
         acc = _multiply(_from_here(w[i], pdl), piece, acc, groups)
         if gated:
             up = _multiply(_from_here(up_w[i], pdl), piece, up, groups)

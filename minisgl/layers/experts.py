@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels import experts, fused
+from minisgl.kernels.experts import ExpertWeights, Routing
 from minisgl.kernels.fused import Residual
 from minisgl.layers.linear import Linear, empty_weight
 from minisgl.layers.norm import RMSNorm
@@ -24,9 +25,9 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_weight(num_experts, 2 * self.inner.size, hidden_size)
         self.down_proj = empty_weight(num_experts, hidden_size, self.inner.size)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """x: [num_rows, hidden_size]; the others as `experts.choose` returns them."""
-        return experts.apply(x, self.gate_up_proj, self.down_proj, chosen, weights)
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up_proj, self.down_proj)
 
 
 class SparseMLP(nn.Module):
@@ -46,13 +47,15 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.gate = Linear(whole(hidden_size), whole(num_experts))
         self.experts = Experts(num_experts, hidden_size, expert_size, ranks)
-        self._num_chosen = num_chosen
-        self._normalize = normalize
-        self._sum_norm = None if ranks.size == 1 else ranks.sum_norm
+        self._routing = Routing(num_chosen, normalize)
+        self._ranks = ranks
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, rows = fused.norm(residual, norm.weight, norm.eps)
-        chosen, weights = experts.choose(
-            self.gate(hidden), self._num_chosen, normalize=self._normalize
+        hidden, logits, rows = fused.norm_and_linear(
+            residual, norm.weight, norm.eps, self.gate.weight, self.gate.kernels
         )
-        return Residual(rows, delta=self.experts(hidden, chosen, weights), sum_norm=self._sum_norm)
+        weights, routing = self.experts.weights, self._routing
+        if self._ranks.size == 1:
+            return experts.mix_add(hidden, logits, weights, routing, rows)
+        delta = experts.mix(hidden, logits, weights, routing)
+        return Residual(rows, delta=delta, sum_norm=self._ranks.sum_norm)

@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("triton")
 
 from checkpoints import EXPERT_SPECS
-from expert_cases import check_apply, check_choose, check_nan, random_experts
+from expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
 from test_parity import FEW_PAGES, case_of, check
 
 from minisgl.kernels import experts, triton_experts
+from minisgl.kernels.experts import Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -34,42 +35,50 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
 def test_choose(num_experts: int, num_chosen: int, num_rows: int, dtype: torch.dtype) -> None:
     check_choose(
-        num_rows, num_experts, num_chosen, normalize=True, dtype=dtype, device=GPU, pdl=True
+        num_rows,
+        num_experts,
+        Routing(num_chosen, normalize=True),
+        dtype=dtype,
+        device=GPU,
+        pdl=True,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 40, 256, 3000])
 @pytest.mark.parametrize("sizes", [(60, 4, 256, 96), (128, 8, 2048, 768)])
-def test_apply(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_mix(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     if dtype == torch.float32 and sizes[0] == 128 and num_rows > 40:
         pytest.skip("slow, and the small sizes show it")
-    check_apply(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+    check_mix(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
+
+
+def test_of_equals_the_lower_expert_comes_first() -> None:
+    check_equals(GPU, pdl=True)
 
 
 @pytest.mark.parametrize("num_rows", [3, 500])
 @pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
 def test_nan(num_rows: int, num_experts: int, num_chosen: int) -> None:
-    check_nan(num_rows, num_experts, num_chosen, normalize=True, device=GPU, pdl=True)
+    check_nan(num_rows, num_experts, Routing(num_chosen, normalize=True), device=GPU, pdl=True)
 
 
 def test_more_rows_than_a_grid_has_in_its_later_dimensions() -> None:
-    check_apply(66_000, 8, 2, 64, 32, dtype=torch.bfloat16, device=GPU, pdl=True)
+    check_mix(66_000, 8, 2, 64, 32, dtype=torch.bfloat16, device=GPU, pdl=True)
 
 
 def test_all_rows_choose_the_same_experts() -> None:
-    check_apply(500, 128, 8, 256, 96, dtype=torch.bfloat16, device=GPU, pdl=True, crowded=True)
+    check_mix(500, 128, 8, 256, 96, dtype=torch.bfloat16, device=GPU, pdl=True, crowded=True)
 
 
 @pytest.mark.parametrize("num_rows", [1, 50])
 def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
-    gate_up, down = random_experts(16, 128, 64, torch.bfloat16, GPU)
+    weights, routing = random_experts(16, 128, 64, torch.bfloat16, GPU), Routing(4, normalize=True)
     x = torch.randn(num_rows, 128, device=GPU).bfloat16()
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        chosen, weights = triton_experts.choose(logits, 4, normalize=True)
-        return triton_experts.apply(x, gate_up, down, chosen, weights)
+        return triton_experts.mix(x, logits, weights, routing)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -79,8 +88,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
         x.normal_()
         logits.normal_()
         graph.replay()
-        chosen, weights = experts.choose_reference(logits, 4, normalize=True)
-        wanted = experts.apply_reference(x, gate_up, down, chosen, weights)
+        wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
         torch.testing.assert_close(out, wanted, rtol=5e-2, atol=3e-2)
 
 

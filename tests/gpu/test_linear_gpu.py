@@ -143,6 +143,21 @@ def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> Non
     assert not workspace.arrivals.any()
 
 
+@pytest.mark.parametrize(("n", "k"), [(128, 2048), (60, 1024), (37, 100)])
+def test_a_norm_that_is_left(n: int, k: int) -> None:
+    """It is the one that was multiplied, and a product that leaves it is the same."""
+    for dtype in DTYPES:
+        weight, norm_weight = random(n, k, dtype=dtype) / k**0.5, random(k, dtype=dtype)
+        for m in (1, 5, 8, 16):
+            x = random(m, k, dtype=dtype)
+            norm, left = Norm(norm_weight, 1e-6, squares_of(x, 256)), torch.empty_like(x)
+            out = linear(x, weight, norm=norm, normed=left)
+            assert torch.equal(out, linear(x, weight, norm=norm))
+            assert torch.equal(out, linear(left, weight))
+            expected = reference.rms_norm(x, norm_weight, 1e-6)
+            assert (left != expected).double().mean() < 0.1
+
+
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("size", [1024, 5120])
 def test_layers_in_a_graph(size: int, m: int, workspace: LinearWorkspace) -> None:
