@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # --help works without Triton
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(num_chosen=8, normalize=True)
-MAX_FEW_ROWS = 32
+MAX_FEW_ROWS = 8
 NUM_CALLS = 12
 
 
@@ -87,30 +87,23 @@ def make_weights() -> ExpertWeights:
 
 
 def few_candidates() -> Iterator[FewTiles]:
-    from minisgl.kernels.triton_experts import FewTiles
+    from minisgl.kernels.triton_experts import FewTiles, Tiles
 
     plain = FewTiles()
-    for block_n, block_k, warps, stages in [
-        *((n, k, 4, stages) for n in (8, 16, 32) for k in (128, 256) for stages in (3, 4, 6)),
-        *((32, 256, 8, stages) for stages in (3, 4)),
-        *((n, 512, 4, 3) for n in (8, 16)),
-    ]:
-        yield replace(
-            plain,
-            inner_block_n=block_n,
-            inner_block_k=block_k,
-            inner_warps=warps,
-            inner_stages=stages,
-        )
-    for block_n, warps in [(2, 4), (4, 4), (4, 8), (8, 4), (8, 8), (8, 16), (16, 8), (16, 16)]:
-        yield replace(plain, block_n=block_n, warps=warps)
+    yield plain
+    for block_n in (16, 32, 64):
+        for block_k, num_stages in ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4)):
+            if 2 * block_n * block_k * 2 * num_stages <= 200 << 10:
+                yield replace(plain, inner=Tiles(block_n, 16, block_k, 4, num_stages))
+    for block_n, num_warps in [(2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8), (16, 16)]:
+        yield replace(plain, block_n=block_n, num_warps=num_warps)
 
 
 def many_candidates(num_rows: int) -> list[Tiles]:
     from minisgl.kernels.triton_experts import Tiles
 
     pairs = num_rows * ROUTING.num_chosen / NUM_EXPERTS
-    sizes = [16, 32, 64] if pairs < 16 else [16, 32, 64, 128] if pairs < 64 else [64, 128, 256]
+    sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
     found = []
     for block_m in sizes:
         for block_n in (64, 128):
@@ -118,7 +111,7 @@ def many_candidates(num_rows: int) -> list[Tiles]:
             for block_k, num_stages in ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4)):
                 # The gated product has two tiles of W in flight.
                 if (2 * block_n + block_m) * block_k * 2 * num_stages <= 220 << 10:
-                    places = 1 if pairs <= 48 else 8
+                    places = 1 if pairs <= 16 else 2 if pairs <= 96 else 8
                     found.append(Tiles(block_n, block_m, block_k, warps, num_stages, places))
     return found
 
@@ -154,7 +147,7 @@ def tune(all_rows: list[int]) -> None:
     choices: dict[int, list[FewTiles | ManyTiles]] = {
         num_rows: [
             *(few_candidates() if num_rows <= MAX_FEW_ROWS else []),
-            *(many_variants(num_rows, weights) if num_rows >= 8 else []),
+            *many_variants(num_rows, weights),
         ]
         for num_rows in all_rows
     }
@@ -190,9 +183,10 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
-    plain = FewTiles()
-    yield "few inner", [(t, how) for t, how in few if how.block_n == plain.block_n]
-    yield "few outer", [(t, how) for t, how in few if how.inner_block_k == plain.inner_block_k]
+    if few:
+        plain = FewTiles()
+        yield "few inner", [(t, how) for t, how in few if replace(plain, inner=how.inner) == how]
+        yield "few outer", [(t, how) for t, how in few if how.inner == plain.inner]
     if many:
         now = many[0][1]
         yield "inner", [(t, how) for t, how in many if how.outer == now.outer]
@@ -200,14 +194,13 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
 
 
 def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
-    from minisgl.kernels.triton_experts import FewTiles
+    from minisgl.kernels.triton_experts import FewTiles, ManyTiles
 
-    if isinstance(how, FewTiles):
-        return (
-            f"{how.inner_block_n}x{how.inner_block_k} w{how.inner_warps} st{how.inner_stages}; "
-            f"{how.block_n}x{how.block_k} w{how.warps}"
-        )
-    t = how.inner if kind == "inner" else how.outer
+    t = how.inner
+    if isinstance(how, FewTiles) and kind == "few outer":
+        return f"{how.block_n}x{how.block_k} w{how.num_warps}"
+    if isinstance(how, ManyTiles) and kind == "outer":
+        t = how.outer
     return f"{t.block_n}x{t.block_m}x{t.block_k} w{t.num_warps} st{t.num_stages} p{t.places}"
 
 
@@ -261,7 +254,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name())
     if args.tune:
-        tune(args.rows or [1, 8, 16, 32, 256, 4096])
+        tune(args.rows or [1, 2, 4, 8, 32, 256, 1024, 4096, 16384])
     else:
         rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
         compare(args.rows or rows, args.flashinfer)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minisgl.kernels import experts, triton_experts
 from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
 
 MAX_FEW_ROWS = 16
 
@@ -36,7 +36,7 @@ def random_logits(
 
 def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
     """Tiles to take: those for so many rows, for many and, where that makes sense, for few."""
-    few = FewTiles(inner_block_k=64, block_k=64, block_n=4)
+    few = FewTiles(Tiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
         triton_experts.tiles(num_rows, weights, routing),

@@ -32,34 +32,32 @@ from minisgl.kernels.experts import ExpertWeights, Routing
 from minisgl.kernels.triton_launch import pdl_options, warps_for
 from minisgl.kernels.triton_linear import _from_here
 
-MAX_FEW_PAIRS = 64
+MAX_FEW_PAIRS = 32
 _LISTED = 1024  # pairs that a program looks at at a time
 _HELD = 48 << 10  # elements of W in the registers of a program at most
 
 
 @dataclass(frozen=True, slots=True)
-class FewTiles:
-    """How the products of few rows are shared out. Sizes of blocks are powers of two."""
-
-    inner_block_n: int = 16  # rows of the gates in a program, and as many of the other half
-    inner_block_k: int = 256
-    inner_warps: int = 4
-    inner_stages: int = 4
-    block_n: int = 8  # outputs in a program
-    block_k: int = 256
-    warps: int = 8
-
-
-@dataclass(frozen=True, slots=True)
 class Tiles:
-    """How one product of many rows is shared out."""
+    """How one product is shared out. Sizes of blocks are powers of two."""
 
-    block_n: int  # rows of W in a program
+    block_n: int  # rows of W in a program; of the gated product, rows of either half
     block_m: int  # pairs
     block_k: int
     num_warps: int
     num_stages: int
     places: int = 1  # programs that share an expert's pairs
+
+
+@dataclass(frozen=True, slots=True)
+class FewTiles:
+    """How the products of few rows are shared out: the gated one, for one pair in a program, and
+    the one behind it."""
+
+    inner: Tiles = Tiles(32, 16, 128, num_warps=4, num_stages=4)
+    block_n: int = 8  # outputs in a program
+    block_k: int = 256
+    num_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +141,17 @@ def _mix_few(
         **pdl_options(x.device, pdl),
     }
     inner = x.new_empty((num_rows * routing.num_chosen, size))
-    _few_inner[(triton.cdiv(size, how.inner_block_n), len(inner))](
+    _few_inner[(triton.cdiv(size, how.inner.block_n), len(inner))](
         inner,
         x,
         logits,
         experts.gate_up,
-        block_n=how.inner_block_n,
-        block_k=how.inner_block_k,
-        stages=how.inner_stages,
-        num_warps=how.inner_warps,
+        exact=x.dtype == torch.float32,
+        block_n=how.inner.block_n,
+        block_m=how.inner.block_m,
+        block_k=how.inner.block_k,
+        num_warps=how.inner.num_warps,
+        num_stages=how.inner.num_stages,
         **numbers,
     )
     num_blocks = triton.cdiv(hidden_size, how.block_n)
@@ -169,7 +169,7 @@ def _mix_few(
         block_n=how.block_n,
         block_k=how.block_k,
         pieces=triton.cdiv(size, how.block_k),
-        num_warps=how.warps,
+        num_warps=how.num_warps,
         **numbers,
     )
     return out, squares
@@ -201,7 +201,8 @@ def _mix_many(
         (inner, experts.down, shares, how.outer),
     ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
-        _expert_product[(triton.cdiv(num_outputs, shared.block_n), num_experts, shared.places)](
+        across = triton.cdiv(num_outputs, shared.block_n) * shared.places
+        _expert_product[(across, num_experts)](
             source,
             weight,
             target,
@@ -326,9 +327,10 @@ def _few_inner(
     num_experts: tl.constexpr,
     num_chosen: tl.constexpr,
     experts_block: tl.constexpr,
+    exact: tl.constexpr,
     block_n: tl.constexpr,
+    block_m: tl.constexpr,
     block_k: tl.constexpr,
-    stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A block of a pair's activations."""
@@ -342,20 +344,53 @@ def _few_inner(
     expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     weight += expert.to(tl.int64) * (2 * size * hidden_size)
-    gate_at = weight + output[:, None] * hidden_size
-    up_at = gate_at + size * hidden_size
-    gate = tl.zeros([block_n, block_k], tl.float32)
-    up = tl.zeros([block_n, block_k], tl.float32)
-    for first in tl.range(0, hidden_size, block_k, num_stages=stages):
-        k = first + tl.arange(0, block_k)
-        mask = (output < size)[:, None] & (k < hidden_size)[None, :]
-        rows = tl.load(x + row * hidden_size + k, mask=k < hidden_size, other=0.0)
-        rows = rows.to(tl.float32)[None, :]
-        gate += tl.load(gate_at + k[None, :], mask=mask, other=0.0).to(tl.float32) * rows
-        up += tl.load(up_at + k[None, :], mask=mask, other=0.0).to(tl.float32) * rows
-    kind = inner.dtype.element_ty
-    result = _activated(tl.sum(gate, 1), tl.sum(up, 1), kind)
-    tl.store(inner + pair * size + output, result, mask=output < size)
+    rows = row + tl.zeros([block_m], tl.int32)
+    inside = tl.arange(0, block_m) == 0
+    gate, up = _multiply(
+        weight, x, output, rows, inside, size, hidden_size, True, exact, block_n, block_m, block_k
+    )
+    result = _activated(gate, up, inner.dtype.element_ty)
+    place = inner + pair * size + output[:, None] + tl.zeros([1, block_m], tl.int32)
+    tl.store(place, result, mask=(output < size)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _multiply(
+    weight,
+    source,
+    output,
+    row,
+    inside,
+    num_outputs: tl.constexpr,
+    num_inputs: tl.constexpr,
+    gated: tl.constexpr,
+    exact: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+):
+    """Rows `output` of one expert's W times rows `row` of `source`, where these are `inside`.
+
+    Returns [block_n, block_m], and the same of W's second half, or zeros if not gated.
+    """
+    precision: tl.constexpr = "ieee" if exact else "tf32"
+    w_rows = weight + output[:, None].to(tl.int64) * num_inputs
+    x_rows = source + row[None, :].to(tl.int64) * num_inputs
+    total = tl.zeros([block_n, block_m], tl.float32)
+    up_total = tl.zeros([block_n, block_m], tl.float32)
+    for k in range(0, num_inputs, block_k):
+        column = k + tl.arange(0, block_k)
+        w_mask = (output < num_outputs)[:, None] & (column < num_inputs)[None, :]
+        x_mask = (column < num_inputs)[:, None] & inside[None, :]
+        w = tl.load(w_rows + column[None, :], mask=w_mask, other=0.0)
+        x = tl.load(x_rows + column[:, None], mask=x_mask, other=0.0)
+        total = tl.dot(w, x, total, input_precision=precision)
+        if gated:
+            up_at = w_rows + num_outputs * num_inputs + column[None, :]
+            up_total = tl.dot(
+                tl.load(up_at, mask=w_mask, other=0.0), x, up_total, input_precision=precision
+            )
+    return total, up_total
 
 
 @triton.jit
@@ -474,43 +509,31 @@ def _expert_product(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(1)
-    precision: tl.constexpr = "ieee" if exact else "tf32"
+    # The programs of one expert start together, so that its weights come from memory once.
+    across: tl.constexpr = (num_outputs + block_n - 1) // block_n
+    place, expert = tl.program_id(0) // across, tl.program_id(1)
+    output = tl.program_id(0) % across * block_n + tl.arange(0, block_n)
     count = tl.load(counts + expert)
     lists += expert.to(tl.int64) * num_rows
-    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    halves: tl.constexpr = 2 if gated else 1
-    weight += expert.to(tl.int64) * (halves * num_outputs * num_inputs)
-    w_rows = weight + output[:, None].to(tl.int64) * num_inputs
-    for first in range(tl.program_id(2) * block_m, count, places * block_m):
+    weight += expert.to(tl.int64) * ((2 if gated else 1) * num_outputs * num_inputs)
+    for first in range(place * block_m, count, places * block_m):
         member = first + tl.arange(0, block_m)
         inside = member < count
         pair = tl.load(lists + member, mask=inside, other=0)
         row = pair // num_chosen if gated else pair
-        x_rows = source + row[None, :].to(tl.int64) * num_inputs
-        total = tl.zeros([block_n, block_m], tl.float32)
-        up_total = tl.zeros([block_n, block_m], tl.float32)
-        for k in range(0, num_inputs, block_k):
-            column = k + tl.arange(0, block_k)
-            w_mask = (output < num_outputs)[:, None] & (column < num_inputs)[None, :]
-            x_mask = (column < num_inputs)[:, None] & inside[None, :]
-            w = tl.load(w_rows + column[None, :], mask=w_mask, other=0.0)
-            x = tl.load(x_rows + column[:, None], mask=x_mask, other=0.0)
-            total = tl.dot(w, x, total, input_precision=precision)
-            if gated:
-                up = tl.load(
-                    w_rows + num_outputs * num_inputs + column[None, :], mask=w_mask, other=0.0
-                )
-                up_total = tl.dot(up, x, up_total, input_precision=precision)
+        total, up_total = _multiply(
+            weight, source, output, row, inside, num_outputs, num_inputs, gated, exact,
+            block_n, block_m, block_k,
+        )  # fmt: skip
         kind = target.dtype.element_ty
         if gated:
             result = _activated(total, up_total, kind)
         else:
             share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
             result = total.to(kind).to(tl.float32) * share[None, :]
-        place = pair[None, :].to(tl.int64) * num_outputs + output[:, None]
+        target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
         mask = (output < num_outputs)[:, None] & inside[None, :]
-        tl.store(target + place, result.to(kind), mask=mask)
+        tl.store(target_at, result.to(kind), mask=mask)
 
 
 @triton.jit

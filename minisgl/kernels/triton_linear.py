@@ -704,7 +704,7 @@ def _burst_kernel(
         piece = _from_here(rows[i], pdl)
         if norm_weight is not None:
             piece = _normed(piece, scale, _from_here(factor[i], pdl))
-        if normed is not None:
+        if normed is not None:  # noqa: SIM102 - decided when compiled, the other when run
             if n_tile == 0:
                 element = i * block_k + columns
                 exists = _spread(row < num_rows, groups) & (element < k)
