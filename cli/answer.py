@@ -8,6 +8,7 @@ from minisgl.request import FinishReason
 
 from .model import ReplyDelta
 from .thinking import CLOSE, Split, ThinkingSplitter
+from .wording import count
 
 
 @dataclass(slots=True)
@@ -56,42 +57,51 @@ class Answer:
         return f"{self.text}\n{CLOSE}\n\n" if self._splitter.inside else self.text
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """After the first delta; None where nothing came after it, or nobody counted."""
+    def ttft_s(self) -> float | None:
+        return None if self.first_at is None else self.first_at - self.asked_at
+
+    @property
+    def later(self) -> tuple[int, float] | None:
+        """The tokens after the first delta and their time in seconds; None where there were none,
+        or nobody counted."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
             return None
         if self.num_tokens is None:
             return None
         # A server that counts only at the end has sent a token with its first delta.
         first = 1 if self.num_first_tokens is None else self.num_first_tokens
-        return max(0, self.num_tokens - first) / (self.last_at - self.first_at)
+        return max(0, self.num_tokens - first), self.last_at - self.first_at
+
+    @property
+    def num_context_tokens(self) -> int | None:
+        """Of the conversation with this answer."""
+        if self.num_prompt_tokens is None or self.num_tokens is None:
+            return None
+        return self.num_prompt_tokens + self.num_tokens
 
     def fills(self, max_seq_len: int | None) -> bool:
         """Whether it ended because there was no room left."""
         if self.finish_reason is not FinishReason.LENGTH or max_seq_len is None:
             return False
-        return (self.num_prompt_tokens or 0) + (self.num_tokens or 0) >= max_seq_len
+        return (self.num_context_tokens or 0) >= max_seq_len
 
     def summary(self) -> str:
         """One line: how much, how fast, how much of the prompt was in the cache."""
         parts = []
         if self.num_tokens is not None:
-            parts.append(_count(self.num_tokens, "token"))
-        if self.first_at is not None:
-            parts.append(f"TTFT {1000 * (self.first_at - self.asked_at):.0f} ms")
-        if self.tokens_per_second is not None:
-            parts.append(f"{self.tokens_per_second:.1f} tok/s")
+            parts.append(count(self.num_tokens, "token"))
+        if self.ttft_s is not None:
+            parts.append(f"TTFT {1000 * self.ttft_s:.0f} ms")
+        if self.later is not None:
+            num_tokens, seconds = self.later
+            parts.append(f"{num_tokens / seconds:.1f} tok/s")
         if self.num_prompt_tokens is not None and self.num_cached_tokens is not None:
-            cached = f"{self.num_cached_tokens} of {self.num_prompt_tokens}"
+            cached = f"{self.num_cached_tokens:,} of {self.num_prompt_tokens:,}"
             parts.append(f"{cached} prompt tokens cached")
         elif self.num_prompt_tokens is not None:
-            parts.append(_count(self.num_prompt_tokens, "prompt token"))
+            parts.append(count(self.num_prompt_tokens, "prompt token"))
         if self.finish_reason is None:
             parts.append("stopped")
         elif self.finish_reason is FinishReason.LENGTH:
             parts.append("cut at the limit")
         return " · ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -32,9 +32,9 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
         with face.busy("Loading the libraries"):
             from . import engine_model  # noqa: F401 - seconds, of which the person should know
 
-    num_unanswered = asyncio.run(_talk(chat, engine, face))
+    num_failed = asyncio.run(_talk(chat, engine, face))
     # A person has seen why; a program at the other end of a pipe looks at the exit code.
-    return 1 if num_unanswered and not face.interactive else 0
+    return 1 if num_failed and not face.interactive else 0
 
 
 async def _talk(chat: ChatConfig, engine: EngineConfig, face: Face) -> int:

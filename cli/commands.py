@@ -1,16 +1,25 @@
-"""The commands of the REPL. A new one is a function here and a row of the table below."""
+"""The commands of the REPL. A new one is a function here and a row of a table below."""
 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
+from minisgl.errors import CallerError, MinisglError
+
+from . import parameters, saved
 from .conversation import Conversation
 from .face import Face
 from .model import ChatModel
+from .quotes import unquoted_argument
+from .tally import Tally
+from .thinking import split_whole
+from .wording import aligned, count, did_you_mean, shortened
+
+NUM_QUOTED_CHARS = 50
 
 
 @dataclass(slots=True)
@@ -21,7 +30,8 @@ class Session:
     face: Face
     conversation: Conversation
     sampling: dict[str, Any] = field(default_factory=dict)  # where the person has chosen
-    num_unanswered: int = 0
+    tally: Tally = field(default_factory=Tally)  # of this conversation
+    num_failed: int = 0  # questions without an answer, and commands that were refused
 
 
 class Then(enum.Enum):
@@ -32,39 +42,166 @@ class Then(enum.Enum):
     LEAVE = "leave"
 
 
+class CommandError(CallerError):
+    """A command is unknown, or cannot do what it was asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     does: str
-    run: Callable[[Session, str], Then]  # with what stands behind the name
+    run: Callable[[Session, str], Then]  # with what stands behind the name; raises MinisglError
     takes: str = ""  # a word for that; "": nothing may stand there
 
 
 def run_command(session: Session, line: str) -> Then:
-    """`line` begins with a slash."""
-    name, _, rest = line.strip().partition(" ")
-    command = TABLE.get(name)
-    if command is None:
-        near = get_close_matches(name, TABLE, n=1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        session.face.say(f"There is no command {name}. {hint}/help lists the commands.")
+    """`line` begins with a slash. What goes wrong is said."""
+    name, rest = [*line.split(maxsplit=1), ""][:2]
+    try:
+        command = TABLE.get(name)
+        if command is None:
+            hint = did_you_mean(name, list(TABLE))
+            raise CommandError(f"There is no command {name}. {hint}/help lists the commands.")
+        if rest and not command.takes:
+            raise CommandError(f"{name} stands alone.")
+        return command.run(session, rest.strip())
+    except MinisglError as error:
+        session.num_failed += 1
+        session.face.say(str(error))
         return Then.READ
-    if rest and not command.takes:
-        session.face.say(f"{name} stands alone.")
-        return Then.READ
-    return command.run(session, rest.strip())
 
 
-def _help(session: Session, rest: str) -> Then:
-    for name, command in TABLE.items():
-        session.face.say(f"{f'{name} {command.takes}':11}{command.does}")
-    for keys, does in session.face.keys.items():
-        session.face.say(f"{keys:11}{does}")
+# -- the conversation -----------------------------------------------------------------------------
+
+
+def _retry(session: Session, rest: str) -> Then:
+    if not session.conversation.ask_again():
+        raise CommandError("There is no question to ask again.")
+    return Then.ANSWER
+
+
+def _undo(session: Session, rest: str) -> Then:
+    turn = session.conversation.undo()
+    if turn is None:
+        raise CommandError("There is no question to take back.")
+    left = count(len(session.conversation.turns), "turn")
+    session.face.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
     return Then.READ
 
 
 def _reset(session: Session, rest: str) -> Then:
     session.conversation.reset()
+    session.tally = Tally()
     session.face.note("A new conversation.")
+    return Then.READ
+
+
+def _save(session: Session, rest: str) -> Then:
+    path = _path("/save", rest)
+    saved.write(path, session.conversation, session.sampling, session.model.name)
+    session.face.note(f"{count(len(session.conversation.turns), 'turn')} saved to {path}.")
+    return Then.READ
+
+
+def _load(session: Session, rest: str) -> Then:
+    file = saved.read(_path("/load", rest))
+    system = session.conversation.system if file.system is None else file.system
+    session.conversation = Conversation(system, file.turns, file.question)
+    session.tally = Tally()
+    if file.sampling is not None:
+        session.sampling = {}
+        for name, value in file.sampling.items():
+            # The conversation is worth more than one of its parameters.
+            try:
+                session.sampling = _with(session, name, parameters.in_form(name, value))
+            except MinisglError as error:
+                session.face.say(f"Left out of the file's parameters: {error}")
+    model = session.model.name
+    other = f", saved with {file.model}" if file.model and file.model != model else ""
+    session.face.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
+    for turn in file.turns[-1:]:
+        session.face.note(f"> {turn.question}")
+        session.face.note(split_whole(turn.answer).text)
+    if file.question is not None:
+        session.face.note(f"> {file.question}")
+        session.face.note("Not answered yet: /retry asks it.")
+    return Then.READ
+
+
+def _path(name: str, rest: str) -> str:
+    if not (typed := unquoted_argument(rest)):
+        raise CommandError(f"{name} takes the name of a file, such as {name} chat.json.")
+    return saved.path_of(typed)
+
+
+# -- how it is answered ---------------------------------------------------------------------------
+
+
+def _system(session: Session, rest: str) -> Then:
+    if rest:
+        session.conversation.system = unquoted_argument(rest)
+        now = "set" if session.conversation.system else "cleared"
+        session.face.note(f"The system prompt is {now}; the conversation stays.")
+    else:
+        session.face.say(session.conversation.system or "There is no system prompt.")
+    return Then.READ
+
+
+def _set(session: Session, rest: str) -> Then:
+    said = re.fullmatch(r"([^\s=]+)(?:\s*=\s*|\s+)(.+)", rest, re.DOTALL)
+    if said is None:
+        raise CommandError("/set takes a name and a value, such as /set temperature 0.5.")
+    name, defaults = said[1], session.model.sampling_defaults
+    session.sampling = _with(session, name, parameters.parsed(name, said[2]))
+    if name in session.sampling:
+        now = shortened(parameters.shown(session.sampling[name]), NUM_QUOTED_CHARS)
+    elif defaults is None:
+        now = "the server's own"
+    else:
+        now = f"{parameters.shown(getattr(defaults, name))}, the model's own"
+    unknown = name in session.sampling and name not in parameters.NAMES
+    remark = "; minisgl does not know it and sends it as it is" if unknown else ""
+    hint = did_you_mean(name, parameters.NAMES) if unknown else ""
+    session.face.note(f"{name} is {now}{remark}. {hint}".rstrip())
+    return Then.READ
+
+
+def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
+    """What is chosen with one more, or one less where the value is None. Raises MinisglError."""
+    parameters.check_name(name, may_be_other=session.model.sampling_defaults is None)
+    changed = {**session.sampling, name: value}
+    if value is None:
+        del changed[name]
+    session.model.check(changed)
+    return changed
+
+
+def _params(session: Session, rest: str) -> Then:
+    for line in parameters.listed(session.sampling, session.model.sampling_defaults):
+        session.face.say(line)
+    return Then.READ
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def _stats(session: Session, rest: str) -> Then:
+    turns, limit = session.conversation.turns, session.model.max_seq_len
+    rows = [("turns", f"{len(turns):,}")]
+    if turns and (used := turns[-1].num_tokens) is not None:
+        of_limit = f"{used:,} of {count(limit, 'token')} ({used / limit:.0%})" if limit else ""
+        rows.append(("context", of_limit or count(used, "token")))
+    for line in aligned([*rows, *session.tally.rows(), *session.model.status()]):
+        session.face.say(line)
+    return Then.READ
+
+
+def _help(session: Session, rest: str) -> Then:
+    rows: list[tuple[str, ...]] = []
+    for group in GROUPS:
+        rows += [(f"{name} {row.takes}".rstrip(), row.does) for name, row in group.items()]
+        rows.append(())
+    for line in aligned([*rows, *session.face.keys.items()]):
+        session.face.say(line)
     return Then.READ
 
 
@@ -72,8 +209,24 @@ def _exit(session: Session, rest: str) -> Then:
     return Then.LEAVE
 
 
-TABLE = {
-    "/help": Command("lists the commands", _help),
-    "/reset": Command("forgets the conversation and starts a new one", _reset),
-    "/exit": Command("leaves, as Ctrl-D does", _exit),
-}
+# As /help shows them.
+GROUPS = (
+    {
+        "/retry": Command("drops the last answer and asks again", _retry),
+        "/undo": Command("takes back the last question and its answer", _undo),
+        "/reset": Command("forgets the conversation and starts a new one", _reset),
+        "/save": Command("writes the conversation to a file", _save, "FILE"),
+        "/load": Command("reads a conversation from a file", _load, "FILE"),
+    },
+    {
+        "/system": Command("shows or sets the system prompt", _system, "[TEXT]"),
+        "/set": Command("sets a sampling parameter, such as temperature", _set, "NAME VALUE"),
+        "/params": Command("lists the sampling parameters and their values", _params),
+    },
+    {
+        "/stats": Command("shows the tokens, speed and cache use of the conversation", _stats),
+        "/help": Command("lists the commands", _help),
+        "/exit": Command("leaves, as Ctrl-D does", _exit),
+    },
+)
+TABLE = {name: command for group in GROUPS for name, command in group.items()}

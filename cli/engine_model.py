@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
+from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 
 from .model import ContextFullError, Message, ReplyDelta
@@ -43,12 +45,16 @@ class EngineModel:
         self._seen: list[int] = []  # the last prompt and its answer, token for token
 
     @property
+    def name(self) -> str:
+        return self._engine.model_name
+
+    @property
     def facts(self) -> Sequence[str]:
         config, capacity = self._engine.config, self._engine.capacity
         backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
         devices = f"{config.tp} x " if config.tp > 1 else ""
         return (
-            self._engine.model_name,
+            self.name,
             f"{config.dtype} on {devices}{device_name(config.device)}",
             f"attention {','.join(backends)}",
             f"context {capacity.max_seq_len:,} tokens",
@@ -58,12 +64,31 @@ class EngineModel:
     def max_seq_len(self) -> int:
         return self._engine.capacity.max_seq_len
 
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        return self._engine.defaults.sampling()
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        self._engine.check(self._engine.defaults.sampling(**sampling))
+
+    def status(self) -> Sequence[tuple[str, str]]:
+        stats = self._engine.stats()
+        num_used = stats.num_pages - stats.num_free_pages
+        found, asked = stats.counters.num_cached_tokens, stats.counters.num_prompt_tokens
+        return (
+            ("KV cache", f"{num_used:,} of {stats.num_pages:,} pages used"),
+            ("prefix hits", f"{found / max(1, asked):.0%} of prompt tokens since the start"),
+        )
+
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[ReplyDelta, None]:
         prompt = self.prompt(messages)
+        params = self._engine.defaults.sampling(**sampling)
+        if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
+            params = replace(params, max_tokens=None)  # the room that there is
         try:
-            stream = self._engine.submit(prompt, self._engine.defaults.sampling(**sampling))
+            stream = self._engine.submit(prompt, params)
         except ContextLengthError as error:
             raise ContextFullError(
                 f"The conversation with this question has {len(prompt)} tokens, which is more "
@@ -85,7 +110,8 @@ class EngineModel:
                 opening = ""
         finally:
             stream.abort()
-            self._seen = prompt + token_ids
+            if token_ids:  # or else the last answer may stay, and its tokens with it
+                self._seen = prompt + token_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids. Raises MinisglError where the template refuses the messages."""

@@ -59,9 +59,10 @@ def open_face(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) 
 
 
 def printable(text: str) -> str:
-    """Without control characters: a model must not be able to drive the terminal."""
+    """Without control characters, for a model must not be able to drive the terminal, and without
+    surrogates, which no terminal takes."""
     return "".join(
         character
         for character in text
-        if character in "\n\t" or unicodedata.category(character) != "Cc"
+        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
     )

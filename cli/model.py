@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minisgl.errors import CallerError
-from minisgl.request import FinishReason
+from minisgl.request import FinishReason, SamplingParams
 
 Message = dict[str, str]
 
@@ -26,6 +26,9 @@ class ReplyDelta:
 
 class ChatModel(Protocol):
     @property
+    def name(self) -> str: ...
+
+    @property
     def facts(self) -> Sequence[str]:
         """What the banner says of it: its name first, then where and how it runs."""
         ...
@@ -33,6 +36,20 @@ class ChatModel(Protocol):
     @property
     def max_seq_len(self) -> int | None:
         """How many tokens a conversation may have; None: not known."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> SamplingParams | None:
+        """In force where nothing is chosen; None: a server has its own, and perhaps parameters
+        that minisgl does not know."""
+        ...
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        """Raises MinisglError if no answer can be given with these parameters."""
+        ...
+
+    def status(self) -> Sequence[tuple[str, str]]:
+        """What else it knows of its work: names and values."""
         ...
 
     def reply(

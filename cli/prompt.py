@@ -8,12 +8,26 @@ from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    PathCompleter,
+    WordCompleter,
+)
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-QUOTES = '"""'  # around several lines
+from .parameters import NAMES
+from .quotes import is_open
+
+# What follows a command.
+ARGUMENTS: Mapping[str, Completer] = {
+    "/set": WordCompleter(NAMES, sentence=True),
+    "/save": PathCompleter(expanduser=True),
+    "/load": PathCompleter(expanduser=True),
+}
 
 
 def make_session(
@@ -30,22 +44,13 @@ def make_session(
     )
 
 
-def unquoted(text: str) -> str:
-    """What stands between three quotation marks, if the text does."""
-    text = text.strip()
-    if text.startswith(QUOTES) and text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES):
-        return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
-    return text
-
-
 def _key_bindings(show_thoughts: Callable[[], None]) -> KeyBindings:
     keys = KeyBindings()
 
     @keys.add("enter")
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        text = buffer.text.strip()
-        if text.startswith(QUOTES) and (len(text) < 6 or not text.endswith(QUOTES)):
+        if is_open(buffer.text):
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
@@ -69,8 +74,12 @@ class CommandCompleter(Completer):
     def get_completions(
         self, document: Document, complete_event: CompleteEvent
     ) -> Iterable[Completion]:
-        typed = document.text
-        if typed.startswith("/"):
+        typed = document.text_before_cursor
+        command, space, argument = typed.partition(" ")
+        if space and command in ARGUMENTS:
+            rest = Document(argument.lstrip())
+            yield from ARGUMENTS[command].get_completions(rest, complete_event)
+        elif typed.startswith("/"):
             for name, does in self._commands.items():
                 if name.startswith(typed) and name != typed:
                     yield Completion(name, start_position=-len(typed), display_meta=does)

@@ -17,7 +17,7 @@ from .model import ChatModel, ContextFullError
 from .thinking import Split
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
-START_ANEW = "/reset starts a new conversation."
+MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
 
 def banner(model: ChatModel) -> str:
@@ -33,7 +33,7 @@ class Repl:
         self._was_interrupted = False
 
     async def run(self) -> int:
-        """Returns how many questions got no answer."""
+        """Returns how many questions and commands failed."""
         while (line := await self._read()) is not None:
             then = Then.READ
             if line.lstrip().startswith("/"):
@@ -45,7 +45,7 @@ class Repl:
                 break
             if then is Then.ANSWER:
                 await self._answer()
-        return self._session.num_unanswered
+        return self._session.num_failed
 
     async def _read(self) -> str | None:
         interrupted, self._was_interrupted = self._was_interrupted, False
@@ -60,15 +60,20 @@ class Repl:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, MinisglError):
             raise error  # the face is gone, or we are wrong
+        session = self._session
         # What came is part of the conversation, whether or not it came to its end.
         if answer.has_come:
-            self._session.conversation.answer(answer.message)
+            session.conversation.answer(answer.message, answer.num_context_tokens)
+            session.tally.add(answer)
             self._face.note(answer.summary())
-        else:
-            self._session.num_unanswered += 1
-            self._session.conversation.take_back()
         if remark := self._remark_on(answer, error):
             self._face.say(remark)
+        if not answer.has_come:
+            session.num_failed += 1
+            if session.conversation.give_up():
+                self._face.say("The answer before is kept.")
+            else:
+                self._face.note("/retry asks again.")
 
     async def _stream(self, answer: Answer) -> None:
         session = self._session
@@ -91,12 +96,13 @@ class Repl:
         """What the person has to know about the end of an answer, if anything."""
         limit = self._session.model.max_seq_len
         if isinstance(error, ContextFullError):
-            return f"{error} {START_ANEW}"
+            is_first = not self._session.conversation.turns
+            return f"{error} {'A shorter question may fit.' if is_first else MAKE_ROOM}"
         if error is not None:
             return str(error)
         if answer.fills(limit):
-            return f"The context of {limit} tokens is full. {START_ANEW}"
-        return None if answer.has_come else "Stopped; the question is forgotten."
+            return f"The context of {limit} tokens is full. {MAKE_ROOM}"
+        return None if answer.has_come else "Stopped before an answer came."
 
 
 @contextmanager

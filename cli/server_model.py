@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from minisgl.request import FinishReason
+from minisgl.bench.target import api_base
+from minisgl.request import FinishReason, SamplingParams
 
 from .http_stream import HttpAnswer, ServerError, request
 from .model import ContextFullError, Message, ReplyDelta
+from .parameters import NAMES
 
 # What servers say of a conversation that is too long; OpenAI and minisgl have a code for it.
 TOO_LONG_CODE = "context_length_exceeded"
 TOO_LONG_WORDS = ("maximum context length", "context size", "context length", "too long")
 MAX_ERROR_CHARS = 300
+# Of OpenAI's API and what servers have added to it, where SamplingParams has another name.
+NAMES_ON_THE_WIRE = {"include_stop": "include_stop_str_in_output"}
 
 
 class PromptDetails(msgspec.Struct):
@@ -81,10 +84,14 @@ class ServerModel:
         return cls(base_url, api_key, listed[names.index(model) if model else 0])
 
     @property
+    def name(self) -> str:
+        return self._model.id
+
+    @property
     def facts(self) -> Sequence[str]:
         context = self._model.max_model_len
         return (
-            self._model.id,
+            self.name,
             f"at {self._base_url}",
             *([f"context {context:,} tokens"] if context else []),
         )
@@ -93,15 +100,25 @@ class ServerModel:
     def max_seq_len(self) -> int | None:
         return self._model.max_model_len
 
+    @property
+    def sampling_defaults(self) -> None:
+        return None
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        SamplingParams(**{name: sampling[name] for name in NAMES if name in sampling})
+
+    def status(self) -> Sequence[tuple[str, str]]:
+        return ()
+
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[ReplyDelta, None]:
         body = {
-            "model": self._model.id,
+            "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **sampling,
+            **{NAMES_ON_THE_WIRE.get(name, name): value for name, value in sampling.items()},
         }
         url = f"{self._base_url}/chat/completions"
         async with request("POST", url, _headers(self._api_key), json.dumps(body).encode()) as http:
@@ -117,12 +134,6 @@ class ServerModel:
                 yield delta
             if not finished:
                 raise ServerError(f"{self._base_url} ended its answer too early.")
-
-
-def api_base(url: str) -> str:
-    """With /v1, which people leave out, unless there is another path."""
-    url = url.rstrip("/")
-    return url if urlsplit(url).path else f"{url}/v1"
 
 
 async def events(http: HttpAnswer) -> AsyncIterator[bytes]:

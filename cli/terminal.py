@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.theme import Theme
 
 from .face import printable
-from .prompt import make_session, unquoted
+from .prompt import make_session
+from .quotes import unquoted
 from .view import AnswerView, MarkdownView, PlainView
 
 # Readable on light and dark: the colours are the terminal's, and there is no background.

@@ -63,6 +63,13 @@ class ThinkingSplitter:
         return text
 
 
+def split_whole(text: str) -> Split:
+    """Of an answer that has come to its end."""
+    splitter = ThinkingSplitter()
+    split, rest = splitter.feed(text), splitter.flush()
+    return Split(split.thinking + rest.thinking, split.text + rest.text)
+
+
 def _tail(text: str, tag: str) -> str:
     """The longest end of `text` that `tag` begins with."""
     lengths = range(min(len(text), len(tag) - 1), 0, -1)

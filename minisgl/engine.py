@@ -389,23 +389,26 @@ class AsyncEngine:
         self._pump_soon()
         return stream
 
+    def check(self, params: SamplingParams) -> None:
+        """Raises InvalidRequestError where they ask for what this model does not have."""
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias.keys())
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        vocab_size = self.model.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
+
     def _make_request(
         self, prompt: Sequence[int], params: SamplingParams, request_id: str | None
     ) -> Request:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._streams:
             raise InvalidRequestError("request_id", f"{request_id} is running already.")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
-        vocab_size = self.model.vocab_size
-        fields: dict[str, Collection[int]] = {
-            "prompt": prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": params.logit_bias.keys(),
-        }
-        for name, ids in fields.items():
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
+        self._check_ids("prompt", prompt)
+        self.check(params)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self.capacity.max_seq_len - len(prompt)

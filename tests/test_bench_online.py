@@ -41,7 +41,7 @@ from minisgl.bench.report import Figures, print_spreads, spreads
 from minisgl.bench.serve import Site, bench_serve, share_of_limit
 from minisgl.bench.server import Started
 from minisgl.bench.setting import Setting
-from minisgl.bench.target import Target, base_url
+from minisgl.bench.target import Target, api_base
 from minisgl.bench.watch import Sample, StepCounts, watch
 from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig
@@ -229,8 +229,8 @@ async def test_a_request_that_takes_too_long_has_failed() -> None:
 
 
 def test_v1_is_understood() -> None:
-    assert base_url("http://host:8000") == base_url("http://host:8000/") == "http://host:8000/v1"
-    assert base_url("https://host/api/v1/") == "https://host/api/v1"
+    assert api_base("http://host:8000") == api_base("http://host:8000/") == "http://host:8000/v1"
+    assert api_base("https://host/api/v1/") == "https://host/api/v1"
     assert Target(url="http://host/api/v1").root == "http://host/api"
 
 

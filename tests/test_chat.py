@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pexpect
 import pytest
+from fake_face import FakeFace
 from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit.completion import CompleteEvent
@@ -32,9 +32,10 @@ from minisgl_cli.conversation import Conversation
 from minisgl_cli.engine_model import EngineModel
 from minisgl_cli.face import printable
 from minisgl_cli.model import ReplyDelta
-from minisgl_cli.pipe import Pipe
-from minisgl_cli.prompt import CommandCompleter, PrivateHistory, history_file, unquoted
-from minisgl_cli.repl import COMMANDS, Repl
+from minisgl_cli.parameters import NAMES
+from minisgl_cli.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
+from minisgl_cli.quotes import is_open, unquoted, unquoted_argument
+from minisgl_cli.repl import COMMANDS, MAKE_ROOM, Repl
 from minisgl_cli.seen_tokens import keep_seen
 
 # -- a tokenizer that a person can follow ---------------------------------------------------------
@@ -177,15 +178,41 @@ def test_seen_tokens_are_kept_as_far_as_both_read_the_same(
     assert [vocabulary[token_id] for token_id in kept] == prompt
 
 
-def test_a_question_taken_back_and_a_reset_leave_nothing_but_the_system_prompt() -> None:
+def contents(conversation: Conversation) -> list[str]:
+    return [message["content"] for message in conversation.messages]
+
+
+def test_a_question_without_an_answer_stays_apart_until_it_is_asked_again() -> None:
     conversation = Conversation("Be kind.")
+    assert not conversation.ask_again()
     conversation.ask("ab")
     conversation.answer("abc")
     conversation.ask("cd")
-    conversation.take_back()
-    assert [message["content"] for message in conversation.messages] == ["Be kind.", "ab", "abc"]
+    assert not conversation.give_up()
+    assert [turn.question for turn in conversation.turns] == ["ab"]
+    assert conversation.undo() is not None and conversation.undo() is None
+    assert conversation.ask_again()
+    assert contents(conversation) == ["Be kind.", "cd"]
+    conversation.answer("d")
+    assert contents(conversation) == ["Be kind.", "cd", "d"]
+    conversation.ask("ef")
     conversation.reset()
+    assert not conversation.ask_again()
     assert conversation.messages == [{"role": "system", "content": "Be kind."}]
+
+
+def test_an_answer_dropped_comes_back_if_no_other_comes() -> None:
+    conversation = Conversation()
+    conversation.ask("ab")
+    conversation.answer("abc", 7)
+    before = list(conversation.turns)
+    assert conversation.ask_again()
+    assert contents(conversation) == ["ab"]
+    assert conversation.give_up()
+    assert conversation.turns == before and contents(conversation) == ["ab", "abc"]
+    assert conversation.ask_again()
+    conversation.answer("cd")
+    assert contents(conversation) == ["ab", "cd"]
 
 
 # -- one answer -----------------------------------------------------------------------------------
@@ -232,7 +259,7 @@ def test_thinking_that_was_stopped_is_closed_for_the_template() -> None:
 
 
 def test_a_model_cannot_drive_the_terminal() -> None:
-    assert printable("a\x1b[2J\tb\x07\n\x9bé") == "a[2J\tb\né"
+    assert printable("a\x1b[2J\tb\x07\n\x9bé\ud800") == "a[2J\tb\né"
 
 
 # -- the loop, on a fake engine -------------------------------------------------------------------
@@ -253,6 +280,8 @@ class FakeEngine:
     num_aborted: int = 0
     deltas: Sequence[OutputDelta] | None = None  # instead of answers
 
+    params: list[SamplingParams] = field(default_factory=list)
+
     tokenizer = ToyTokenizer()
     defaults = FakeDefaults()
 
@@ -266,7 +295,10 @@ class FakeEngine:
         room = self.max_seq_len - len(prompt)
         if room < 1:
             raise ContextLengthError(len(prompt), None, self.max_seq_len)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthError(len(prompt), params.max_tokens, self.max_seq_len)
         self.prompts.append(prompt)
+        self.params.append(params)
         letters = self.answers.pop(0)[:room]
         reason = FinishReason.LENGTH if len(letters) == room else FinishReason.STOP
         return FakeStream(self, letters, reason)
@@ -302,42 +334,6 @@ class FakeStream:
         self.engine.num_aborted += 1
 
 
-@dataclass
-class FakeFace(Pipe):
-    """A person who enters `lines` and leaves."""
-
-    lines: list[str]
-    written: str = ""
-    thought: str = ""
-    said: list[str] = field(default_factory=list)
-    noted: list[str] = field(default_factory=list)
-    interrupted: list[bool] = field(default_factory=list)  # before each line
-
-    async def read(self, *, interrupted: bool) -> str | None:
-        self.interrupted.append(interrupted)
-        return self.lines.pop(0) if self.lines else None
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        before = self.written
-        try:
-            yield
-        finally:
-            self.written += "\n" * (self.written != before)
-
-    def think(self, text: str) -> None:
-        self.thought += text
-
-    def write(self, text: str) -> None:
-        self.written += text
-
-    def say(self, line: str) -> None:
-        self.said.append(line)
-
-    def note(self, line: str) -> None:
-        self.noted.append(line)
-
-
 async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeFace:
     face = FakeFace(list(lines))
     fake: Any = engine
@@ -370,7 +366,7 @@ async def test_exit_leaves_at_once() -> None:
 
 async def test_help_lists_every_command() -> None:
     face = await converse(FakeEngine([]), "/help")
-    assert [line.split()[0] for line in face.said] == list(COMMANDS)
+    assert [line.split()[0] for line in face.said if line] == list(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -394,11 +390,12 @@ async def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-async def test_a_question_stopped_before_its_first_token_is_forgotten() -> None:
+async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conversation() -> None:
     engine = FakeEngine(["^abc", "a"])
     face = await converse(engine, "ab", "h")
     assert face.written == "a\n"
-    assert face.said == ["Stopped; the question is forgotten."]
+    assert face.said == ["Stopped before an answer came."]
+    assert face.noted[0] == "/retry asks again."
     assert decode(engine.prompts[1]) == "<user>h<end><model>"
 
 
@@ -407,10 +404,33 @@ async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
     face = await converse(engine, "ab", "cd", "/reset", "ab")
     assert face.written == "abcdefgh\ncd\n"
     assert face.said == [
-        "The context of 12 tokens is full. /reset starts a new conversation.",
+        f"The context of 12 tokens is full. {MAKE_ROOM}",
         "The conversation with this question has 17 tokens, which is more than the context of 12 "
-        "holds. /reset starts a new conversation.",
+        f"holds. {MAKE_ROOM}",
     ]
+
+
+async def test_undo_makes_room_for_the_question_that_found_none() -> None:
+    engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
+    face = await converse(engine, "ab", "cd", "/undo", "/retry")
+    assert face.written == "abcdefgh\ncd\n"
+    assert decode(engine.prompts[1]) == "<user>cd<end><model>"
+
+
+async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
+    engine = FakeEngine(["abcabc", "^", "a"])
+    await converse(engine, "ab", "/retry", "h")
+    assert engine.prompts[1] == engine.prompts[0]
+    answered = engine.prompts[0] + spelled("abcabc")
+    assert engine.prompts[2][: len(answered)] == answered
+
+
+async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
+    engine = FakeEngine(["abc", "abc", "abcdefgh"], max_seq_len=40)
+    face = await converse(engine, "ab", max_tokens=36)
+    face = await converse(engine, "ab", max_tokens=37, min_tokens=37)
+    assert face.said == []
+    assert [params.max_tokens for params in engine.params] == [36, None]
 
 
 async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
@@ -461,8 +481,19 @@ def completions(typed: str) -> list[str]:
 
 def test_commands_are_completed_and_nothing_else() -> None:
     assert completions("/") == list(COMMANDS)
-    assert completions("/re") == ["/reset"]
+    assert completions("/re") == ["/retry", "/reset"]
     assert completions("/reset") == completions("re") == completions("say /re") == []
+    assert completions("/reset ") == completions("/nothing t") == []
+
+
+def test_what_follows_a_command_is_completed(tmp_path: Path) -> None:
+    assert set(ARGUMENTS) <= set(COMMANDS)
+    assert completions("/set  te") == ["temperature"]
+    assert completions("/set ") == list(NAMES)
+    assert completions("/set stop t") == []
+    (tmp_path / "saved.json").touch()
+    for name in ("/save", "/load"):
+        assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
 
 
 @pytest.mark.parametrize(
@@ -470,7 +501,28 @@ def test_commands_are_completed_and_nothing_else() -> None:
     [("a\nb ", "a\nb"), ('"""a\nb"""', "a\nb"), ('"""\n a\n"""', " a"), ('"""', '"""')],
 )
 def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str) -> None:
-    assert unquoted(typed) == meant
+    assert unquoted(typed) == unquoted_argument(typed) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [('""', ""), ('"a b"', "a b"), ('"', '"'), ('"a" or "b"', '"a" or "b"'), ('a "b"', 'a "b"')],
+)
+def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> None:
+    assert unquoted_argument(typed) == meant
+    assert unquoted(typed) == typed
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_more_to_come"),
+    [
+        *(('"""', True), ('"""a\n', True), ('"""a\nb"""', False), ('a """', False)),
+        *(('/system """', True), ('/system """a\nb"""', False), ('/system say """', False)),
+        *(("/system", False), ("a", False), ('""""', True), ('/system ""', False)),
+    ],
+)
+def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) -> None:
+    assert is_open(typed) is is_more_to_come
 
 
 def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
@@ -526,6 +578,28 @@ async def test_a_later_turn_computes_only_what_is_new() -> None:
             num_seen = num_prompt + num_tokens
 
 
+async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
+    async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=16)) as engine:
+        assert engine.tokenizer is not None
+        model = EngineModel(engine, engine.tokenizer)
+        vocab_size = engine.model.vocab_size
+        model.check({"stop_token_ids": [vocab_size - 1], "logit_bias": {0: 1}})
+        for wrong in ({"stop_token_ids": [vocab_size]}, {"logit_bias": {vocab_size: 1}}):
+            with pytest.raises(InvalidRequestError, match=f"from 0 to {vocab_size - 1}"):
+                model.check(wrong)
+        num_pages = engine.capacity.num_pages - 1
+        assert model.status()[0] == ("KV cache", f"0 of {num_pages:,} pages used")
+        question = [{"role": "user", "content": "Tell me more. " * 20}]
+        for _ in range(2):
+            deltas = [delta async for delta in model.reply(question, {"max_tokens": 1})]
+            num_cached, num_prompt = deltas[-1].num_cached_tokens, deltas[-1].num_prompt_tokens
+        assert num_cached and num_prompt
+        (_, pages), (_, hits) = model.status()
+        # The last page of a prompt is full only by chance.
+        assert pages == f"{num_prompt // 16} of {num_pages:,} pages used"
+        assert hits == f"{num_cached / num_prompt / 2:.0%} of prompt tokens since the start"
+
+
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     """`minisgl chat` at its first prompt, in a terminal that does not tell where its cursor is."""
@@ -575,6 +649,22 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     terminal.expect("A new conversation")
     at_prompt(terminal)
     assert stop_an_answer(terminal)[1] < num_second_prompt
+
+    terminal.send("Hello!\r")
+    terminal.expect("How can I help you")
+    at_prompt(terminal)
+    terminal.send("/retry\r")
+    terminal.expect("How can I help you")
+    at_prompt(terminal)
+    terminal.send("/stats\r")
+    terminal.expect(r"turns +2\r\n")
+    terminal.expect(r"context +\d+ of 2,048 tokens \(\d+%\)\r\n")
+    terminal.expect(r"generated +\d+ tokens in 3 answers\r\n")
+    terminal.expect(r"KV cache +\d+ of [\d,]+ pages used\r\n")
+    at_prompt(terminal)
+    terminal.send("/undo\r")
+    terminal.expect("Took back “Hello!”; 1 turn left")
+    at_prompt(terminal)
 
     terminal.send("/exit\r")
     assert left(terminal) == 0

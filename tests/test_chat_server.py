@@ -25,12 +25,13 @@ from serving import served
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, MinisglError
-from minisgl.request import FinishReason
+from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.config import ChatConfig, refuse_engine_options
 from minisgl_cli.http_stream import ServerError
 from minisgl_cli.model import ContextFullError, ReplyDelta
-from minisgl_cli.server_model import ServerModel, api_base
+from minisgl_cli.parameters import NAMES
+from minisgl_cli.server_model import ServerModel
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
 CTRL_C, CTRL_D, CTRL_J, CTRL_O = "\x03", "\x04", "\x0a", "\x0f"
@@ -205,28 +206,18 @@ async def test_our_own_server_is_one_of_them() -> None:
     async def start() -> FakeEngine:
         return FakeEngine()
 
-    with served(start, api_key="secret") as ours:
+    set_all = {name: getattr(SamplingParams(), name) for name in NAMES}
+    sampling = {**set_all, "max_tokens": 4, "seed": 0}
+    with served(start, api_key="secret", strict_fields=True) as ours:
         model = await ServerModel.connect(ours.url, "secret")
         assert model.max_seq_len == ours.engine.capacity.max_seq_len
         messages = [{"role": "user", "content": "hi"}]
-        deltas = [delta async for delta in model.reply(messages, {"max_tokens": 4, "seed": 0})]
+        deltas = [delta async for delta in model.reply(messages, sampling)]
     assert len("".join(delta.text for delta in deltas)) == 4
     assert deltas[-1].num_tokens == 4 and deltas[-1].num_cached_tokens is not None
 
 
 # -- options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "base"),
-    [
-        ("http://host:1", "http://host:1/v1"),
-        ("https://host/", "https://host/v1"),
-        ("https://host/openai/v1/", "https://host/openai/v1"),
-    ],
-)
-def test_the_path_is_v1_unless_there_is_one(given: str, base: str) -> None:
-    assert api_base(given) == base
 
 
 @pytest.mark.parametrize(
@@ -278,6 +269,54 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
     assert server.bodies[-1]["messages"][3]["content"] == "<think>\nSo so.\n</think>\n\nNo."
 
 
+def piped(server: Server, *lines: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "minisgl", "chat", "--url", server.url, "--max-tokens", "9"],
+        input="".join(f"{line}\n" for line in lines),
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_commands_work_in_a_pipe_and_parameters_arrive(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    result = piped(
+        server,
+        *("/system Be kind.", "/set temperature 0", "/set include_stop on", '/set stop ["x"]'),
+        *('/set logit_bias {"7": 1}', "/set top_a 0.5", "/set max_tokens default"),
+        *("hi", "/retry", f"/save {file}", "/undo", "inline", f"/load {file}", "hi", "/stats"),
+    )
+    assert result.stdout == "Hello.\nHello.\nNo.\nHello.\n"
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["turns", "mean"]
+    assert "\x1b" not in result.stdout + result.stderr
+    assert result.returncode == 0
+    for body in server.bodies:
+        for name in ("model", "stream", "stream_options"):
+            del body[name]
+    chosen = {
+        "temperature": 0,
+        "include_stop_str_in_output": True,
+        "stop": ["x"],
+        "logit_bias": {"7": 1},
+        "top_a": 0.5,
+    }
+    system = {"role": "system", "content": "Be kind."}
+    hi, hello = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}
+    inline = {"role": "user", "content": "inline"}
+    assert server.bodies == [
+        {"messages": [system, *messages], **chosen}
+        for messages in ([hi], [hi], [inline], [hi, hello, hi])
+    ]
+
+
+def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
+    result = piped(server, "/set temperature 9", "hi")
+    assert result.stdout == "Hello.\n"
+    assert result.stderr == "temperature: must be from 0 to 2, not 9.\n"
+    assert result.returncode == 1
+    assert server.bodies[0]["max_tokens"] == 9
+
+
 @pytest.fixture
 def terminal(server: Server, tmp_path: Path) -> Iterator[pexpect.spawn]:
     """At the first prompt, in a terminal that does not tell where its cursor is."""
@@ -302,12 +341,12 @@ def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path:
     terminal.expect("Thought for ")
     terminal.expect(r"\x1b\[1mYes\x1b\[0m \[31m, \x1b\[36mthis\x1b\[0m")
     terminal.expect("5 tokens [^\n]* 9 prompt tokens · cut at the limit")
-    terminal.expect("The context of 14 tokens is full. /reset starts")
+    terminal.expect("The context of 14 tokens is full. /undo or /reset makes room")
     at_prompt(terminal)
     terminal.send(CTRL_O)
     terminal.expect("Well, well.")
 
-    terminal.send("/re")
+    terminal.send("/res")
     terminal.expect("forgets the conversation")  # the menu
     terminal.send("\t\r")
     terminal.expect("A new conversation")
@@ -333,6 +372,50 @@ def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path:
     history = tmp_path / "minisgl" / "chat_history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert "+stuck" in history.read_text()
+
+
+def test_commands_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path: Path) -> None:
+    terminal.send("/help\r")
+    terminal.expect(r"\n/set NAME VALUE  sets a sampling parameter, such as temperature\r\n")
+    terminal.expect(r"/params          lists")
+    terminal.expect(r"Ctrl-O           shows")
+    at_prompt(terminal)
+
+    terminal.send('/system """Be\rkind.\r"""\r')
+    terminal.expect("The system prompt is set")
+    at_prompt(terminal)
+    terminal.send("/set tem")
+    terminal.expect("temperature")  # the menu
+    terminal.send("\t 0\r")
+    terminal.expect(r"temperature is 0\.")
+    at_prompt(terminal)
+
+    terminal.send("hi\r")
+    terminal.expect("Hello.")
+    at_prompt(terminal)
+    assert server.bodies[0]["messages"][0] == {"role": "system", "content": "Be\nkind."}
+    assert server.bodies[0]["temperature"] == 0
+    terminal.send(f"/save {tmp_path}/chat.json\r")
+    terminal.expect("1 turn saved to")
+    at_prompt(terminal)
+    terminal.send("wrong\r")
+    terminal.expect("Wrong API key")
+    terminal.expect("/retry asks again")
+    at_prompt(terminal)
+    terminal.send("/retry\r")
+    terminal.expect("Wrong API key")
+    at_prompt(terminal)
+    terminal.send(f"/load {tmp_path}/ch")
+    terminal.expect("at.json")  # the menu
+    terminal.send("\t\r")
+    terminal.expect("1 turn loaded")
+    terminal.expect("> hi")
+    at_prompt(terminal)
+    assert [message["content"] for message in server.bodies[2]["messages"]] == [
+        *("Be\nkind.", "hi", "Hello.", "wrong"),
+    ]
+    terminal.send("/exit\r")
+    assert left(terminal) == 0
 
 
 def test_ctrl_d_leaves(terminal: pexpect.spawn) -> None:

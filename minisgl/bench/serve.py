@@ -36,7 +36,7 @@ from minisgl.bench.report import (
 )
 from minisgl.bench.server import Started, own_server
 from minisgl.bench.setting import Setting, settle_memory
-from minisgl.bench.target import Target, base_url, first_model
+from minisgl.bench.target import Target, api_base, first_model
 from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Watched, watch
 from minisgl.bench.workload import MAX_TOKEN_ID
@@ -167,7 +167,7 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
             )
         return
     _refuse_engine_options(wanted.engine)
-    target = replace(target, url=base_url(load.url))
+    target = replace(target, url=api_base(load.url))
     offered = await first_model(target)
     target = replace(target, model=wanted.engine.model or offered)
     console.print(f"{target.url}: {target.model or 'a model without a name'}")

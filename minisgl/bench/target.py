@@ -111,8 +111,8 @@ def question(request: PlannedRequest) -> Message:
     return {"role": "user", "content": chat_text(request.prompt)}
 
 
-def base_url(url: str) -> str:
-    """As far as /v1, which is understood where there is no path."""
+def api_base(url: str) -> str:
+    """With /v1, which people leave out, unless there is another path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"
 
