@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+from collections import defaultdict
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +17,43 @@ from demo.batches import make_batches
 from demo.conversation import WEIGHTS, conversation, remembering
 from demo.data import MAX_TOKENS, NOISE, make_shard
 from demo.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
-from demo.skills import SKILLS, Exchange, draw
-from demo.world import World, expansions, held_out, is_held_out, plain, trained_phrases
+from demo.skills import CASELESS, SKILLS, Exchange, draw
+from demo.tables import tables
+from demo.world import (
+    OPENINGS,
+    World,
+    expansions,
+    held_out,
+    held_out_words,
+    is_held_out,
+    plain,
+    trained_phrases,
+    words,
+)
+from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
+from minisgl.bench.load_config import LoadConfig
+from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.server.config import ServerConfig
 from minisgl.tokenizer import Tokenizer
+from minisgl_cli.config import ChatConfig
 
 BATCH_TOKENS = 6144
+ENGINE_COMMANDS = ["serve", "chat", "bench", "bench latency", "bench serve"]
+BENCH_COMMANDS = ["bench", "bench serve"]
+TAKEN_BY: dict[Any, list[str]] = {
+    EngineConfig: ENGINE_COMMANDS,
+    ServerConfig: ["serve"],
+    ChatConfig: ["chat"],
+    BenchConfig: BENCH_COMMANDS,
+    LatencyConfig: ["bench latency"],
+    WorkloadConfig: BENCH_COMMANDS,
+    LoadConfig: ["bench serve"],
+    ReportConfig: ["bench", "bench latency", "bench serve"],
+}
+# Skills where the question alone, and no word around it, tells what is right.
+CLOSED_SKILLS = (*CASELESS, "option", "spell", "arithmetic")
 
 
 @pytest.fixture(scope="module")
@@ -57,19 +91,28 @@ def test_the_phrasings_of_the_evaluation_are_new() -> None:
 
 
 def test_the_words_of_the_evaluation_are_new(trained: list[list[dict[str, str]]]) -> None:
-    new = {word.lower() for group in held_out()["words"].values() for word in group}
+    new = held_out_words()
     seen = {
         word
         for message in chain.from_iterable(trained)
         for word in re.findall(r"[a-z]+", message["content"].lower())
     }
-    assert not new & seen
+    assert new & seen == set()
 
 
-def test_the_numbers_of_the_evaluation_are_new() -> None:
-    sides = [World(random.Random(0), evaluates=side) for side in (False, True)]
-    trained, evaluated = ({world.number() for _ in range(5000)} for world in sides)
-    assert not trained & evaluated
+def test_the_numbers_of_the_evaluation_are_new(trained_questions: set[str]) -> None:
+    """In no question at all, besides what the options themselves say."""
+    world = World(random.Random(0), evaluates=True)
+    evaluated = {str(world.number()) for _ in range(5000)}
+    known = set(re.findall(r"\d+", str(tables())))
+    trained = {number for text in trained_questions for number in re.findall(r"\d+", text)}
+    assert len(trained) > 400
+    assert not (trained - known) & evaluated
+
+
+def test_the_favourites_of_the_evaluation_are_of_known_kinds() -> None:
+    world, evaluated = World(random.Random(0)), World(random.Random(0), evaluates=True)
+    assert set(evaluated.favourite_kinds()) < set(world.favourite_kinds())
 
 
 def test_the_instances_of_the_evaluation_are_new(trained_questions: set[str]) -> None:
@@ -86,6 +129,134 @@ def test_the_instances_of_the_evaluation_are_new(trained_questions: set[str]) ->
     }
     assert len(sums) > 40
     assert not sums & trained_sums
+
+
+def test_the_instances_of_the_evaluation_are_new_even_worn_down(
+    trained_questions: set[str],
+) -> None:
+    """Not behind an opening, either: what is held out is the question before it is worn down."""
+    asked = {plain(case.messages[-1]["content"]) for case in cases() if case.skill in CLOSED_SKILLS}
+    openings = [plain(opening) for opening in OPENINGS]
+    assert any(text.startswith(tuple(openings)) for text in trained_questions)
+    for text in trained_questions:
+        for opening in openings:
+            assert text.removeprefix(f"{opening} ") not in asked
+
+    world = World(random.Random(6), noise=1.0)
+    num_worn = 0
+    for _ in range(300):
+        for skill in CLOSED_SKILLS:
+            exchange = draw(world, skill)
+            assert exchange.key is not None
+            assert not is_held_out(exchange.key) and not is_held_out(exchange.question)
+            num_worn += plain(exchange.key) != plain(exchange.question)
+    assert num_worn > 500
+
+
+def test_what_everyone_types_first_is_trained_on() -> None:
+    templates = chain.from_iterable(
+        chain.from_iterable(trained_phrases()[skill].values()) for skill in CASELESS[:2]
+    )
+    refused = trained_phrases()["refusal"]["unknown"]
+    known = {plain(text) for text in chain.from_iterable(map(expansions, [*templates, *refused]))}
+    first = words()["first_messages"]
+    assert set(first) <= known
+    assert not any(is_held_out(text) for text in first)
+
+
+def test_the_evaluation_asks_nothing_twice() -> None:
+    for split in SPLITS:
+        asked = [
+            tuple(plain(message["content"]) for message in case.messages)
+            for case in cases()
+            if case.split == split
+        ]
+        assert len(set(asked)) > 0.99 * len(asked)  # two skills may share a system prompt
+
+
+def test_a_phrasing_belongs_to_one_intent() -> None:
+    """Of the training and the evaluation together: the same text has one right answer."""
+    owners: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for phrases in (trained_phrases(), held_out()["phrases"]):
+        for skill, intents in phrases.items():
+            for intent, templates in intents.items():
+                # With and without marks, what is copied is the same.
+                owner = (skill, "repeat" if skill == "copy" else intent)
+                for text in chain.from_iterable(map(expansions, templates)):
+                    owners[plain(text)].add(owner)
+    assert {text: found for text, found in owners.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "new_phrases"), [(False, False), (True, False), (True, True)]
+)
+def test_a_question_has_one_answer(evaluates: bool, new_phrases: bool) -> None:
+    world = World(random.Random(5), evaluates, new_phrases)
+    answers: dict[str, set[str]] = defaultdict(set)
+    for _ in range(2000):
+        for skill in CLOSED_SKILLS:
+            exchange = draw(world, skill)
+            answers[plain(exchange.question)].add(exchange.answer.lower())
+    assert {text: found for text, found in answers.items() if len(found) > 1} == {}
+
+
+def test_the_tables_have_every_option_of_every_command() -> None:
+    options = {entry["names"][0]: entry for entry in tables()["options"]}
+    expected = {
+        (option_names(spec)[0], command, spec.metadata["help"])
+        for config, commands in TAKEN_BY.items()
+        for spec in fields(config)
+        for command in commands
+    }
+    found = {
+        (name, command, row["text"])
+        for name, entry in options.items()
+        for row in entry["helps"]
+        for command in row["commands"]
+    }
+    assert found == expected
+    for entry in options.values():
+        for rows in (entry["defaults"], entry["helps"]):
+            assert sorted(chain.from_iterable(row["commands"] for row in rows)) == sorted(
+                entry["commands"]
+            )
+    names = [name for entry in options.values() for name in entry["names"]]
+    helps = [row["text"] for entry in options.values() for row in entry["helps"]]
+    assert len(set(names)) == len(names)
+    assert len(set(helps)) == len(helps)  # or 'which option is this' had two answers
+    assert list(tables()["commands"]) == [*ENGINE_COMMANDS, "bench compare", "version"]
+    assert options["--batch-size"]["defaults"][0]["text"] == "1,8,32"
+
+
+def test_an_option_that_commands_take_differently_says_of_which() -> None:
+    chat = "--temperature of chat has no default."
+    bench = "The default of --temperature of bench and bench serve is 0.6."
+    world = World(random.Random(7))
+    seen = set()
+    for _ in range(20_000):
+        exchange = draw(world, "option")
+        if re.search("temperature.*default|default.*temperature", exchange.question):
+            named = re.search(r"\b(chat|bench)\b", exchange.question)
+            right = {"chat": chat, "bench": bench}[named[1]] if named else f"{chat} {bench}"
+            assert exchange.answer == right
+            seen.add(right)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("new_phrases", [False, True])
+def test_any_command_of_the_chat_is_asked_for(
+    new_phrases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tables() | {
+        "chat_commands": {"/undo": "takes back {it}: [a|b]", "/set": "sets NAME to VALUE."}
+    }
+    monkeypatch.setattr("demo.skills.known_tables", lambda: table)
+    world = World(random.Random(8), evaluates=new_phrases, new_phrases=new_phrases)
+    answers = {draw(world, "command").answer for _ in range(1000)}
+    assert {
+        *("/undo: takes back {it}: [a|b].", "/set: sets NAME to VALUE."),
+        *("That is /undo.", "That is /set.", "The commands of the chat are /undo and /set."),
+    } <= answers
 
 
 def test_every_skill_is_evaluated_on_both_splits() -> None:
@@ -114,7 +285,9 @@ def test_the_answers_are_right(evaluates: bool) -> None:
         spelled = draw(world, "spell")
         word = spelled.answer.replace("-", "")
         if re.search(
-            "backwards|reverse|last to first|turn around|from the end", spelled.question, re.I
+            "backwards|reverse|last to first|turn around|(at|from) the (end|back)|from behind",
+            spelled.question,
+            re.I,
         ):
             word = word[::-1]
         assert word in re.sub(r"[- ]", "", spelled.question)
@@ -202,7 +375,7 @@ def test_the_cases_are_what_the_engine_is_asked() -> None:
         assert prompt == tokenizer.chat(case.messages)
         assert tokenizer.decode(tokenized.ids[-tokenized.num_answer : -1].tolist()) == case.answer
         assert len(tokenized.ids) <= MAX_TOKENS
-    assert max(len(case.ids) for case in tokenized_cases(DEMO_FOLDER)) > 1800
+    assert max(len(case.ids) for case in tokenized_cases(DEMO_FOLDER)) > 1700
 
 
 def test_batches_hold_every_conversation_once(tmp_path: Path) -> None:

@@ -15,20 +15,17 @@ from demo.evaluation import Case, cases
 from demo.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import StepInputs
+from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
+from minisgl.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 LONG = sorted(
     (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
     key=lambda case: -sum(len(message["content"]) for message in case.messages),
 )[:8]
-# Room for three of the long chats, and for little of what they go on to say.
-FEW_PAGES: dict[str, Any] = {
-    "page_size": 4,
-    "num_pages": 1300,
-    "schedule_conservativeness": 0.02,
-}
+MAX_TOKENS = 2048
 
 
 @contextmanager
@@ -38,10 +35,10 @@ def loaded(**options: Any) -> Iterator[LLM]:
         llm.engine.audit()
 
 
-def answers(llm: LLM, asked: list[Case], params: SamplingParams = GREEDY) -> list[RequestOutput]:
+def answers(llm: LLM, asked: list[Case]) -> list[RequestOutput]:
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
-    return llm.generate([tokenizer.chat(case.messages) for case in asked], params)
+    return llm.generate([tokenizer.chat(case.messages) for case in asked], GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +70,16 @@ def test_facts_survive_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_facts_survive_retraction() -> None:
     """The answers are made to run on, so that the pages give out in the middle of them."""
-    running_on = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    with loaded(**FEW_PAGES) as llm:
-        outputs = answers(llm, LONG, running_on)
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    prompts = [tokenizer.chat(case.messages) for case in LONG]
+    running_on = [
+        SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
+        for most in (min(200, MAX_TOKENS - len(prompt)) for prompt in prompts)
+    ]
+    # Room for three of the long chats, and for little of what they go on to say.
+    num_pages = (sum(sorted(map(len, prompts))[-3:]) + 150) // 4
+    with loaded(page_size=4, num_pages=num_pages, schedule_conservativeness=0.02) as llm:
+        outputs = llm.generate(prompts, running_on)
         assert llm.engine.stats().counters.num_retractions > 0
     for case, output in zip(LONG, outputs, strict=True):
         assert output.text.startswith(case.answer)

@@ -10,11 +10,11 @@ from demo.world import World, word_list, words
 
 # How often each skill is drawn.
 WEIGHTS = {
-    "smalltalk": 7,
+    "smalltalk": 8,
     "identity": 6,
-    "option": 13,
-    "command": 4,
-    "copy": 9,
+    "option": 26,
+    "command": 8,
+    "copy": 11,
     "reverse": 8,
     "spell": 7,
     "count": 11,
@@ -69,7 +69,7 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
         keeps_case = manner in ("upper", "lower")
         exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
         exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
-    return Conversation(exchanges, world.phrase(f"system.{manner}", word=word))
+    return Conversation(exchanges, world.phrase(f"system.{manner}", word=word).text)
 
 
 # -- recall ---------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Memory:
             ("name", ""),
             ("city", ""),
             *(("number", thing) for thing in words()["number_things"]),
-            *(("favourite", thing) for thing in words()["favourites"]),
+            *(("favourite", thing) for thing in self.world.favourite_kinds()),
             *(("person", relation) for relation in word_list("relations")),
             *(("list", name) for name in word_list("lists")),
         ]
@@ -113,7 +113,7 @@ class Memory:
                 value = str(world.number())
                 answer = f"I will remember {value}."
             case "favourite":
-                value = world.pick(words()["favourites"][which].split())
+                value = world.favourite_of(which)
                 answer = f"I like {value} too."
             case "person":
                 value = world.name()
@@ -124,18 +124,18 @@ class Memory:
         intent = f"{kind}_update" if old and kind in ("name", "city") else f"{kind}_tell"
         self.known[topic] = value
         question = world.phrase(f"recall.{intent}", old=old, **_slots(topic, value))
-        return Exchange(question, answer, None)
+        return Exchange(question.text, answer, None)
 
     def tell_both(self) -> Exchange:
         """The user's name and city in one sentence."""
         name, city = self.world.name(), self.world.city()
         self.known["name", ""], self.known["city", ""] = name, city
         question = self.world.phrase("recall.both_tell", name=name, city=city)
-        return Exchange(question, f"Nice to meet you, {name}.", None)
+        return Exchange(question.text, f"Nice to meet you, {name}.", None)
 
     def ask(self, topic: Topic) -> Exchange:
         kind, which = topic
-        question = self.world.phrase(f"recall.{kind}_ask", **_slots(topic, ""))
+        question = self.world.phrase(f"recall.{kind}_ask", **_slots(topic, "")).text
         if topic not in self.known:
             return Exchange(question, f"You have not told me {_missing(topic)}.", None)
         value = self.known[topic]
@@ -201,7 +201,10 @@ def remembering(world: World, num_tokens: int) -> Conversation:
     room = num_tokens - estimated_tokens(exchanges[0]) - 30
     while room > 0:
         if rng.random() < chatter:
-            exchanges.append(any_exchange(world))
+            exchange = any_exchange(world)
+            if estimated_tokens(exchange) > room + 60:
+                continue  # it would go far beyond
+            exchanges.append(exchange)
         elif rng.random() < 0.45:
             exchanges.append(memory.tell(memory.any_topic()))
         elif rng.random() < 0.8:

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from demo.tables import tables
-from demo.world import World, is_held_out, word_list, words
+from demo.world import Phrase, World, is_held_out, word_list, words
 
 ANSWERS = {
     "smalltalk": {
@@ -50,7 +50,7 @@ ANSWERS = {
         "not_others": "No, I am the minisgl demo model.",
         "licence": "minisgl is free under the Apache 2.0 licence.",
         "hardware": "minisgl runs on NVIDIA GPUs, and on CPUs more slowly.",
-        "models": "minisgl runs models of the Llama, Mistral, Qwen2 and Qwen3 families.",
+        "models": "minisgl runs models of the Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE families.",
         "limits": "I am very small. I know only what I was trained for.",
     },
 }
@@ -76,9 +76,15 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Exchange:
     question: str
     answer: str
-    # What tells the instance apart. None where its words already do, as names and numbers to
-    # remember, which are from lists of their own in training and evaluation.
+    # What tells the instance apart: the question as it was before it was worn down, or what it is
+    # about. None where its words already do, as names and numbers to remember, which are from
+    # lists of their own in training and evaluation.
     key: str | None
+
+
+def asked(phrase: Phrase, answer: str) -> Exchange:
+    """An exchange whose question alone tells it apart."""
+    return Exchange(phrase.text, answer, phrase.unworn)
 
 
 # -- closed skills: the question decides ----------------------------------------------------------
@@ -94,8 +100,7 @@ def identity(world: World) -> Exchange:
 
 def _fixed(world: World, skill: str) -> Exchange:
     intent = world.pick(list(ANSWERS[skill]))
-    question = world.phrase(f"{skill}.{intent}")
-    return Exchange(question, ANSWERS[skill][intent], question)
+    return asked(world.phrase(f"{skill}.{intent}"), ANSWERS[skill][intent])
 
 
 @cache
@@ -104,48 +109,86 @@ def known_tables() -> dict[str, Any]:
 
 
 def option(world: World) -> Exchange:
-    entry = world.pick(known_tables()["options"])
-    name, help = entry["names"][0], entry["help"]
+    # One that means other things to other commands comes as often as it has meanings.
+    entry = world.pick([item for item in known_tables()["options"] for _ in item["helps"]])
+    name = entry["names"][0]
+    asked_for = world.pick(("does", "does", "default", "which", "commands_of", "how"))
+    if asked_for == "which":
+        meaning = world.pick(entry["helps"])["text"]
+        return asked(world.phrase("option.which", meaning=meaning), f"That is {name}.")
+
     said = world.pick(entry["names"])
     bare = said[2:].replace("-", " ")
-    match world.pick("----- ") if "-" in said[2:] else world.pick("-- "):
-        case " ":
-            said = world.pick((f"the {bare} option", f"the option {bare}"))
-    match world.pick(("does", "does", "default", "which", "commands_of", "how")):
+    if world.rng.random() < (1 / 6 if "-" in said[2:] else 1 / 3):
+        said = world.pick((f"the {bare} option", f"the option {bare}"))
+    command, intent = "", asked_for
+    share_in_one = 0.5 if len(entry["helps"]) > 1 else 0.15
+    if asked_for != "commands_of" and world.rng.random() < share_in_one:
+        command, intent = world.pick(entry["commands"]), f"{asked_for}_in"
+    of = f"minisgl {command}" if world.rng.random() < 0.3 else command
+    question = world.phrase(f"option.{intent}", option=said, bare=bare, command=of)
+    match asked_for:
         case "does":
-            question, answer = world.phrase("option.does", option=said), f"{name}: {help}"
+            answer = _each_sense(entry, entry["helps"], command, _meaning)
         case "default":
-            question = world.phrase("option.default", option=said, bare=bare)
-            answer = f"The default of {name} is {entry['default']}."
-            if entry["default"] in ("on", "off"):
-                answer = f"{name} is {entry['default']} by default."
-            elif not entry["default"]:
-                answer = f"{name} has no default."
+            answer = _each_sense(entry, entry["defaults"], command, _default)
         case "how":
-            question, answer = world.phrase("option.how", bare=bare), f"With {name}."
-        case "which":
-            question, answer = world.phrase("option.which", meaning=help), f"That is {name}."
+            answer = f"With {name}."
         case _:
-            question = world.phrase("option.commands_of", option=said)
             answer = f"{name} belongs to {listed(entry['commands'])}."
-    return Exchange(question, answer, question)
+    return asked(question, answer)
+
+
+def _each_sense(
+    entry: dict[str, Any],
+    rows: list[dict[str, Any]],
+    command: str,
+    sentence: Callable[[str, str], str],
+) -> str:
+    """What holds for `command`; without one a sentence for each row, which names its commands."""
+    name = entry["names"][0]
+    return " ".join(
+        sentence(f"{name} of {listed(row['commands'])}" if len(rows) > 1 else name, row["text"])
+        for row in rows
+        if not command or command in row["commands"]
+    )
+
+
+def _meaning(option: str, help: str) -> str:
+    return f"{option}: {help}"
+
+
+def _default(option: str, default: str) -> str:
+    if default in ("on", "off"):
+        return f"{option} is {default} by default."
+    return f"The default of {option} is {default}." if default else f"{option} has no default."
 
 
 def command(world: World) -> Exchange:
     commands, chat_commands = known_tables()["commands"], known_tables()["chat_commands"]
-    asked = world.pick(("does", "does", "all", *commands))
-    if asked == "does":
-        name = world.pick([*commands, *chat_commands])
-        said = name if name in chat_commands else f"minisgl {name}"
-        question = world.phrase("command.does", command=said)
-        does = chat_commands.get(name) or commands[name]
-        answer = f"{said}: {does.rstrip('.')}."
-    elif asked == "all":
-        question = world.phrase("command.all")
-        answer = f"The commands of minisgl are {listed(list(commands))}."
-    else:
-        question, answer = world.phrase(f"command.{asked}"), f"Run minisgl {asked}."
-    return Exchange(question, answer, question)
+    asked_for = world.pick(("does", "does", "does", "does_chat", "does_chat", "how", "how", "all"))
+    match asked_for:
+        case "does":
+            name = world.pick(list(commands))
+            said, does = f"minisgl {name}", commands[name]
+            question = world.phrase("command.does", command=said)
+            return asked(question, f"{said}: {does.rstrip('.')}.")
+        case "does_chat":
+            name = world.pick(list(chat_commands))
+            does = chat_commands[name].rstrip(".")
+            if world.rng.random() < 0.4:
+                return asked(world.phrase("command.which_chat", does=does), f"That is {name}.")
+            return asked(world.phrase("command.does", command=name), f"{name}: {does}.")
+        case "how":
+            name = world.pick(list(commands))
+            intent = name.replace(" ", "_")
+            return asked(world.phrase(f"command.{intent}"), f"Run minisgl {name}.")
+        case _:
+            if world.rng.random() < 0.5:
+                chat = f"The commands of the chat are {listed(list(chat_commands))}."
+                return asked(world.phrase("command.all_chat"), chat)
+            answer = f"The commands of minisgl are {listed(list(commands))}."
+            return asked(world.phrase("command.all"), answer)
 
 
 def refusal(world: World) -> Exchange:
@@ -158,7 +201,7 @@ def refusal(world: World) -> Exchange:
         word=world.words(1)[0],
         number=world.number(),
     )
-    return Exchange(question, REFUSAL, question)
+    return asked(question, REFUSAL)
 
 
 def fact(world: World) -> Exchange:
@@ -167,8 +210,7 @@ def fact(world: World) -> Exchange:
         "unit opposite opposite legs sound colour".split()
     )
     slots, answer = FACTS[kind](world)
-    question = world.phrase(f"facts.{kind}", **slots)
-    return Exchange(question, answer, question)
+    return asked(world.phrase(f"facts.{kind}", **slots), answer)
 
 
 Fact = tuple[dict[str, object], str]
@@ -266,11 +308,15 @@ FACTS: dict[str, Callable[[World], Fact]] = {
 
 def arithmetic(world: World) -> Exchange:
     if world.rng.random() < 0.05:
-        slots = {"a": world.number() + 100, "b": world.rng.randrange(1000)}
+        small = world.rng.random() < 0.4
+        slots = {
+            "a": world.number(min_digits=3),
+            "b": world.rng.randrange(100) if small else world.number(),
+        }
         question = world.phrase(
             world.pick(("arithmetic.plus", "arithmetic.minus")), **slots, **_stuff(world)
         )
-        return Exchange(question, TOO_LARGE, question)
+        return asked(question, TOO_LARGE)
     a, b = world.rng.randrange(100), world.rng.randrange(100)
     if world.rng.random() < 0.2:
         a, b = a % 10, b % 10
@@ -278,13 +324,13 @@ def arithmetic(world: World) -> Exchange:
         question = world.phrase(
             "arithmetic.plus", a=spoken(world, a), b=spoken(world, b), **_stuff(world)
         )
-        return Exchange(question, f"{a} + {b} = {a + b}.", f"{a}+{b}")
+        return Exchange(question.text, f"{a} + {b} = {a + b}.", f"{a}+{b}")
     if world.rng.random() < 0.8:
         a, b = max(a, b), min(a, b)
     told = a >= b and world.rng.random() < 0.3
     intent = "arithmetic.minus_story" if told else "arithmetic.minus"
     question = world.phrase(intent, a=spoken(world, a), b=spoken(world, b), **_stuff(world))
-    return Exchange(question, f"{a} - {b} = {a - b}.", f"{a}-{b}")
+    return Exchange(question.text, f"{a} - {b} = {a - b}.", f"{a}-{b}")
 
 
 def spoken(world: World, number: int) -> str:
@@ -298,28 +344,30 @@ def _stuff(world: World) -> dict[str, object]:
 
 
 def copy(world: World) -> Exchange:
-    text = _some_text(world)
-    return Exchange(world.phrase("copy.repeat", text=text), text, text)
+    # What would have an answer of its own is set off, or "Say hello" would mean two things.
+    answerable = world.rng.random() < 0.1
+    text = _answerable(world) if answerable else _some_text(world)
+    intent = "copy.repeat" if answerable or world.rng.random() < 0.8 else "copy.bare"
+    return Exchange(world.phrase(intent, text=text).text, text, text)
 
 
 def reverse(world: World) -> Exchange:
     items = _some_items(world, world.rng.randint(2, 8))
     separator = world.pick((" ", ", "))
     question = world.phrase("reverse.items", text=separator.join(items))
-    return Exchange(question, separator.join(reversed(items)), " ".join(items))
+    return Exchange(question.text, separator.join(reversed(items)), " ".join(items))
 
 
 def spell(world: World) -> Exchange:
     word = _listed_word(world)
     match world.pick(("word", "word", "join", "backwards")):
         case "word":
-            question, answer = world.phrase("spell.word", word=word), "-".join(word)
+            return asked(world.phrase("spell.word", word=word), "-".join(word))
         case "backwards":
-            question, answer = world.phrase("spell.backwards", word=word), "-".join(word[::-1])
+            return asked(world.phrase("spell.backwards", word=word), "-".join(word[::-1]))
         case _:
             letters = world.pick("- ").join(word)
-            question, answer = world.phrase("spell.join", letters=letters), word
-    return Exchange(question, answer, question)
+            return asked(world.phrase("spell.join", letters=letters), word)
 
 
 def _listed_word(world: World) -> str:
@@ -351,8 +399,7 @@ def _count_range(world: World) -> Exchange:
     step = 1 if last > first else -1
     numbers = ", ".join(map(str, range(first, last + step, step)))
     slots = {"first": spoken(world, first), "last": spoken(world, last)}
-    question = world.phrase(f"count.{intent}", **slots)
-    return Exchange(question, f"{numbers}.", question)
+    return asked(world.phrase(f"count.{intent}", **slots), f"{numbers}.")
 
 
 def _count_items(world: World) -> Exchange:
@@ -360,7 +407,7 @@ def _count_items(world: World) -> Exchange:
     items = _some_items(world, world.rng.randint(1, 10), kind)
     text = world.pick((" ", ", ")).join(items)
     answer = f"There are {len(items)} {kind}." if len(items) > 1 else f"There is 1 {kind[:-1]}."
-    return Exchange(world.phrase("count.items", kind=kind, text=text), answer, text)
+    return Exchange(world.phrase("count.items", kind=kind, text=text).text, answer, text)
 
 
 def _count_times(world: World) -> Exchange:
@@ -371,13 +418,12 @@ def _count_times(world: World) -> Exchange:
     rng.shuffle(listed)
     text = rng.choice((" ", ", ")).join(listed)
     answer = f"{item} occurs {times} time{'s' if times > 1 else ''}."
-    return Exchange(world.phrase("count.times", item=item, text=text), answer, text)
+    return Exchange(world.phrase("count.times", item=item, text=text).text, answer, text)
 
 
 def _count_letters(world: World) -> Exchange:
     word = _listed_word(world)
-    question = world.phrase("count.letters", word=word)
-    return Exchange(question, f"{word} has {len(word)} letters.", question)
+    return asked(world.phrase("count.letters", word=word), f"{word} has {len(word)} letters.")
 
 
 def sort(world: World) -> Exchange:
@@ -398,7 +444,7 @@ def sort(world: World) -> Exchange:
     answer = separator.join(ordered)
     if kind in ("largest", "smallest"):
         answer = f"The {kind} is {ordered[0]}."
-    return Exchange(question, answer, " ".join(items))
+    return Exchange(question.text, answer, " ".join(items))
 
 
 def passage(world: World) -> Exchange:
@@ -410,11 +456,11 @@ def passage(world: World) -> Exchange:
         name, city = world.name(), world.city()
         if city not in homes.values():
             homes[name] = city
-    told = " ".join(world.phrase("recall.passage_city", name=n, city=c) for n, c in homes.items())
+    told = [world.phrase("recall.passage_city", name=n, city=c).text for n, c in homes.items()]
     name, city = rng.choice(list(homes.items()))
-    asked = rng.choice(("passage_city_ask", "passage_who_ask"))
-    question = world.phrase(f"recall.{asked}", name=name, city=city)
-    return Exchange(f"{told} {question}", f"{name} lives in {city}.", None)
+    intent = rng.choice(("passage_city_ask", "passage_who_ask"))
+    question = world.phrase(f"recall.{intent}", name=name, city=city)
+    return Exchange(" ".join([*told, question.text]), f"{name} lives in {city}.", None)
 
 
 def _some_items(world: World, count: int, kind: str = "") -> list[str]:
@@ -430,11 +476,13 @@ def _some_items(world: World, count: int, kind: str = "") -> list[str]:
             return [world.name() for _ in range(count)]
 
 
+def _answerable(world: World) -> str:
+    skill = world.pick(("smalltalk", "identity", "fact", "arithmetic", "refusal", "command"))
+    return SKILLS[skill](world).question
+
+
 def _some_text(world: World) -> str:
     rng = world.rng
-    if rng.random() < 0.1:  # what would have an answer of its own
-        skill = rng.choice(("smalltalk", "identity", "fact", "arithmetic", "refusal", "command"))
-        return SKILLS[skill](world).question
     items = _some_items(world, rng.randint(1, 8))
     if rng.random() < 0.3:
         items = items[:4] + _some_items(world, rng.randint(1, 4))
@@ -473,10 +521,13 @@ def draw(world: World, skill: str) -> Exchange:
     """An exchange of `skill` that belongs to this world."""
     while True:
         exchange = SKILLS[skill](world)
-        key = exchange.key
-        if key is None or (world.new_phrases and key == exchange.question):
+        question, key = exchange.question, exchange.key
+        if key is None or (world.new_phrases and key == question):
             return exchange  # its words, or its phrasing, are held out already
-        if is_held_out(key) == world.evaluates:
-            if skill in CASELESS and world.rng.random() < world.noise / 2:
-                return Exchange(exchange.question.lower(), exchange.answer, key)
-            return exchange
+        # Worn down, a question of the training may have become one that is held out.
+        belongs = is_held_out(key) if world.evaluates else not is_held_out(key, question)
+        if belongs:
+            if skill in CASELESS and world.rng.random() < world.noise:
+                lower = question.lower()
+                question = lower.rstrip("?.!") if world.rng.random() < 0.5 else lower
+            return Exchange(question, exchange.answer, key)

@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import MISSING, fields
 from typing import Any
 
-from minisgl.bench.config import BenchConfig
-from minisgl.config import EngineConfig, option_names
-from minisgl.server.config import ServerConfig
+from typer.main import get_command
+
 from minisgl_cli import main
 from minisgl_cli.repl import COMMANDS
 
-# Which commands take the options of which class.
-TAKEN_BY = {
-    EngineConfig: ["serve", "chat", "bench"],
-    ServerConfig: ["serve"],
-    BenchConfig: ["bench"],
-}
-
 
 def tables() -> dict[str, Any]:
-    """The tables as JSON: `options`, `commands` of minisgl, and the `chat_commands` of the REPL."""
+    """The tables as JSON: `options`, `commands` of minisgl, and the `chat_commands` of the REPL.
+
+    An option is one entry, however many commands have it. Its `defaults` and its `helps` are rows
+    of a text and the commands where it holds; more than one row where commands differ.
+    """
+    commands = shown_commands()
+    options: dict[str, dict[str, Any]] = {}
+    for name, command in commands.items():
+        for option in command.params:
+            if option.param_type_name != "option":
+                continue
+            empty: dict[str, Any] = {
+                "names": list(option.opts), "commands": [], "defaults": [], "helps": []
+            }  # fmt: skip
+            entry = options.setdefault(option.opts[0], empty)
+            entry["commands"].append(name)
+            _add(entry["defaults"], _shown(option.default), name)
+            _add(entry["helps"], option.help, name)
     return {
-        "options": [
-            {
-                "names": list(option_names(spec)),
-                "default": _shown(spec.default),
-                "help": spec.metadata["help"],
-                "commands": commands,
-            }
-            for config, commands in TAKEN_BY.items()
-            for spec in fields(config)
-        ],
-        "commands": {
-            command.callback.__name__: (inspect.getdoc(command.callback) or "").splitlines()[0]
-            for command in main.app.registered_commands
-            if command.callback is not None
-        },
+        "options": list(options.values()),
+        "commands": {name: command.help.splitlines()[0] for name, command in commands.items()},
         "chat_commands": dict(COMMANDS),
     }
 
 
+def shown_commands() -> dict[str, Any]:
+    """The commands that --help lists, in its order, as Typer has made them."""
+    group: Any = get_command(main.app)  # of click, or of Typer's own copy of it, by version
+    names = group.list_commands(None)
+    return {name: group.commands[name] for name in names if not group.commands[name].hidden}
+
+
 def _shown(default: Any) -> str:
     """'' stands for no default."""
-    if default is None or default == () or default is MISSING:
-        return ""
     if isinstance(default, bool):
         return "on" if default else "off"
-    return str(default)
+    if isinstance(default, (list, tuple)):  # of a repeatable option
+        return ",".join(default)
+    return "" if default is None else str(default)
+
+
+def _add(rows: list[dict[str, Any]], text: str, command: str) -> None:
+    for row in rows:
+        if row["text"] == text:
+            row["commands"].append(command)
+            return
+    rows.append({"text": text, "commands": [command]})

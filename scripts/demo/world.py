@@ -36,6 +36,12 @@ OPENINGS = (
 )
 SHORT_FORMS = {"you": "u", "you?": "u?", "your": "ur", "are": "r", "please": "pls", "for": "4"}
 SHORT_FORMS |= {"What": "whats", "what": "wat", "the": "teh", "and": "n", "I": "i"}
+# Spelled so in the questions of half the world. Answers keep the first spelling.
+AMERICAN = {
+    "favourite": "favorite", "colour": "color", "licence": "license", "kilometre": "kilometer",
+    "centimetre": "centimeter", "millimetre": "millimeter", "metre": "meter", "litre": "liter",
+}  # fmt: skip
+SPELLED_SLOTS = ("thing", "small", "large", "one")  # those whose words have two spellings
 # What invented words are made of.
 ONSETS = (
     "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kh kr ph pl qu sh sl st th tr vl"
@@ -66,12 +72,14 @@ def word_list(name: str) -> tuple[str, ...]:
 
 @cache
 def held_out_words() -> frozenset[str]:
-    return frozenset(word.lower() for group in held_out()["words"].values() for word in group)
+    groups = (*held_out()["words"].values(), *held_out()["favourites"].values())
+    return frozenset(word.lower() for group in groups for word in group)
 
 
-def is_held_out(key: str) -> bool:
-    """Whether training must not see this instance: every tenth, whatever the case and marks."""
-    return crc32(plain(key).encode()) % 10 == 0
+def is_held_out(*keys: str) -> bool:
+    """Whether training must not see one of these: every tenth is, whatever the case and marks."""
+    texts = {plain(key) for key in keys}.difference(words()["first_messages"])
+    return any(crc32(text.encode()) % 10 == 0 for text in texts)
 
 
 def plain(text: str) -> str:
@@ -98,6 +106,12 @@ def all_words() -> tuple[str, ...]:
     return tuple(sorted(found - held_out_words()))
 
 
+@dataclass(frozen=True, slots=True)
+class Phrase:
+    text: str
+    unworn: str  # as it was before it was worn down
+
+
 @dataclass
 class World:
     """Where all chance comes from.
@@ -113,16 +127,20 @@ class World:
     new_phrases: bool = False
     noise: float = 0.0
 
-    def phrase(self, intent: str, **slots: object) -> str:
+    def phrase(self, intent: str, **slots: object) -> Phrase:
         """A way to say `intent` ('skill.name') with the slots filled in."""
         skill, name = intent.split(".")
         source = held_out()["phrases"] if self.new_phrases else trained_phrases()
         template = expand(self.rng.choice(source[skill][name]), self.rng)
+        unworn = filled(template, slots)
         if self.rng.random() < self.noise:
             worn = wear_down(template, self.rng)
             if plain(worn) not in held_out_texts():
                 template = worn
-        return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
+        if self.rng.random() < self.noise:
+            template = american(template)
+            slots |= {name: american(str(slots[name])) for name in SPELLED_SLOTS if name in slots}
+        return Phrase(filled(template, slots), unworn)
 
     def pick(self, items: Sequence[Any]) -> Any:
         return self.rng.choice(items)
@@ -152,9 +170,22 @@ class World:
             self.rng.choice(word_list("closing")) if self.rng.random() < 0.5 else self.words(1)[0]
         )
 
-    def number(self) -> int:
-        """A number to remember or copy, of two to five digits."""
-        digits = self.rng.randint(2, 5)
+    def favourite_kinds(self) -> list[str]:
+        return list((held_out() if self.evaluates else words())["favourites"])
+
+    def favourite_of(self, kind: str) -> str:
+        if self.evaluates:
+            return str(self.rng.choice(held_out()["favourites"][kind]))
+        # Others as well, so that what is said counts and not what is likely.
+        others = self.rng.random() < 0.3
+        return self.words(1)[0] if others else self.rng.choice(words()["favourites"][kind].split())
+
+    def number(self, min_digits: int = 2) -> int:
+        """A number to remember or copy, of up to five digits.
+
+        In the evaluation it has three at least: two digits are in every sum and list.
+        """
+        digits = self.rng.randint(max(min_digits, 3 if self.evaluates else 2), 5)
         while True:
             number = self.rng.randrange(10 ** (digits - 1), 10**digits)
             if (number % 11 == 5) == self.evaluates:
@@ -185,6 +216,16 @@ class World:
             word = "".join(parts) + rng.choice(CODAS)
             if 3 <= len(word) <= 10 and word not in held_out_words():
                 return word
+
+
+def filled(template: str, slots: dict[str, object]) -> str:
+    return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
+
+
+def american(text: str) -> str:
+    for british, other in AMERICAN.items():
+        text = text.replace(british, other)
+    return text
 
 
 def expand(template: str, rng: random.Random) -> str:
