@@ -338,7 +338,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the bundled demo model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=300)
+    parser.add_argument("--shards", type=int, default=200)
     parser.add_argument("--shard-tokens", type=int, default=4_000_000)
     parser.add_argument("--batch-tokens", type=int, default=8 * BATCH_UNIT)
     parser.add_argument("--minutes", type=float, default=9.2, help="then leave a checkpoint")

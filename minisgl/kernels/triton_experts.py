@@ -32,8 +32,8 @@ from minisgl.kernels.experts import ExpertWeights, Routing
 from minisgl.kernels.triton_launch import pdl_options, warps_for
 from minisgl.kernels.triton_linear import _from_here
 
-MAX_FEW_PAIRS = 32
-_LISTED = 1024  # pairs that a program looks at at a time
+MAX_FEW_PAIRS = 8
+_MAX_LISTED = 4096  # pairs that a program looks at at a time
 _HELD = 48 << 10  # elements of W in the registers of a program at most
 
 
@@ -112,13 +112,16 @@ def tiles(num_rows: int, experts: ExpertWeights, routing: Routing) -> FewTiles |
         return ManyTiles(slow, slow)
     pairs = num_pairs / num_experts
     if pairs <= 8:
-        thin = Tiles(64, 16, 128, num_warps=4, num_stages=4)
-        return ManyTiles(thin, thin)
-    if pairs <= 48:
-        middle = Tiles(64, 64, 64, num_warps=4, num_stages=4)
-        return ManyTiles(middle, middle)
-    thick = Tiles(128, 128, 64, num_warps=8, num_stages=3, places=8)
-    return ManyTiles(thick, thick)
+        inner, outer = Tiles(64, 16, 128, 4, 3), Tiles(64, 16, 128, 4, 3)
+    elif pairs <= 24:
+        inner, outer = Tiles(64, 32, 64, 4, 3), Tiles(128, 32, 64, 4, 4)
+    elif pairs <= 48:
+        inner, outer = Tiles(64, 64, 64, 4, 3, places=2), Tiles(128, 64, 64, 4, 4, places=2)
+    elif pairs <= 384:
+        inner, outer = Tiles(64, 128, 64, 4, 3, places=4), Tiles(128, 64, 64, 4, 4, places=8)
+    else:
+        inner, outer = Tiles(128, 128, 64, 8, 4, places=8), Tiles(128, 256, 64, 8, 3, places=4)
+    return ManyTiles(inner, outer)
 
 
 def _mix_few(
@@ -191,8 +194,16 @@ def _mix_many(
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     # An expert is chosen once by a row at most.
     lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
+    block = min(triton.next_power_of_2(chosen.numel()), _MAX_LISTED)
     _list_pairs[(num_experts,)](
-        chosen, counts, lists, chosen.numel(), num_rows, block=_LISTED, num_warps=4, **options
+        chosen,
+        counts,
+        lists,
+        chosen.numel(),
+        num_rows,
+        block=block,
+        num_warps=warps_for(block, 8),
+        **options,
     )
     inner = x.new_empty((chosen.numel(), size))
     shares = x.new_empty((chosen.numel(), hidden_size))
@@ -471,7 +482,7 @@ def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr,
     expert = tl.program_id(0)
     lists += expert.to(tl.int64) * num_rows
     count = 0
-    for first in range(0, num_pairs, block):
+    for first in tl.range(0, num_pairs, block, num_stages=4):
         pair = first + tl.arange(0, block)
         mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
         ones = mine.to(tl.int32)

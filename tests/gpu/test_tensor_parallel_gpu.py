@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SPECS
+from checkpoints import EXPERT_SPECS, SPECS
 from test_parity import SAMPLED, batch, case_of, load_engine
 from test_tensor_parallel import check_with_aborts
 
@@ -20,14 +20,14 @@ pytestmark = [
 
 ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_bs": 5}
 SIZES = [tp for tp in (2, 4, 8) if tp <= torch.cuda.device_count()]
+ALL_SPECS = {spec.name: spec for spec in (*SPECS, *EXPERT_SPECS)}
 
 
 @pytest.mark.parametrize("tp", SIZES)
-@pytest.mark.parametrize("name", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("name", ALL_SPECS)
 def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
-    spec = next(spec for spec in SPECS if spec.name == name)
-    if spec.num_heads % tp:
-        pytest.skip(f"{spec.num_heads} heads do not divide by {tp}")
+    if ALL_SPECS[name].num_heads % tp:
+        pytest.skip(f"{ALL_SPECS[name].num_heads} heads do not divide by {tp}")
     check_with_aborts(case_of(name), tp=tp, **ON_GPU)
 
 
