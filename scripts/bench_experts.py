@@ -1,8 +1,7 @@
 """Times a layer's experts on a GPU, with the choice of them.
 
 python scripts/bench_experts.py                 # the tiles in use
-python scripts/bench_experts.py --tune          # candidates, too; the best two of each kind
-python scripts/bench_experts.py --flashinfer    # beside FlashInfer's, which compiles for minutes
+python scripts/bench_experts.py --tune          # candidates, too; the best three of each kind
 
 Each figure is a median over replays of a CUDA graph of several calls, whose rows choose other
 experts, so that their weights come from memory as in a model. `limit` is the bytes of the experts
@@ -207,39 +206,16 @@ def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
 # -- what is in use --------------------------------------------------------------------------------
 
 
-def compare(all_rows: list[int], with_flashinfer: bool) -> None:
+def compare(all_rows: list[int]) -> None:
     weights = make_weights()
-    theirs = flashinfer_mix(weights) if with_flashinfer else None
     for num_rows in all_rows:
         problem = Problem.of(num_rows, weights)
         limit_s, took_s = problem.limit_s, problem.time_of(None)
-        line = f"rows={num_rows:<6} limit {limit_s * 1e6:8.1f} µs, {took_s * 1e6:8.1f}"
-        line += f" ({limit_s / took_s:.0%})"
-        if theirs is not None:
-            line += f", FlashInfer {problem.time_s(theirs) * 1e6:8.1f}"
-            wanted = problem.mix(problem.rows[0], problem.logits[0], None)
-            out = theirs(problem.rows[0], problem.logits[0])
-            line += f" ({(out - wanted).norm() / wanted.norm():.1e} apart)"
-        print(line, flush=True)
-
-
-def flashinfer_mix(weights: ExpertWeights) -> Callable[[Tensor, Tensor], Tensor]:
-    """Behind our choice of experts. Their product has the gates second."""
-    from flashinfer.fused_moe import cutlass_fused_moe
-
-    from minisgl.kernels import triton_experts
-
-    gates, ups = weights.gate_up.chunk(2, dim=1)
-    first = torch.cat((ups, gates), dim=1).contiguous()
-
-    def mix(x: Tensor, logits: Tensor) -> Tensor:
-        chosen, shares = triton_experts.choose(logits, ROUTING)
-        out = cutlass_fused_moe(
-            x, chosen, shares.float(), first, weights.down, x.dtype, quant_scales=[]
+        print(
+            f"rows={num_rows:<6} limit {limit_s * 1e6:8.1f} µs, {took_s * 1e6:8.1f} "
+            f"({limit_s / took_s:.0%})",
+            flush=True,
         )
-        return out[0] if isinstance(out, (list, tuple)) else out
-
-    return mix
 
 
 def main() -> None:
@@ -248,7 +224,6 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--flashinfer", action="store_true")
     args = parser.parse_args()
 
     torch.set_grad_enabled(False)
@@ -257,7 +232,7 @@ def main() -> None:
         tune(args.rows or [1, 2, 4, 8, 32, 256, 1024, 4096, 16384])
     else:
         rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
-        compare(args.rows or rows, args.flashinfer)
+        compare(args.rows or rows)
 
 
 if __name__ == "__main__":
