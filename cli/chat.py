@@ -7,9 +7,9 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, refuse_engine_options
 
-from .config import ChatConfig, refuse_engine_options
+from .config import ChatConfig
 from .conversation import Conversation
 from .face import Face, open_face
 from .logs import set_up_logging

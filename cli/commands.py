@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from .thinking import split_whole
 from .wording import aligned, count, did_you_mean, shortened
 
 NUM_QUOTED_CHARS = 50
+NUM_RECALLED_CHARS = 2000  # of a question and of an answer, where a conversation is loaded
 
 
 @dataclass(slots=True)
@@ -31,7 +32,11 @@ class Session:
     conversation: Conversation
     sampling: dict[str, Any] = field(default_factory=dict)  # where the person has chosen
     tally: Tally = field(default_factory=Tally)  # of this conversation
-    num_failed: int = 0  # questions without an answer, and commands that were refused
+    num_failed: int = 0  # questions without a whole answer, and what was refused
+
+    def refuse(self, reason: str) -> None:
+        self.num_failed += 1
+        self.face.say(reason)
 
 
 class Then(enum.Enum):
@@ -53,20 +58,21 @@ class Command:
     takes: str = ""  # a word for that; "": nothing may stand there
 
 
-def run_command(session: Session, line: str) -> Then:
-    """`line` begins with a slash. What goes wrong is said."""
-    name, rest = [*line.split(maxsplit=1), ""][:2]
+def run_command(session: Session, name: str, rest: str) -> Then:
+    """`rest` is what stands behind the name. What goes wrong is said."""
     try:
         command = TABLE.get(name)
         if command is None:
             hint = did_you_mean(name, list(TABLE))
-            raise CommandError(f"There is no command {name}. {hint}/help lists the commands.")
+            raise CommandError(
+                f"There is no command {shortened(name, NUM_QUOTED_CHARS)}. {hint}/help lists the "
+                'commands; between """ and """ it is a question.'
+            )
         if rest and not command.takes:
             raise CommandError(f"{name} stands alone.")
-        return command.run(session, rest.strip())
+        return command.run(session, rest)
     except MinisglError as error:
-        session.num_failed += 1
-        session.face.say(str(error))
+        session.refuse(str(error))
         return Then.READ
 
 
@@ -98,7 +104,8 @@ def _reset(session: Session, rest: str) -> Then:
 def _save(session: Session, rest: str) -> Then:
     path = _path("/save", rest)
     saved.write(path, session.conversation, session.sampling, session.model.name)
-    session.face.note(f"{count(len(session.conversation.turns), 'turn')} saved to {path}.")
+    more = "" if session.conversation.question is None else " and a question without an answer"
+    session.face.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
     return Then.READ
 
 
@@ -108,23 +115,32 @@ def _load(session: Session, rest: str) -> Then:
     session.conversation = Conversation(system, file.turns, file.question)
     session.tally = Tally()
     if file.sampling is not None:
-        session.sampling = {}
-        for name, value in file.sampling.items():
-            # The conversation is worth more than one of its parameters.
-            try:
-                session.sampling = _with(session, name, parameters.in_form(name, value))
-            except MinisglError as error:
-                session.face.say(f"Left out of the file's parameters: {error}")
+        _replace_sampling(session, file.sampling)
     model = session.model.name
     other = f", saved with {file.model}" if file.model and file.model != model else ""
     session.face.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
     for turn in file.turns[-1:]:
-        session.face.note(f"> {turn.question}")
-        session.face.note(split_whole(turn.answer).text)
+        session.face.note(f"> {_end(turn.question)}")
+        session.face.note(_end(split_whole(turn.answer).text))
     if file.question is not None:
-        session.face.note(f"> {file.question}")
+        session.face.note(f"> {_end(file.question)}")
         session.face.note("Not answered yet: /retry asks it.")
     return Then.READ
+
+
+def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
+    """With what can be of it: the conversation is worth more than one of its parameters."""
+    session.sampling = {}
+    for name, value in sampling.items():
+        try:
+            session.sampling = _with(session, name, parameters.in_form(name, value))
+        except MinisglError as error:
+            session.face.say(f"Left out of the file's parameters: {error}")
+
+
+def _end(text: str) -> str:
+    """As much as helps to remember."""
+    return text if len(text) <= NUM_RECALLED_CHARS else f"…{text[-NUM_RECALLED_CHARS:]}"
 
 
 def _path(name: str, rest: str) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from minisgl.config import EngineConfig, check_at_least, check_types, option, option_names, refuse
+from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
 GROUP = "Chat"
@@ -55,19 +55,10 @@ class ChatConfig:
         return {name: value for name, value in given.items() if value is not None}
 
 
-def refuse_engine_options(config: EngineConfig) -> None:
-    """With --url there is no engine: raises ConfigError for an option that would do nothing."""
-    for spec in fields(config):
-        value = getattr(config, spec.name)
-        if spec.name != "model" and value != spec.default:
-            shown = "(given)" if value is True else value
-            reason = "is for an engine of its own, and with --url there is none"
-            raise ConfigError(option_names(spec)[0], shown, reason)
-
-
 def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")  # as the look-up of the name will
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that is not closed
+    except ValueError:  # a port that is no number, a bracket that is not closed, an empty label
         return False

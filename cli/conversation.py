@@ -32,10 +32,16 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The question included."""
-        messages = [{"role": "system", "content": self.system}] if self.system else []
-        for turn in self.turns:
-            messages += turn.messages
+        """All that the model is told."""
+        messages = self.said
+        if self.system:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return messages
+
+    @property
+    def said(self) -> list[Message]:
+        """By either side, the question included."""
+        messages = [message for turn in self.turns for message in turn.messages]
         if self.question is not None:
             messages.append({"role": "user", "content": self.question})
         return messages

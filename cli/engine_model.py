@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from minisgl.runner.facts import device_name
 from .model import ContextFullError, Message, ReplyDelta
 from .seen_tokens import keep_seen
 from .thinking import OPEN
+from .wording import count
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
 
@@ -83,7 +85,8 @@ class EngineModel:
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[ReplyDelta, None]:
-        prompt = self.prompt(messages)
+        # Of a long conversation it takes a while, in which Ctrl-C should work.
+        prompt = await asyncio.to_thread(self.prompt, messages)
         params = self._engine.defaults.sampling(**sampling)
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
             params = replace(params, max_tokens=None)  # the room that there is
@@ -91,8 +94,8 @@ class EngineModel:
             stream = self._engine.submit(prompt, params)
         except ContextLengthError as error:
             raise ContextFullError(
-                f"The conversation with this question has {len(prompt)} tokens, which is more "
-                f"than the context of {self.max_seq_len} holds."
+                f"The conversation with this question has {count(len(prompt), 'token')}; the "
+                f"context of {self.max_seq_len:,} has no room for an answer."
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.
         opening = f"{OPEN}\n" if self._opens_thinking(prompt) else ""

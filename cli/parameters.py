@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from reprlib import repr as short_repr
 from typing import Any
 
 import msgspec
@@ -30,10 +31,9 @@ def check_name(name: str, *, may_be_other: bool) -> None:
     """Raises InvalidRequestError. `may_be_other`: a server may know more names than minisgl."""
     if name in NAMES or (may_be_other and name not in NOT_OFFERED):
         return
-    hint = did_you_mean(name, NAMES)
-    raise InvalidRequestError(
-        name, f"is no parameter of a chat. {hint}There are {', '.join(NAMES)}."
-    )
+    hints = did_you_mean(name, NAMES) + ("" if may_be_other else "/params lists them.")
+    said = f"is no parameter of a chat. {hints}".rstrip()
+    raise InvalidRequestError(shortened(name, MAX_SHOWN_CHARS), said)
 
 
 def parsed(name: str, text: str) -> Any:
@@ -62,19 +62,23 @@ def in_form(name: str, value: Any) -> Any:
     if value is None:
         return None
     if name in FLAGS and not isinstance(value, bool):
-        raise InvalidRequestError(name, f"must be true or false, not {value!r}.")
+        raise InvalidRequestError(name, f"must be true or false, not {short_repr(value)}.")
     if name == "stop" and not isinstance(value, str | list):
-        raise InvalidRequestError(name, f"must be a text or a list of them, not {value!r}.")
+        raise InvalidRequestError(
+            name, f"must be a text or a list of them, not {short_repr(value)}."
+        )
     if name == "stop":
         return [value] if isinstance(value, str) else value
     if name == "stop_token_ids":
         value = [value] if isinstance(value, int) else value
         if not isinstance(value, list):
-            raise InvalidRequestError(name, f"must be a list such as [1, 2], not {value!r}.")
+            raise InvalidRequestError(
+                name, f"must be a list such as [1, 2], not {short_repr(value)}."
+            )
     if name == "logit_bias":
         if not isinstance(value, dict):
             raise InvalidRequestError(
-                name, f'must be an object such as {{"7": -5}}, not {value!r}.'
+                name, f'must be an object such as {{"7": -5}}, not {short_repr(value)}.'
             )
         # In JSON every key is a text. One that is no id keeps its form, and is refused with it.
         return {int(key) if re.fullmatch(r"\d{1,10}", key) else key: value[key] for key in value}

@@ -6,13 +6,18 @@ import asyncio
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
 
+from .face import printable
+from .quotes import QUOTES, is_open
 from .thinking import CLOSE, OPEN
 
 
 class Pipe:
-    """Each line is a question; nothing but the answers is written to the output."""
+    """Each line is a question, and so are several in quotes; nothing but the answers is written to
+    the output."""
 
     interactive = False
     keys: Mapping[str, str] = {}
@@ -22,16 +27,19 @@ class Pipe:
         self._is_thinking = False
         self._has_written = False
         # Whatever the locale says: a model writes every character there is.
-        for stream in (sys.stdin, sys.stdout):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(encoding="utf-8", errors="replace")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 
     async def read(self, *, interrupted: bool) -> str | None:
         if interrupted:
-            return None
-        # In a thread, so that the engine's loop goes on while the other end of the pipe is silent.
-        line = await asyncio.to_thread(sys.stdin.readline)
-        return line.rstrip("\n") if line else None
+            raise KeyboardInterrupt  # the rest is not asked, and the exit code tells
+        lines: list[str] = []
+        while line := await _next_line():
+            lines.append(line.decode("utf-8", "replace").rstrip("\r\n"))
+            is_last = len(lines) > 1 and lines[-1].rstrip().endswith(QUOTES)
+            if is_last or not is_open(lines[0]):
+                break
+        return "\n".join(lines) if lines else None
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -55,7 +63,7 @@ class Pipe:
             self._put(text)
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
     def note(self, line: str) -> None:
         """Not for a program at the other end."""
@@ -70,5 +78,24 @@ class Pipe:
 
     def _put(self, text: str) -> None:
         self._has_written = True
-        sys.stdout.write(text)
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
+
+
+async def _next_line() -> bytes:
+    """With its end; none when the input has come to its own. Lets go of the event loop meanwhile.
+
+    The other end may be silent for ever, so nothing here is waited for when Ctrl-C ends the
+    program: neither the thread, as one of asyncio's would be, nor the lock of a buffer.
+    """
+    line: Future[bytes] = Future()
+
+    def read() -> None:
+        line.set_running_or_notify_cancel()
+        try:
+            line.set_result(io.FileIO(sys.stdin.fileno(), closefd=False).readline())
+        except Exception as error:
+            line.set_exception(error)
+
+    Thread(target=read, daemon=True).start()
+    return await asyncio.wrap_future(line)

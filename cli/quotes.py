@@ -1,4 +1,4 @@
-"""Quotation marks around what a person types: three around several lines, one around a word."""
+"""The form of what a person types: a command or a question, either of them perhaps in quotes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ def unquoted_argument(text: str) -> str:
     return text[1:-1] if is_pair and '"' not in text[1:-1] else inside
 
 
+def as_command(text: str) -> tuple[str, str] | None:
+    """Its name and what stands behind it; None for a question, be it one about /a/path."""
+    name, rest = [*text.split(maxsplit=1), "", ""][:2]
+    return (name, rest.strip()) if name.startswith("/") and "/" not in name[1:] else None
+
+
 def is_open(text: str) -> bool:
     """Whether a text, or what follows a command, begins with three and has not come to the end."""
-    text = text.strip()
-    if text.startswith("/"):
-        text = text.partition(" ")[2].lstrip()
+    command = as_command(text)
+    text = text.strip() if command is None else command[1]
     closed = text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES)
     return text.startswith(QUOTES) and not closed

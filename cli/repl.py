@@ -14,9 +14,11 @@ from minisgl.errors import MinisglError
 from .answer import Answer
 from .commands import TABLE, Session, Then, run_command
 from .model import ChatModel, ContextFullError
+from .quotes import QUOTES, as_command, is_open, unquoted
 from .thinking import Split
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
+NOTHING = "The model answers nothing."
 MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
 
@@ -34,18 +36,24 @@ class Repl:
 
     async def run(self) -> int:
         """Returns how many questions and commands failed."""
-        while (line := await self._read()) is not None:
-            then = Then.READ
-            if line.lstrip().startswith("/"):
-                then = run_command(self._session, line)
-            elif line.strip():
-                self._session.conversation.ask(line)
-                then = Then.ANSWER
+        while (typed := await self._read()) is not None:
+            then = self._take(typed)
             if then is Then.LEAVE:
                 break
             if then is Then.ANSWER:
                 await self._answer()
         return self._session.num_failed
+
+    def _take(self, typed: str) -> Then:
+        if is_open(typed):  # of a pipe that has come to its end
+            self._session.refuse(f"What begins with {QUOTES} has to end with {QUOTES}.")
+            return Then.READ
+        if (command := as_command(typed)) is not None:
+            return run_command(self._session, *command)
+        if not (question := unquoted(typed)).strip():
+            return Then.READ
+        self._session.conversation.ask(question)
+        return Then.ANSWER
 
     async def _read(self) -> str | None:
         interrupted, self._was_interrupted = self._was_interrupted, False
@@ -68,8 +76,9 @@ class Repl:
             self._face.note(answer.summary())
         if remark := self._remark_on(answer, error):
             self._face.say(remark)
-        if not answer.has_come:
+        if error is not None or not answer.has_come:
             session.num_failed += 1
+        if not answer.has_come:
             if session.conversation.give_up():
                 self._face.say("The answer before is kept.")
             else:
@@ -101,8 +110,10 @@ class Repl:
         if error is not None:
             return str(error)
         if answer.fills(limit):
-            return f"The context of {limit} tokens is full. {MAKE_ROOM}"
-        return None if answer.has_come else "Stopped before an answer came."
+            return f"The context of {limit:,} tokens is full. {MAKE_ROOM}"
+        if not answer.has_come:
+            return "Stopped before an answer came." if self._was_interrupted else NOTHING
+        return None
 
 
 @contextmanager

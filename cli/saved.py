@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from reprlib import repr as short_repr
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from minisgl.errors import CallerError
 from .conversation import Conversation, Turn
 
 SAVED_BY = "minisgl chat"
-MAX_BYTES = 64 << 20  # more than any conversation has
+MAX_BYTES = 16 << 20  # more than any context holds
 ROLES = ("system", "user", "assistant")
 
 
@@ -37,10 +38,10 @@ class Saved:
 
 
 def path_of(typed: str) -> str:
-    try:
-        return os.path.realpath(os.path.expanduser(typed))
-    except ValueError as error:  # a character that no name can have
-        raise FileError(f"{typed!r} is not the name of a file.") from error
+    with suppress(ValueError):  # of a character that no name can have
+        if "\n" not in typed:  # or more than a name was pasted
+            return os.path.realpath(os.path.expanduser(typed))
+    raise FileError(f"{short_repr(typed)} is not the name of a file.")
 
 
 def write(path: str, conversation: Conversation, sampling: Mapping[str, Any], model: str) -> None:
@@ -50,7 +51,7 @@ def write(path: str, conversation: Conversation, sampling: Mapping[str, Any], mo
         "model": model,
         "system": conversation.system,
         "sampling": sampling,
-        "messages": [message for turn in conversation.turns for message in turn.messages],
+        "messages": conversation.said,
     }
     # What is no character came from a terminal that speaks no UTF-8.
     data = (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode(errors="replace")

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl.bench.chunk import Chunk
 from minisgl.bench.target import api_base
 from minisgl.request import FinishReason, SamplingParams
 
@@ -21,33 +22,6 @@ TOO_LONG_WORDS = ("maximum context length", "context size", "context length", "t
 MAX_ERROR_CHARS = 300
 # Of OpenAI's API and what servers have added to it, where SamplingParams has another name.
 NAMES_ON_THE_WIRE = {"include_stop": "include_stop_str_in_output"}
-
-
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning_content: str | None = None  # DeepSeek's name for it, and others'
-    reasoning: str | None = None  # vLLM's and OpenRouter's
-
-
-class Choice(msgspec.Struct):
-    delta: Delta = msgspec.field(default_factory=Delta)
-    finish_reason: str | None = None
-
-
-class Chunk(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Any = None
 
 
 class ServedModel(msgspec.Struct):
@@ -159,16 +133,15 @@ def _delta(chunk: Chunk) -> ReplyDelta:
     delta = ReplyDelta()
     if chunk.choices:
         choice = chunk.choices[0]
-        delta.text = choice.delta.content or ""
-        delta.thinking = choice.delta.reasoning_content or choice.delta.reasoning or ""
+        if choice.delta is not None:
+            delta.text, delta.thinking = choice.delta.content or "", choice.delta.thinking
         if choice.finish_reason is not None:
             is_cut = choice.finish_reason == "length"
             delta.finish_reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
     if chunk.usage is not None:
         delta.num_tokens = chunk.usage.completion_tokens
         delta.num_prompt_tokens = chunk.usage.prompt_tokens
-        if chunk.usage.prompt_tokens_details is not None:
-            delta.num_cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+        delta.num_cached_tokens = chunk.usage.cached_tokens
     return delta
 
 
@@ -189,7 +162,7 @@ def _error_of(body: bytes, who: str) -> ServerError | ContextFullError:
             code = found.get("code", code)
             found = next((found[key] for key in ("error", "message", "detail") if key in found), "")
         message = found if isinstance(found, str) else message
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass  # a proxy's page, perhaps
     message = " ".join(message.split())[:MAX_ERROR_CHARS]
     if code == TOO_LONG_CODE or any(words in message.lower() for words in TOO_LONG_WORDS):
@@ -200,5 +173,5 @@ def _error_of(body: bytes, who: str) -> ServerError | ContextFullError:
 def _decode(data: bytes, kind: type[Any], base_url: str) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ServerError(f"{base_url} does not speak OpenAI's API: {error}.") from error

@@ -12,7 +12,7 @@ from .wording import count
 class Tally:
     """Sums over answers, those included that were dropped later. Times in seconds."""
 
-    num_answers: int = 0
+    num_counted: int = 0  # answers of which the tokens are known, with those tokens
     num_tokens: int = 0
     num_later_tokens: int = 0  # after the first ones, with the time that they took
     later_s: float = 0.0
@@ -22,8 +22,9 @@ class Tally:
     num_cached_tokens: int = 0
 
     def add(self, answer: Answer) -> None:
-        self.num_answers += 1
-        self.num_tokens += answer.num_tokens or 0
+        if answer.num_tokens is not None:
+            self.num_counted += 1
+            self.num_tokens += answer.num_tokens
         if answer.ttft_s is not None:
             self.num_first += 1
             self.ttft_s += answer.ttft_s
@@ -40,7 +41,7 @@ class Tally:
         rows = []
         if self.num_tokens:
             tokens = count(self.num_tokens, "token")
-            rows.append(("generated", f"{tokens} in {count(self.num_answers, 'answer')}"))
+            rows.append(("generated", f"{tokens} in {count(self.num_counted, 'answer')}"))
         if self.num_first:
             rows.append(("mean TTFT", f"{1000 * self.ttft_s / self.num_first:.0f} ms"))
         if self.later_s:

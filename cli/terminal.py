@@ -12,7 +12,6 @@ from rich.theme import Theme
 
 from .face import printable
 from .prompt import make_session
-from .quotes import unquoted
 from .view import AnswerView, MarkdownView, PlainView
 
 # Readable on light and dark: the colours are the terminal's, and there is no background.
@@ -28,7 +27,7 @@ class Terminal:
     }
 
     def __init__(self, commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> None:
-        self._console = Console(highlight=False, markup=False, theme=THEME)
+        self._console = Console(highlight=False, markup=False, emoji=False, theme=THEME)
         self._session = make_session(commands, self._show_thoughts)
         self._show_thinking = show_thinking
         self._plain = plain or self._console.is_dumb_terminal
@@ -40,7 +39,7 @@ class Terminal:
         self._console.print()
         while True:
             try:
-                return unquoted(await self._session.prompt_async("> "))
+                return await self._session.prompt_async("> ")
             except EOFError:
                 return None
             except KeyboardInterrupt:

@@ -165,6 +165,16 @@ def refuse(config: Any, name: str, allowed: str) -> NoReturn:
     raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
 
 
+def refuse_engine_options(config: EngineConfig) -> None:
+    """With --url there is no engine: raises ConfigError for an option that would do nothing."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name != "model" and value != spec.default:
+            shown = "(given)" if value is True else value
+            reason = "is for an engine of its own, and with --url there is none"
+            raise ConfigError(option_names(spec)[0], shown, reason)
+
+
 def check_types(config: Any) -> None:
     """Refuse a field whose value is not of the type that it is declared with."""
     for name, hint in get_type_hints(type(config)).items():

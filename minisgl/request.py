@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as short_repr
 
 from minisgl.errors import InvalidRequestError
 
@@ -93,16 +94,20 @@ class SamplingParams:
     @staticmethod
     def _check_number(name: str, value: object, low: float, high: float) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequestError(name, f"must be a number, not {value!r}.")
+            raise InvalidRequestError(name, f"must be a number, not {short_repr(value)}.")
         if not low <= value <= high:  # NaN fails too
-            raise InvalidRequestError(name, f"must be from {low:g} to {high:g}, not {value!r}.")
+            raise InvalidRequestError(
+                name, f"must be from {low:g} to {high:g}, not {short_repr(value)}."
+            )
 
     @staticmethod
     def _check_integer(name: str, value: object, low: int, high: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(name, f"must be an integer, not {value!r}.")
+            raise InvalidRequestError(name, f"must be an integer, not {short_repr(value)}.")
         if not low <= value <= high:
-            raise InvalidRequestError(name, f"must be from {low} to {high}, not {value}.")
+            raise InvalidRequestError(
+                name, f"must be from {low} to {high}, not {short_repr(value)}."
+            )
 
     @property
     def greedy(self) -> bool:

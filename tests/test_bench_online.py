@@ -59,6 +59,7 @@ class Fake:
 
     usage: bool = True
     refuse: int = -1  # the request, by order, that gets a 500
+    odd: bytes = b""  # an event that begins the answer to the first request
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     num_open: int = 0
@@ -79,10 +80,12 @@ class Fake:
             return JSONResponse({"error": {"message": "out of luck"}}, 500)
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
-    async def events(self, body: dict[str, Any]) -> AsyncIterator[str]:
+    async def events(self, body: dict[str, Any]) -> AsyncIterator[str | bytes]:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         chat = "messages" in body
+        if self.odd and body is self.bodies[0]:
+            yield b"data: " + self.odd + b"\r\n\r\n"
         if chat:
             yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for index in range(body["max_tokens"]):
@@ -166,6 +169,29 @@ async def test_without_usage_tokens_are_counted_as_events() -> None:
         run = await run_online(fake.target(ignore_eos=False), asking(1))
     assert "ignore_eos" not in fake.bodies[0] and "model" not in fake.bodies[0]
     [request] = run.requests
+    assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
+    assert not request.counted
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(b"{no JSON", b"[]", b'{"choices": 5}', b'{"choices": [{"delta": {"content": ["a"]}}]}'),
+        *(b'{"usage": {"completion_tokens": "many"}}', b'{"error": "\xff"}'),
+        b'{"error": ' + b"[" * 10**5,
+    ],
+)
+async def test_an_event_that_cannot_be_read_fails_its_request_alone(odd: bytes) -> None:
+    async with fake_server(odd=odd) as fake:
+        run = await run_online(fake.target(endpoint="chat"), [*conversation(), *asking(1)])
+    assert len(run.requests) in (1, 3)  # alone, or with those that were to follow it
+    assert any("is not as OpenAI's API has it" in reason for reason in run.failures)
+
+
+async def test_what_a_server_leaves_empty_is_not_told() -> None:
+    odd = {"choices": [{"delta": None, "text": None}], "usage": {"completion_tokens": None}}
+    async with fake_server(odd=json.dumps(odd).encode(), usage=False) as fake:
+        [request] = (await run_online(fake.target(), asking(1))).requests
     assert (request.num_output_tokens, request.num_prompt_tokens) == (3, 3)
     assert not request.counted
 
@@ -575,7 +601,7 @@ async def test_a_server_that_refuses_everything_is_an_error(tmp_path: Path) -> N
         small = BenchConfig(num_requests=2)
         with pytest.raises(OnlineRunError, match="404: Not Found"):
             await bench_serve(EngineConfig(), small, WorkloadConfig(), load, ReportConfig())
-    with pytest.raises(ConfigError, match="--tp 2: with --url no engine is started"):
+    with pytest.raises(ConfigError, match="--tp 2: is for an engine of its own"):
         await bench_serve(EngineConfig(tp=2), small, WorkloadConfig(), load, ReportConfig())
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pexpect
 import pytest
+import torch
 from fake_face import FakeFace
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.models.hub import DEMO_NOTE
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
+from minisgl.runner.facts import device_name
 from minisgl_cli.answer import Answer
 from minisgl_cli.commands import Session
 from minisgl_cli.conversation import Conversation
@@ -34,7 +37,7 @@ from minisgl_cli.face import printable
 from minisgl_cli.model import ReplyDelta
 from minisgl_cli.parameters import NAMES
 from minisgl_cli.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
-from minisgl_cli.quotes import is_open, unquoted, unquoted_argument
+from minisgl_cli.quotes import as_command, is_open, unquoted, unquoted_argument
 from minisgl_cli.repl import COMMANDS, MAKE_ROOM, Repl
 from minisgl_cli.seen_tokens import keep_seen
 
@@ -405,8 +408,8 @@ async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
     assert face.written == "abcdefgh\ncd\n"
     assert face.said == [
         f"The context of 12 tokens is full. {MAKE_ROOM}",
-        "The conversation with this question has 17 tokens, which is more than the context of 12 "
-        f"holds. {MAKE_ROOM}",
+        "The conversation with this question has 17 tokens; the context of 12 has no room for an "
+        f"answer. {MAKE_ROOM}",
     ]
 
 
@@ -423,6 +426,20 @@ async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
     assert engine.prompts[1] == engine.prompts[0]
     answered = engine.prompts[0] + spelled("abcabc")
     assert engine.prompts[2][: len(answered)] == answered
+
+
+async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> None:
+    class Slow(ToyTokenizer):
+        def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            return super().chat(messages)
+
+    fake: Any = FakeEngine(["a"])
+    face = FakeFace(["ab"])
+    await Repl(Session(EngineModel(fake, Slow()), face, Conversation())).run()
+    assert face.said == ["Stopped before an answer came."]
+    assert fake.prompts == []
 
 
 async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
@@ -519,10 +536,26 @@ def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> Non
         *(('"""', True), ('"""a\n', True), ('"""a\nb"""', False), ('a """', False)),
         *(('/system """', True), ('/system """a\nb"""', False), ('/system say """', False)),
         *(("/system", False), ("a", False), ('""""', True), ('/system ""', False)),
+        *(('/system\t"""', True), (' /system """', True), ('/etc/hosts """', False)),
     ],
 )
 def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) -> None:
     assert is_open(typed) is is_more_to_come
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        *(("/set  top_k 5 ", ("/set", "top_k 5")), (" /help\t", ("/help", "")), ("/", ("/", ""))),
+        ('/system """a\nb"""', ("/system", '"""a\nb"""')),
+        *(
+            (typed, None)
+            for typed in ("", "a /help", "/etc/hosts is a file", "// a", '"""/help"""')
+        ),
+    ],
+)
+def test_a_command_is_a_slash_and_a_word(typed: str, command: tuple[str, str] | None) -> None:
+    assert as_command(typed) == command
 
 
 def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
@@ -598,6 +631,12 @@ async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
         # The last page of a prompt is full only by chance.
         assert pages == f"{num_prompt // 16} of {num_pages:,} pages used"
         assert hits == f"{num_cached / num_prompt / 2:.0%} of prompt tokens since the start"
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_the_banner_counts_threads(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+    assert device_name("cpu") == name
 
 
 @pytest.fixture

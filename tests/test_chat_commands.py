@@ -187,16 +187,27 @@ async def test_a_parameter_goes_back_to_the_models_own(word: str) -> None:
         (f'logit_bias {{"{"1" * 5000}": 1}}', "logit_bias: must be an integer, not '111"),
         (
             "temprature 1",
-            "temprature: is no parameter of a chat. Did you mean temperature? There are "
-            "temperature, top_p,",
+            "temprature: is no parameter of a chat. Did you mean temperature? /params lists them.",
         ),
         ("logprobs 1", "logprobs: is no parameter of a chat."),
-        ("n 2", "n: is no parameter of a chat. There are temperature,"),
+        ("n 2", "n: is no parameter of a chat. /params lists them."),
         ("xyz default", "xyz: is no parameter of a chat."),
     ],
 )
 async def test_a_wrong_parameter_is_refused_at_once(typed: str, said: str) -> None:
     assert (await refused("/set top_p 0.5", f"/set {typed}")).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *(f"{name} {value}" for name in NAMES for value in ("9" * 4000, "[" * 900 + "]" * 900)),
+        *(f"ignore_eos {'x' * 999}", f"{'x' * 999} 1"),
+    ],
+)
+async def test_whatever_is_typed_the_reply_is_short(typed: str) -> None:
+    done = await chat(f"/set {typed}")
+    assert max(map(len, done.said + done.noted)) < 160
 
 
 async def test_parameters_are_checked_together() -> None:
@@ -250,6 +261,62 @@ async def test_of_a_servers_parameters_only_those_chosen_are_known() -> None:
 async def test_with_a_server_too_what_cannot_be_is_refused(typed: str, said: str) -> None:
     served = ServerModel("http://host/v1", "", ServedModel("served"))
     assert (await refused(f"/set {typed}", model=lambda: served)).startswith(said)
+
+
+# -- questions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked"),
+    [
+        ("/etc/hosts is a file", "/etc/hosts is a file"),
+        ('"""/help"""', "/help"),
+        ('"""\n/help\nme\n"""', "/help\nme"),
+        ("  hi\t", "hi"),
+    ],
+)
+async def test_a_question_may_begin_with_a_slash(typed: str, asked: str) -> None:
+    assert (await chat(typed)).model.questions == [[asked]]
+
+
+@pytest.mark.parametrize("typed", ["", " \t", '""" """', '""""""'])
+async def test_nothing_is_no_question(typed: str) -> None:
+    done = await chat(typed)
+    assert done.model.asked == [] and done.said == []
+
+
+async def test_who_meant_a_question_learns_how_to_ask_it() -> None:
+    assert await refused("/tmp is full") == (
+        'There is no command /tmp. /help lists the commands; between """ and """ it is a question.'
+    )
+    assert len(await refused("/" + "x" * 999)) < 160
+
+
+@pytest.mark.parametrize("typed", ['"""hi', '/system """Be brief.'])
+async def test_quotes_that_a_pipe_does_not_close_are_refused(typed: str) -> None:
+    assert await refused("hi", typed) == 'What begins with """ has to end with """.'
+
+
+async def test_an_answer_that_breaks_off_is_kept_and_a_failure() -> None:
+    class Breaking(FakeModel):
+        async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
+            yield ReplyDelta("a")
+            raise DOWN
+
+    done = await chat("hi", model=Breaking())
+    assert done.said == ["The server is down."]
+    assert done.session.conversation.turns == [Turn("hi", "a")]
+    assert done.num_failed == 1
+
+
+async def test_an_answer_without_anything_is_a_failure() -> None:
+    class Empty(FakeModel):
+        async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
+            yield ReplyDelta(finish_reason=FinishReason.STOP)
+
+    done = await chat("hi", model=Empty())
+    assert done.said == ["The model answers nothing."]
+    assert done.num_failed == 1
 
 
 # -- retry and undo -------------------------------------------------------------------------------
@@ -348,6 +415,17 @@ async def test_a_server_that_counts_nothing_leaves_little_to_say() -> None:
     assert [line.split("  ")[0] for line in done.said] == ["turns", "mean TTFT", "KV cache"]
 
 
+async def test_answers_that_were_not_counted_are_in_no_sum() -> None:
+    class Mixed(FakeModel):
+        async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
+            yield ReplyDelta("a")
+            if self.replies.pop():
+                yield ReplyDelta(num_tokens=5, finish_reason=FinishReason.STOP)
+
+    done = await chat("hi", "more", "/stats", model=Mixed(["", "counted"]))
+    assert "generated   5 tokens in 1 answer" in done.said
+
+
 # -- files ----------------------------------------------------------------------------------------
 
 
@@ -431,6 +509,12 @@ async def test_where_no_file_can_be_is_said_in_one_line(tmp_path: Path) -> None:
         assert await refused(f"/save {target}") == said
 
 
+async def test_more_than_a_name_was_pasted(tmp_path: Path) -> None:
+    said = await refused(f"/save {tmp_path}/chat.json\nAnd a question?")
+    assert said.endswith(" is not the name of a file.")
+    assert os.listdir(tmp_path) == []
+
+
 async def test_a_write_that_fails_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +568,24 @@ async def test_a_question_at_the_end_waits_for_retry(tmp_path: Path) -> None:
         *("1 turn loaded.", "> hi", "hello", "> And then?", "Not answered yet: /retry asks it."),
     ]
     assert done.model.questions == [["hi", "hello", "And then?"]]
+
+
+async def test_a_question_that_failed_is_saved_and_waits_for_retry(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    done = await chat("hi", "more", f"/save {file}", model=FakeModel(["a", DOWN]))
+    assert done.noted[-1] == f"1 turn and a question without an answer saved to {file}."
+    done = await chat(f"/load {file}", "/retry")
+    assert done.model.questions == [["hi", "a", "more"]]
+
+
+async def test_of_a_long_answer_the_end_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "messages.json"
+    long = {"role": "assistant", "content": f"{'a' * 10**6}The end."}
+    file.write_text(json.dumps([{**USER, "content": "a" * 10**6}, long]))
+    done = await chat(f"/load {file}", "more")
+    assert done.noted[2].startswith("…a") and done.noted[2].endswith("aThe end.")
+    assert max(map(len, done.noted)) < 3000
+    assert done.model.questions[0][1] == long["content"]
 
 
 async def test_the_last_answer_is_shown_without_its_thoughts(tmp_path: Path) -> None:
@@ -565,15 +667,21 @@ async def test_what_cannot_be_read_is_refused(
     st.text(),
     st.lists(st.builds(Turn, st.text(), st.text())),
     st.dictionaries(st.text(), st.none() | st.floats(-1, 1) | st.text() | st.lists(st.text())),
+    st.none() | st.text(),
     st.text(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 def test_whatever_was_said_comes_back(
-    tmp_path: Path, system: str, turns: list[Turn], sampling: dict[str, Any], model: str
+    tmp_path: Path,
+    system: str,
+    turns: list[Turn],
+    sampling: dict[str, Any],
+    question: str | None,
+    model: str,
 ) -> None:
     path = str(tmp_path / "chat.json")
-    saved.write(path, Conversation(system, turns), sampling, model)
-    assert saved.read(path) == saved.Saved(turns, None, system, sampling, model)
+    saved.write(path, Conversation(system, turns, question), sampling, model)
+    assert saved.read(path) == saved.Saved(turns, question, system, sampling, model)
 
 
 async def test_half_a_character_is_saved_as_a_mark(tmp_path: Path) -> None:

@@ -9,9 +9,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,11 +26,11 @@ from fake_engine import FakeEngine
 from screens import at_prompt, left
 from serving import served
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.answer import Answer
-from minisgl_cli.config import ChatConfig, refuse_engine_options
+from minisgl_cli.config import ChatConfig
 from minisgl_cli.http_stream import ServerError
 from minisgl_cli.model import ContextFullError, ReplyDelta
 from minisgl_cli.parameters import NAMES
@@ -63,9 +66,17 @@ ANSWERS = {
     + USAGE
     + b"data:[DONE]\n\n",
     "inline": OK + piece("<think>\nSo ") + piece("so.\n</think>\n\nNo.") + END,
+    "null": OK
+    + event(choices=None, usage=None)
+    + event(choices=[{"delta": None, "finish_reason": None}])
+    + piece("a")
+    + END,
     "stuck": OK + piece("A beginning"),
     "broken": OK + piece("A beginning"),
     "event": OK + piece("A") + event(error={"message": "The engine\nhas failed.", "code": 500}),
+    "deep": OK + b'data: {"x":' + b"[" * 10**5 + b"\n\n",
+    "deep failure": b"HTTP/1.1 500 Bad\r\n\r\n" + b'{"error":' * 10**5,
+    "Latin": b'HTTP/1.1 500 Bad\r\n\r\n{"error": "caf\xe9"}',
     "nonsense": OK + b"data: {not JSON\n\n",
     "too long": b"HTTP/1.1 400 Bad\r\n\r\n"
     + json.dumps({"error": {"message": "Much.", "code": "context_length_exceeded"}}).encode(),
@@ -150,6 +161,10 @@ async def test_events_may_be_cut_anywhere(server: Server) -> None:
     assert [delta.text for delta in await asked(server, "chunked")] == ["a", ""]
 
 
+async def test_what_a_server_leaves_empty_is_nothing(server: Server) -> None:
+    assert "".join(delta.text for delta in await asked(server, "null")) == "a"
+
+
 async def test_thinking_and_counts_are_told(server: Server) -> None:
     answer = Answer(asked_at=0.0)
     splits = [answer.add(delta, 1.0) for delta in await asked(server, "think")]
@@ -168,6 +183,9 @@ async def test_thinking_and_counts_are_told(server: Server) -> None:
         ("page", ServerError, "The server answers 502: <h1>Bad Gateway</h1>"),
         ("broken", ServerError, "ended its answer too early"),
         ("event", ServerError, "The engine has failed."),
+        ("deep", ServerError, "does not speak OpenAI's API"),
+        ("deep failure", ServerError, 'The server answers 500: {"error":{"error":'),
+        ("Latin", ServerError, 'The server answers 500: {"error": "caf\ufffd"}'),
         ("nonsense", ServerError, "does not speak OpenAI's API"),
         ("silent", ServerError, "the connection was closed without an answer"),
         ("other", ServerError, "does not answer in HTTP"),
@@ -198,8 +216,10 @@ async def test_a_model_is_chosen_by_name(server: Server) -> None:
 
 
 async def test_no_server_is_one_line() -> None:
-    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9/v1/models cannot be reached: "):
-        await ServerModel.connect("http://127.0.0.1:9", "")
+    for url in ("http://127.0.0.1:9", "http://localhost:9"):
+        said = f"{url}/v1/models cannot be reached: no server answers there."
+        with pytest.raises(ServerError, match=f"^{re.escape(said)}$"):
+            await ServerModel.connect(url, "")
 
 
 async def test_our_own_server_is_one_of_them() -> None:
@@ -225,6 +245,7 @@ async def test_our_own_server_is_one_of_them() -> None:
     [
         ({"url": "127.0.0.1:1919"}, "--url 127.0.0.1:1919: allowed: an address such as"),
         ({"url": "http://host:x"}, "--url http://host:x: allowed"),
+        ({"url": "http://a..b"}, "--url http://a..b: allowed"),
         ({"api_key": "a b"}, "--api-key (not shown): allowed"),
         ({"thinking": "hide"}, "--thinking hide: allowed: fold or show"),
         ({"temperature": 3.0}, "--temperature 3.0: allowed: 0 to 2"),
@@ -317,6 +338,57 @@ def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
     assert server.bodies[0]["max_tokens"] == 9
 
 
+@pytest.mark.parametrize(
+    ("typed", "answers", "said"),
+    [
+        ("hi\r\nhi", "Hello.\nHello.\n", ""),
+        ('"""hi"""\n"""\r\nhi\r\n"""  \nhi\n', "Hello.\n" * 3, ""),
+        ('hi\n"""hi\nhi\n', "Hello.\n", 'What begins with """ has to end with """.\n'),
+        (
+            "broken\n",
+            "A beginning\n",
+            "http://[0-9.:]+/v1 ended its answer too early.\n",
+        ),
+    ],
+)
+def test_whatever_comes_through_a_pipe(server: Server, typed: str, answers: str, said: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "minisgl", "chat", "--url", server.url],
+        input=typed.encode(),
+        capture_output=True,
+    )
+    assert result.stdout.decode() == answers
+    assert re.fullmatch(said, result.stderr.decode())
+    assert result.returncode == (1 if said else 0)
+
+
+@pytest.mark.parametrize("question", ["", "stuck\nhi\n"])
+def test_ctrl_c_ends_a_pipe_at_once(server: Server, question: str) -> None:
+    """While it waits for a line that may never come, and in an answer."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "minisgl", "chat", "--url", server.url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"hi\n{question}")
+        process.stdin.flush()
+        before = "Hello.\n" + ("A beginning" if question else "")
+        assert process.stdout.read(len(before)) == before
+        time.sleep(0.5)  # until it asks for more
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130  # its input is still open
+        assert process.stdout.read() == ("\n" if question else "")
+
+
+def test_a_model_cannot_drive_a_terminal_behind_a_pipe(server: Server) -> None:
+    program = f"printf 'think\\n' | {sys.executable} -m minisgl chat --url {server.url}"
+    child = pexpect.spawn("sh", ["-c", program], encoding="utf-8", timeout=60)
+    child.expect(pexpect.EOF)
+    assert "**Yes** [31m, `this`." in child.before
+
+
 @pytest.fixture
 def terminal(server: Server, tmp_path: Path) -> Iterator[pexpect.spawn]:
     """At the first prompt, in a terminal that does not tell where its cursor is."""
@@ -381,6 +453,12 @@ def test_commands_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_pat
     terminal.expect(r"Ctrl-O           shows")
     at_prompt(terminal)
 
+    terminal.send("/system Be :cat:\r")
+    terminal.expect("The system prompt is set")
+    at_prompt(terminal)
+    terminal.send("/system\r")
+    terminal.expect_exact("\x1b[?2004lBe :cat:\r\n")
+    at_prompt(terminal)
     terminal.send('/system """Be\rkind.\r"""\r')
     terminal.expect("The system prompt is set")
     at_prompt(terminal)

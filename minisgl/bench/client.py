@@ -33,12 +33,17 @@ class Answer:
     times: list[float] = field(default_factory=list)  # [len(events)], of arrival
     rest: bytes = b""  # what is no event: all of an answer that is not streamed
 
-    def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The time and the object of each event but the last, [DONE]."""
+    def payloads(self) -> Iterator[tuple[float, bytes]]:
+        """The time of each event but the last, [DONE], and the JSON that it carries."""
         for at, event in zip(self.times, self.events, strict=True):
             data = _data(event)
             if data and data != DONE:
-                yield at, _decode(data)
+                yield at, data
+
+    def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The same, decoded."""
+        for at, data in self.payloads():
+            yield at, _decode(data)
 
     @property
     def done(self) -> bool:

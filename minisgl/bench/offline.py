@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from minisgl.bench.config import BenchConfig, ReportConfig
+from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
 from minisgl.bench.console import make_console
-from minisgl.bench.driver import run_offline
+from minisgl.bench.driver import RunRecord, run_offline
 from minisgl.bench.environment import Environment
 from minisgl.bench.export import write_csv
-from minisgl.bench.limits import Work, engine_peak
+from minisgl.bench.limits import Peak, Work, engine_peak
 from minisgl.bench.load_config import Point
 from minisgl.bench.measured import Measured
 from minisgl.bench.plan import make_plan
@@ -30,7 +30,7 @@ from minisgl.bench.report import (
     write_report,
 )
 from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
-from minisgl.bench.trace import read_trace
+from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Sample
 from minisgl.bench.workload import make_job
 from minisgl.bench.workload_config import WorkloadConfig, check_lengths
@@ -65,76 +65,82 @@ async def bench_offline(
         )
         if engine.config.device == "cpu" and not rows:
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
-        peak = engine_peak(engine.config)
         console.print(f"on {Environment.found().describe()}")
-        settle_memory()
-        repetitions: list[Figures] = []
-        for repetition in range(1, config.repeat + 1):
-            # The last one has the seed that was asked for, so that it is the same for any number of
-            # them; those before it have others, so that it finds nothing in the prefix cache.
-            seed = config.seed + config.repeat - repetition
-            plan = make_plan(
-                workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed
-            )
-            jobs = [
-                make_job(
-                    asked.prompt,
-                    max_tokens=asked.max_tokens,
-                    temperature=config.temperature,
-                    seed=asked.seed,
-                )
-                for asked in plan
-            ]
-            title = f"{repetition} of {config.repeat}"
-            async with watch_engine(console, title, engine, len(jobs)) as timeline:
-                run = await run_offline(engine, jobs)
-            figures = Figures.of(run)
-            repetitions.append(figures)
-            console.print(
-                f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
-                f"{figures.output_tokens_per_s:,.1f} output tok/s"
-            )
-        limit = None
-        if peak is not None:
-            work = Work.of(
-                run,
-                engine.model,
-                engine.config.dtype,
-                max_running=engine.config.max_running_requests,
-            )
-            limit = Limit.of(figures, peak, work)
+        run, measured = await _measure(console, engine, config, workload, sizes, rows)
         setting = Setting.of(engine, asdict(config) | asdict(workload))
-    print_spreads(console, repetitions)
-    print_figures(console, figures, limit)
-    measured = Measured(
-        point=Point(None, None),
-        figures=figures,
-        limit=limit,
-        repetitions=repetitions,
-        spreads=spreads(repetitions),
-        requests=run.requests,
-        timeline=timeline,
-    )
+    print_spreads(console, measured.repetitions)
+    print_figures(console, measured.figures, measured.limit)
     if config.json_file is not None:
-        path = Path(config.json_file)
         write_report(
-            path,
+            Path(config.json_file),
             setting,
             sizes=sizes,
-            figures=figures,
-            limit=limit,
+            figures=measured.figures,
+            limit=measured.limit,
             run=run,
-            repetitions=repetitions,
+            repetitions=measured.repetitions,
             spreads=measured.spreads,
-            timeline=timeline,
+            timeline=measured.timeline,
         )
     if report.csv_file is not None:
-        write_csv(Path(report.csv_file), [({}, figures)])
+        write_csv(Path(report.csv_file), [({}, measured.figures)])
     if report.plot_file is not None:
         from minisgl.bench.plot import plot_points
 
         plot_points(Path(report.plot_file), [measured])
     return 0
+
+
+async def _measure(
+    console: Console,
+    engine: AsyncEngine,
+    config: BenchConfig,
+    workload: WorkloadConfig,
+    sizes: Sizes,
+    rows: Sequence[TraceRow],
+) -> tuple[RunRecord, Measured]:
+    """Every repetition; the record is that of the last one."""
+    peak = engine_peak(engine.config)
+    settle_memory()
+    repetitions: list[Figures] = []
+    for repetition in range(1, config.repeat + 1):
+        # The last one has the seed that was asked for, so that it is the same for any number of
+        # them; those before it have others, so that it finds nothing in the prefix cache.
+        seed = config.seed + config.repeat - repetition
+        plan = make_plan(workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed)
+        jobs = [
+            make_job(
+                asked.prompt,
+                max_tokens=asked.max_tokens,
+                temperature=config.temperature,
+                seed=asked.seed,
+            )
+            for asked in plan
+        ]
+        title = f"{repetition} of {config.repeat}"
+        async with watch_engine(console, title, engine, len(jobs)) as timeline:
+            run = await run_offline(engine, jobs)
+        figures = Figures.of(run)
+        repetitions.append(figures)
+        console.print(
+            f"repetition {title}: {figures.elapsed_s:.2f} s, "
+            f"{figures.output_tokens_per_s:,.1f} output tok/s"
+        )
+    return run, Measured(
+        point=Point(None, None),
+        figures=figures,
+        limit=None if peak is None else _limit(engine, run, figures, peak),
+        repetitions=repetitions,
+        spreads=spreads(repetitions),
+        requests=run.requests,
+        timeline=timeline,
+    )
+
+
+def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) -> Limit:
+    config = engine.config
+    most = config.max_running_requests
+    return Limit.of(figures, peak, Work.of(run, engine.model, config.dtype, max_running=most))
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl.bench.chunk import Chunk, Delta, Usage
 from minisgl.bench.client import Answer, Tally
 from minisgl.bench.driver import RequestRecord
 from minisgl.bench.plan import PlannedRequest
@@ -20,6 +21,8 @@ from minisgl.bench.target import Message, Target, question
 from minisgl.errors import MinisglError
 
 TIMEOUT_S = 600.0
+
+_decode = msgspec.json.Decoder(Chunk).decode
 
 
 class OnlineRunError(MinisglError):
@@ -221,47 +224,47 @@ class _Run:
     def _streamed(self, index: int, answer: Answer) -> StreamedRequest:
         """Raises OnlineRunError."""
         asked = self._plan[index]
-        usage: dict[str, Any] | None = None
+        usage = Usage()
         finished = answer.done
         with_choice: list[float] = []
         for at, chunk in _chunks(answer):
-            if chunk.get("error"):
-                raise OnlineRunError(str(_message(chunk)))
-            usage = chunk.get("usage") or usage
-            choices = chunk.get("choices") or []
-            finished |= any(choice.get("finish_reason") for choice in choices)
+            if chunk.error:
+                raise OnlineRunError(_message({"error": chunk.error}))
+            usage = chunk.usage or usage
+            choices = chunk.choices or []
+            finished |= any(choice.finish_reason for choice in choices)
             with_choice += [at] * bool(choices)
         # An answer may be nothing but tokens without text.
         times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
         if not finished or not times:
             raise OnlineRunError("an answer ended without text or without [DONE]")
-        counts = usage or {}
-        details = counts.get("prompt_tokens_details") or {}
+        num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
         return StreamedRequest(
             sent_s=answer.sent - self._began,
             late_s=self._late_s[index],
             times_s=[at - self._began for at in times],
-            num_prompt_tokens=counts.get("prompt_tokens", len(asked.prompt)),
-            num_cached_tokens=details.get("cached_tokens"),
-            num_output_tokens=counts.get("completion_tokens", len(times)),
-            counted="completion_tokens" in counts,
+            num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            num_cached_tokens=usage.cached_tokens,
+            num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
+            counted=num_output_tokens is not None,
         )
 
 
-def _chunks(answer: Answer) -> Iterator[tuple[float, dict[str, Any]]]:
+def _chunks(answer: Answer) -> Iterator[tuple[float, Chunk]]:
     try:
-        yield from answer.chunks()
-    except msgspec.DecodeError as error:
-        raise OnlineRunError(f"an event of an answer is no JSON: {error}") from error
+        for at, payload in answer.payloads():
+            yield at, _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = f"an event of an answer is not as OpenAI's API has it: {error}"
+        raise OnlineRunError(reason) from error
 
 
 def _texts(answer: Answer) -> Iterator[tuple[float, str]]:
     """The time and the text of each event with a choice; what a model thinks is text, too."""
     for at, chunk in _chunks(answer):
-        for choice in chunk.get("choices") or ():
-            part = choice.get("delta") or choice
-            fields = ("text", "content", "reasoning_content", "reasoning")
-            yield at, "".join(part.get(field) or "" for field in fields)
+        for choice in chunk.choices or ():
+            delta = choice.delta or Delta()
+            yield at, (choice.text or "") + delta.thinking + (delta.content or "")
 
 
 def _reason(answer: Answer) -> str:
@@ -269,7 +272,7 @@ def _reason(answer: Answer) -> str:
     body = b"\n\n".join([*answer.events, answer.rest])
     try:
         message = _message(msgspec.json.decode(body))
-    except (msgspec.DecodeError, AttributeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
         message = body[:500].decode(errors="replace")
     return " ".join(message.split())
 

@@ -41,8 +41,7 @@ from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Watched, watch
 from minisgl.bench.workload import MAX_TOKEN_ID
 from minisgl.bench.workload_config import WorkloadConfig, check_lengths
-from minisgl.config import EngineConfig, option_names
-from minisgl.errors import ConfigError
+from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.server.connection import raise_file_limit
 
 
@@ -166,7 +165,7 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
                 started=started,
             )
         return
-    _refuse_engine_options(wanted.engine)
+    refuse_engine_options(wanted.engine)
     target = replace(target, url=api_base(load.url))
     offered = await first_model(target)
     target = replace(target, model=wanted.engine.model or offered)
@@ -178,15 +177,6 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
         vocab_size=load.vocab_size or MAX_TOKEN_ID + 1,
         started=None,
     )
-
-
-def _refuse_engine_options(config: EngineConfig) -> None:
-    """Raise ConfigError where an option is for an engine that is not started."""
-    plain = EngineConfig(model=config.model)
-    for name, spec in EngineConfig.__dataclass_fields__.items():
-        if getattr(config, name) != getattr(plain, name):
-            allowed = "with --url no engine is started; of its options only --model is allowed"
-            raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
 
 
 def _remote_setting(target: Target) -> Setting:

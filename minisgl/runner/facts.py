@@ -40,4 +40,5 @@ def device_name(device: str) -> str:
     """What people call `device`, cpu or cuda."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    num_threads = torch.get_num_threads()
+    return f"CPU, {num_threads} thread{'s' * (num_threads != 1)}"

@@ -1,0 +1,44 @@
+"""What servers of the OpenAI API send in one event of a streamed answer, as far as it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        return None if details is None else details.cached_tokens
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None  # DeepSeek's name for it, and others'
+    reasoning: str | None = None  # vLLM's and OpenRouter's
+
+    @property
+    def thinking(self) -> str:
+        return self.reasoning_content or self.reasoning or ""
+
+
+class Choice(msgspec.Struct):
+    delta: Delta | None = None  # of a chat
+    text: str | None = None  # of a completion
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
