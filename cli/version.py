@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
-from importlib import metadata
-from pathlib import Path
 
-NAMED = ("minisgl", "torch", "transformers", "triton", "flashinfer-python", "flash-attn")
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
+from minisgl.bench.environment import PACKAGES, Environment, versions
+
 # The backends depend on the model a little; most have such heads.
 HEAD_DIM, GROUP = 128, 4
 
@@ -19,9 +16,9 @@ def version() -> int:
 
     Then the hardware, and the attention backends that run on it.
     """
-    print(f"python {platform.python_version()} on {platform.platform()}")
-    for package in NAMED:
-        print(f"{package} {_version_of(package)}")
+    found = versions()
+    for package in ("python", *PACKAGES):
+        print(f"{package} {found.get(package, 'not installed')}")
     try:
         for line in _hardware():
             print(line, flush=True)
@@ -30,18 +27,15 @@ def version() -> int:
     return 0
 
 
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _hardware() -> Iterator[str]:
+    environment = Environment.found()
+    if environment.commit is not None:
+        yield f"commit {environment.commit}"
+    yield f"platform {environment.platform}"
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield f"cpu {os.cpu_count()} cores, {memory_bytes / 2**30:.1f} GiB of memory"
-    if DRIVER_FILE.is_file():
-        yield f"driver {DRIVER_FILE.read_text().splitlines()[0].removeprefix('NVRM version: ')}"
+    yield f"cpu {environment.cpu}, {environment.num_cpus} cores, {memory_bytes / 2**30:.1f} GiB"
+    if environment.driver is not None:
+        yield f"driver {environment.driver}"
 
     import torch
 
@@ -50,7 +44,7 @@ def _hardware() -> Iterator[str]:
     capability = None
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
-        yield f"cuda {torch.version.cuda}"
+        yield f"cuda {environment.cuda}"
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)
             yield (
@@ -59,6 +53,8 @@ def _hardware() -> Iterator[str]:
             )
     else:
         yield "gpu none that PyTorch can use"
+        for gpu_name in environment.gpus:
+            yield f"gpu of the machine {gpu_name}"
     found = available_backends(capability, HEAD_DIM, GROUP)
     yield f"attention prefill {', '.join(found.prefill)}; decode {', '.join(found.decode)}"
     for name, reason in found.missing.items():

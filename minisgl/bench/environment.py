@@ -43,7 +43,7 @@ class Environment:
             gpus=[f"{name}, {memory}" for name, _, memory in smi],
             driver=smi[0][1] if smi else None,
             cuda=torch.version.cuda,
-            versions=_versions(),
+            versions=versions(),
             commit=checkout_commit(FOLDER),
         )
 
@@ -56,7 +56,8 @@ class Environment:
         return ", ".join(parts)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
