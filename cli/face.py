@@ -22,6 +22,10 @@ class Face(Protocol):
         """
         ...
 
+    def talking(self) -> AbstractContextManager[None]:
+        """Open for as long as lines are read and answered."""
+        ...
+
     def answering(self) -> AbstractContextManager[None]:
         """`think` and `write` are for the time while this is open."""
         ...

@@ -55,17 +55,22 @@ app.add_typer(verbs)
 # The base of all errors in the use of a command line. Typer has it from click or from its own copy
 # of click, by version, and makes public only this subclass.
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+# What people try first.
+ALSO = {"": "--help", "help": "--help", "--version": "version"}
 
 
 def main() -> int:
     """The entry point. Returns the exit code: 2 for a caller's mistake, 130 for Ctrl-C."""
     try:
-        arguments = sys.argv[1:] or ["--help"]
+        arguments = sys.argv[1:]
+        said = " ".join(arguments)
+        arguments = [ALSO[said]] if said in ALSO else arguments
         return app(arguments, prog_name="minisgl", standalone_mode=False) or 0
     except MinisglError as error:
         return _fail(str(error), error.exit_code)
     except UsageError as error:
-        return _fail(f"{error.format_message()} (see minisgl --help)", 2)
+        command = error.ctx.command_path if error.ctx else "minisgl"
+        return _fail(f"{error.format_message()} (see {command} --help)", 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough

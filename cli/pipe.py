@@ -41,6 +41,9 @@ class Pipe:
                 break
         return "\n".join(lines) if lines else None
 
+    def talking(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         self._has_written = False

@@ -36,12 +36,13 @@ class Repl:
 
     async def run(self) -> int:
         """Returns how many questions and commands failed."""
-        while (typed := await self._read()) is not None:
-            then = self._take(typed)
-            if then is Then.LEAVE:
-                break
-            if then is Then.ANSWER:
-                await self._answer()
+        with self._face.talking():
+            while (typed := await self._read()) is not None:
+                then = self._take(typed)
+                if then is Then.LEAVE:
+                    break
+                if then is Then.ANSWER:
+                    await self._answer()
         return self._session.num_failed
 
     def _take(self, typed: str) -> Then:

@@ -149,7 +149,8 @@ async def _whole(http: HttpAnswer) -> bytes:
     """The body of an answer that is not streamed. Raises ServerError for a status of failure."""
     body = b"".join([piece async for piece in http.pieces()])
     if http.status != 200:
-        raise _error_of(body, f"The server answers {http.status}")
+        error = _error_of(body, f"The server answers {http.status}")
+        raise ServerError(f"{error} --api-key gives it a key.") if http.status == 401 else error
     return body
 
 

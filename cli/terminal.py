@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.theme import Theme
@@ -48,16 +48,18 @@ class Terminal:
                 interrupted = True
                 self.note("Ctrl-C once more or Ctrl-D leaves.")
 
+    def talking(self) -> AbstractContextManager[None]:
+        return _silent_keys()
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         kind = PlainView if self._plain else MarkdownView
         self._view = kind(self._console, show_thinking=self._show_thinking)
-        with _silent_keys():
-            try:
-                yield
-            finally:
-                self._view.close()
-                self._thoughts = self._view.thoughts.strip()
+        try:
+            yield
+        finally:
+            self._view.close()
+            self._thoughts = self._view.thoughts.strip()
 
     def think(self, text: str) -> None:
         assert self._view is not None
@@ -84,8 +86,8 @@ class Terminal:
 
 @contextmanager
 def _silent_keys() -> Iterator[None]:
-    """What is typed meanwhile is not shown, which would disturb the drawing, and not lost: the
-    prompt finds it later."""
+    """What is typed while there is no prompt is not shown, which would disturb the drawing, and
+    not lost: the next prompt finds it, Enter as Enter."""
     try:
         before = termios.tcgetattr(sys.stdin)
     except (termios.error, ValueError):

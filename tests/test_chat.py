@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -705,6 +706,22 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     terminal.expect("Took back “Hello!”; 1 turn left")
     at_prompt(terminal)
 
+    terminal.send("/exit\r")
+    assert left(terminal) == 0
+
+
+def test_what_is_typed_between_prompts_stays_a_line(
+    terminal: pexpect.spawn, tmp_path: Path
+) -> None:
+    """There the terminal must not make Ctrl-J of Enter."""
+    file = tmp_path / "long.json"
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    file.write_text(json.dumps(turn * 100_000))
+    terminal.send(f"/load {file}\r")
+    terminal.expect(r"\x1b\[\?2004l")  # the prompt has given the terminal back
+    terminal.send("/set top_k 7\r")
+    terminal.expect_exact("top_k is 7.")
+    at_prompt(terminal)
     terminal.send("/exit\r")
     assert left(terminal) == 0
 

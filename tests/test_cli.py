@@ -240,6 +240,21 @@ def test_comparing_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
+def test_what_people_try_first_works() -> None:
+    assert minisgl("help").stdout == minisgl("--help").stdout == minisgl().stdout
+    assert minisgl("--version").stdout.startswith("python ")
+
+
+def test_a_mistake_names_the_help_of_its_command() -> None:
+    result = minisgl("bench", "latency", "now")
+    assert result.returncode == 2
+    assert result.stderr.endswith("(see minisgl bench latency --help)\n")
+
+
+def test_help_shows_brackets() -> None:
+    assert "minisgl[plot]" in "".join(minisgl("bench", "--help").stdout.split())
+
+
 def test_version_names_what_a_bug_report_needs() -> None:
     result = minisgl("version")
     assert result.returncode == 0

@@ -93,7 +93,7 @@ def _download(name: str, *, with_weights: bool) -> Path:
     except LocalEntryNotFoundError as error:
         raise ModelNotFoundError(
             f"{name} is no folder, it is not (wholly) in the local cache, and Hugging Face cannot "
-            "be reached; give a local folder, or go online."
+            "be reached; give a local folder, or go online. Without --model the demo model runs."
         ) from error
     except Exception as error:  # the Hub's client lets those of its HTTP library through
         reason = (str(error) or type(error).__name__).splitlines()[0]

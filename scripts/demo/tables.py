@@ -28,7 +28,7 @@ def tables() -> dict[str, Any]:
             entry = options.setdefault(option.opts[0], empty)
             entry["commands"].append(name)
             _add(entry["defaults"], _shown(option.default), name)
-            _add(entry["helps"], option.help, name)
+            _add(entry["helps"], option.help.replace(r"\[", "["), name)
     return {
         "options": list(options.values()),
         "commands": {name: command.help.splitlines()[0] for name, command in commands.items()},
