@@ -118,9 +118,10 @@ def many_candidates(num_rows: int) -> list[Tiles]:
 def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
     """The tiles in use with those of one of both products changed."""
     from minisgl.kernels.triton_experts import ManyTiles, tiles
+    from minisgl.kernels.triton_launch import shared_bytes_of
 
     found = many_candidates(num_rows)
-    now = tiles(num_rows, weights, ROUTING)
+    now = tiles(num_rows, weights, ROUTING, shared_bytes_of(weights.down.device))
     if not isinstance(now, ManyTiles):
         now = ManyTiles(found[0], found[0])
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]

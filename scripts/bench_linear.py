@@ -193,11 +193,12 @@ def start(problem: Problem, cublas_s: float) -> str:
 
 def candidates(shape: Shape, m: int) -> list[Tiles]:
     """Those worth a try; the tiles in use come first."""
+    from minisgl.kernels.triton_launch import shared_bytes_of
     from minisgl.kernels.triton_linear import Tiles, tiles, workspace_size
 
     halves = 2 if shape.gated else 1
     n, k = shape.n // halves, shape.k
-    found = [tiles(m, shape.n, k, gated=shape.gated)]
+    found = [tiles(m, shape.n, k, shared_bytes_of(DEVICE), gated=shape.gated)]
     block_m = max(16, 1 << (m - 1).bit_length())
 
     def add(how: Tiles, *waves: float) -> None:
@@ -327,6 +328,7 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
 
 def compare(shapes: list[Shape], rows: list[int]) -> None:
     from minisgl.kernels.cublaslt import load_products
+    from minisgl.kernels.triton_launch import shared_bytes_of
     from minisgl.kernels.triton_linear import tiles
 
     workspace, products = make_workspace(), load_products(DTYPE, DEVICE)
@@ -338,7 +340,8 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
             if products is not None and products(problem.x, problem.weights[0]) is not None:
                 line += f" tuned {time_s(problem.calls(products)) * 1e6:6.2f}"
             if len(problem.x) <= 256:
-                how = tiles(len(problem.x), shape.n, shape.k, gated=shape.gated)
+                size = (len(problem.x), shape.n, shape.k)
+                how = tiles(*size, shared_bytes_of(DEVICE), gated=shape.gated)
                 right = "" if problem.is_right(how) else " WRONG"
                 alone_s, took_s = (problem.time_s(how, pdl) for pdl in (False, True))
                 line += f" no pdl {alone_s * 1e6:6.2f} pdl {result(problem, took_s, how)}{right}"
@@ -352,6 +355,7 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     from minisgl.kernels import triton_linear as ours
     from minisgl.kernels.triton_activation import silu_mul
     from minisgl.kernels.triton_heads import turn_and_store
+    from minisgl.kernels.triton_launch import shared_bytes_of
     from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
 
     shapes = {shape.name: shape for shape in SHAPES[model] if shape.name not in ("head", "gate_up")}
@@ -392,7 +396,7 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     def fused(residual: Tensor, prefetch: int | None = None) -> None:
         m = len(residual)
         how = {
-            name: ours.tiles(m, shape.n, shape.k, gated=shape.gated)
+            name: ours.tiles(m, shape.n, shape.k, shared_bytes_of(DEVICE), gated=shape.gated)
             for name, shape in shapes.items()
         }
         if prefetch is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from minisgl.kernels import experts, triton_experts
 from minisgl.kernels.experts import ExpertWeights, Routing
 from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
+from minisgl.kernels.triton_launch import shared_bytes_of
 
 MAX_FEW_ROWS = 16
 
@@ -37,10 +38,11 @@ def random_logits(
 def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
     """Tiles to take: those for so many rows, for many and, where that makes sense, for few."""
     few = FewTiles(Tiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
+    room = shared_bytes_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        triton_experts.tiles(num_rows, weights, routing),
-        triton_experts.tiles(max(num_rows, 1000), weights, routing),
+        triton_experts.tiles(num_rows, weights, routing, room),
+        triton_experts.tiles(max(num_rows, 1000), weights, routing, room),
     ]
 
 

@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 from expert_cases import check_choose, check_equals, check_mix, check_nan
 
-from minisgl.kernels.experts import Routing
+from minisgl.kernels.experts import ExpertWeights, Routing
+from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles, tiles
+from minisgl.kernels.triton_launch import H200_SHARED_BYTES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -72,3 +74,41 @@ def test_mix(
         pdl=False,
         crowded=crowded,
     )
+
+
+# Of Qwen3-30B-A3B
+ROUTING, NUM_EXPERTS, HIDDEN_SIZE, SIZE = Routing(8, normalize=True), 128, 2048, 768
+
+
+def weights_of(dtype: torch.dtype) -> ExpertWeights:
+    """Shapes alone."""
+    return ExpertWeights(
+        torch.empty(NUM_EXPERTS, 2 * SIZE, HIDDEN_SIZE, dtype=dtype, device="meta"),
+        torch.empty(NUM_EXPERTS, HIDDEN_SIZE, SIZE, dtype=dtype, device="meta"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, H200_SHARED_BYTES])
+def test_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> None:
+    """What Triton 3.6 compiles for sm_80, sm_89, sm_90 and sm_120 takes no more than the tiles in
+    flight, and for sm_100 up to 32 bytes more, for barriers. The other kernels take 50 KB at most.
+    """
+    weights = weights_of(dtype)
+    for how in {tiles(num_rows, weights, ROUTING, shared_bytes) for num_rows in range(1, 16385)}:
+        products = [(how.inner, 2), *([(how.outer, 1)] if isinstance(how, ManyTiles) else [])]
+        for product, halves in products:
+            rows = product.block_n * halves + product.block_m
+            stage_bytes = rows * product.block_k * dtype.itemsize
+            assert stage_bytes * product.num_stages <= shared_bytes
+            assert product.num_stages >= 2  # one at work, one under way
+
+
+def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
+    measured = {
+        1: FewTiles(Tiles(32, 16, 128, num_warps=4, num_stages=4), block_n=8, block_k=256),
+        64: ManyTiles(Tiles(64, 16, 128, 4, 3), Tiles(64, 16, 128, 4, 3)),
+        16384: ManyTiles(Tiles(128, 128, 64, 8, 4, places=8), Tiles(128, 256, 64, 8, 3, places=4)),
+    }
+    for num_rows, how in measured.items():
+        assert tiles(num_rows, weights_of(torch.bfloat16), ROUTING, H200_SHARED_BYTES) == how

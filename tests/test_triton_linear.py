@@ -17,8 +17,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from minisgl.kernels import reference
+from minisgl.kernels import reference, triton_linear
+from minisgl.kernels.triton_launch import H200_SHARED_BYTES
 from minisgl.kernels.triton_linear import (
+    MAX_ROWS,
     LinearWorkspace,
     Norm,
     Tiles,
@@ -186,12 +188,68 @@ def test_no_rows() -> None:
 SHAPES = [(4096, 1024), (1024, 2048), (151936, 1024), (7168, 5120), (5120, 17408), (130, 100)]
 
 
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_workspace_is_large_enough_for_any_call(n: int, k: int) -> None:
-    room = LinearWorkspace.allocate(SHAPES, 256, torch.device("meta"))
+SHARED_BYTES = [99 << 10, 163 << 10, H200_SHARED_BYTES]  # of compute capability 8.6, 8.0 and 9.0
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (1024, 3072)])
+def test_a_workspace_is_large_enough_for_any_call(
+    n: int, k: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_linear, "shared_bytes_of", lambda device: shared_bytes)
+    room = LinearWorkspace.allocate([(n, k)], 256, torch.device("meta"))
     for m in range(1, 257):
         for gated in (False, True):
-            partials, arrivals = workspace_size(m, n, k, tiles(m, n, k, gated=gated), gated=gated)
+            how = tiles(m, n, k, shared_bytes, gated=gated)
+            partials, arrivals = workspace_size(m, n, k, how, gated=gated)
             assert partials <= room.partials.numel() and arrivals <= room.arrivals.numel()
-            how = tiles(m, n, k, gated=gated, may_split=False)
+            how = tiles(m, n, k, shared_bytes, gated=gated, may_split=False)
             assert workspace_size(m, n, k, how, gated=gated) == (0, 0)
+
+
+# n, k and whether gated, of Qwen3-0.6B, 8B, 14B and 32B, Llama-3.1-8B and Qwen3-30B-A3B
+OF_MODELS = [
+    (4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False),
+    (6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False),
+    (7168, 5120, False), (5120, 5120, False), (34816, 5120, True), (5120, 17408, False),
+    (10240, 5120, False), (5120, 8192, False), (51200, 5120, True), (5120, 25600, False),
+    (28672, 4096, True), (4096, 14336, False), (128256, 4096, False), (151936, 1024, False),
+    (5120, 2048, False), (2048, 4096, False), (128, 2048, False),
+]  # fmt: skip
+
+
+def shared_bytes_of(how: Tiles, k: int, *, gated: bool) -> int:
+    """What a program takes at most: a stream its tiles in flight, a burst all of W and one tile of
+    x. What Triton 3.6 compiles for sm_80, sm_89, sm_90 and sm_120 takes no more, and for sm_100 up
+    to 32 bytes more, for barriers."""
+    rows_of_w = how.block_n * (2 if gated else 1)
+    if how.burst:
+        return (rows_of_w * -(-k // how.block_k) + how.block_m) * how.block_k * 2
+    return (rows_of_w + how.block_m) * how.block_k * 2 * how.num_stages
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
+@pytest.mark.parametrize(("n", "k", "gated"), OF_MODELS)
+def test_tiles_fit_into_shared_memory(n: int, k: int, gated: bool, shared_bytes: int) -> None:
+    for m in range(1, MAX_ROWS + 1):
+        for may_split in (False, True):
+            how = tiles(m, n, k, shared_bytes, gated=gated, may_split=may_split)
+            assert shared_bytes_of(how, k, gated=gated) <= shared_bytes
+            assert how.num_stages >= 2  # one at work, one under way
+
+
+def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
+    burst = Tiles(16, 16, 1024, groups=8, num_warps=8, burst=True)
+    measured = {
+        (8, 4096, 1024, False): replace(burst, block_m=8),
+        (16, 1024, 3072, False): burst,
+        (16, 6144, 4096, False): Tiles(64, 16, 64, splits=4, num_stages=6, prefetch=256),
+        (32, 4096, 4096, False): Tiles(64, 32, 128, splits=2, num_stages=6, prefetch=256),
+        (64, 1024, 3072, False): Tiles(64, 64, 128, splits=6, num_stages=6, prefetch=256),
+        (128, 1024, 3072, False): Tiles(64, 64, 128, splits=4),
+        (16, 6144, 1024, True): burst,
+        (32, 6144, 1024, True): Tiles(64, 32, 128, splits=2, prefetch=256),
+        (64, 34816, 5120, True): Tiles(64, 64, 128),
+    }
+    for (m, n, k, gated), how in measured.items():
+        assert tiles(m, n, k, H200_SHARED_BYTES, gated=gated) == how

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.kernels import reference
+from minisgl.kernels.triton_launch import compiles_gated_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.cublaslt import Products
@@ -190,7 +191,7 @@ def norm_and_linear(
     if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
-        if triton_linear.can_leave_norm(rows.shape[0], *weight.shape):
+        if triton_linear.can_leave_norm(rows.shape[0], *weight.shape, device=rows.device):
             its_norm = triton_linear.Norm(norm_weight, eps, squares)
             hidden = torch.empty_like(rows)
             return hidden, triton_linear.linear(rows, weight, norm=its_norm, normed=hidden), rows
@@ -210,7 +211,8 @@ def norm_linear_silu_mul(
     if kernels is not None and squares is not None:
         from minisgl.kernels import triton_linear
 
-        if triton_linear.is_norm_worth_it(rows.shape[0], *weight.shape, gated=True):
+        worth_it = triton_linear.is_norm_worth_it(rows.shape[0], *weight.shape, gated=True)
+        if worth_it and compiles_gated_norm(rows.device):
             its_norm = triton_linear.Norm(norm_weight, eps, squares)
             return triton_linear.linear_silu_mul(
                 rows, weight, norm=its_norm, workspace=kernels.workspace

@@ -21,7 +21,7 @@ A row's sum does not depend on the other rows, but for the tiles that its expert
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,7 +29,12 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_launch import pdl_options, warps_for
+from minisgl.kernels.triton_launch import (
+    fitting_stages,
+    pdl_options,
+    shared_bytes_of,
+    warps_for,
+)
 from minisgl.kernels.triton_linear import _from_here
 
 MAX_FEW_PAIRS = 8
@@ -89,7 +94,7 @@ def mix(
     tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
     if how is None:
-        how = tiles(len(x), experts, routing)
+        how = tiles(len(x), experts, routing, shared_bytes_of(x.device))
     if len(x) == 0:
         return (torch.empty_like(x), None) if residual is None else (residual, x.new_empty((0, 1)))
     if isinstance(how, FewTiles):
@@ -97,16 +102,23 @@ def mix(
     return _mix_many(x, logits, experts, routing, residual, how, pdl)
 
 
-def tiles(num_rows: int, experts: ExpertWeights, routing: Routing) -> FewTiles | ManyTiles:
-    """By the number of pairs that an expert has, if they spread evenly."""
+def tiles(
+    num_rows: int, experts: ExpertWeights, routing: Routing, shared_bytes: int
+) -> FewTiles | ManyTiles:
+    """By the number of pairs that an expert has, if they spread evenly. For an H200; where a
+    program may have less than its shared memory, fewer tiles are in flight."""
     num_experts, _, size = experts.down.shape
+    itemsize = experts.down.itemsize
     num_pairs = num_rows * routing.num_chosen
     if num_pairs <= MAX_FEW_PAIRS:
         few = FewTiles()
         held = triton.next_power_of_2(routing.num_chosen) * triton.cdiv(size, few.block_k)
         held *= few.block_k
         if held <= _HELD:
-            return FewTiles(block_n=min(1 << (_HELD // held).bit_length() - 1, few.block_n))
+            block_n = min(1 << (_HELD // held).bit_length() - 1, few.block_n)
+            return replace(
+                few, inner=_fitting(few.inner, 2, itemsize, shared_bytes), block_n=block_n
+            )
     if experts.down.dtype == torch.float32:  # for tests
         slow = Tiles(32, 16, 32, num_warps=4, num_stages=2, places=2)
         return ManyTiles(slow, slow)
@@ -121,7 +133,16 @@ def tiles(num_rows: int, experts: ExpertWeights, routing: Routing) -> FewTiles |
         inner, outer = Tiles(64, 128, 64, 4, 3, places=4), Tiles(128, 64, 64, 4, 4, places=8)
     else:
         inner, outer = Tiles(128, 128, 64, 8, 4, places=8), Tiles(128, 256, 64, 8, 3, places=4)
-    return ManyTiles(inner, outer)
+    return ManyTiles(
+        inner=_fitting(inner, 2, itemsize, shared_bytes),
+        outer=_fitting(outer, 1, itemsize, shared_bytes),
+    )
+
+
+def _fitting(how: Tiles, halves: int, itemsize: int, shared_bytes: int) -> Tiles:
+    """As many tiles in flight as there is room for. halves: 2 of the gated product, else 1."""
+    stage_bytes = (how.block_n * halves + how.block_m) * how.block_k * itemsize
+    return replace(how, num_stages=fitting_stages(how.num_stages, stage_bytes, shared_bytes))
 
 
 def _mix_few(

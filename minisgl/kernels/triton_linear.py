@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.triton_launch import pdl_options
+from minisgl.kernels.triton_launch import fitting_stages, pdl_options, shared_bytes_of
 
 MAX_ROWS = 128  # with more, is_worth_it says no
 
@@ -86,8 +86,9 @@ class LinearWorkspace:
         cls, shapes: Iterable[tuple[int, int]], max_rows: int, device: torch.device
     ) -> LinearWorkspace:
         """Room for maps of these (n, k), plain or gated (n counting both halves)."""
+        shared_bytes = shared_bytes_of(device)
         sizes = [
-            workspace_size(m, n, k, tiles(m, n, k, gated=gated), gated=gated)
+            workspace_size(m, n, k, tiles(m, n, k, shared_bytes, gated=gated), gated=gated)
             for n, k in shapes
             for m in _block_rows(max_rows)
             for gated in (False, True)
@@ -175,17 +176,19 @@ def linear_add(
 # -- the choice of tiles ---------------------------------------------------------------------------
 
 _NUM_SMS = 132
-_MAX_SHARED_BYTES = 220 << 10
 
 
-def tiles(m: int, n: int, k: int, *, gated: bool = False, may_split: bool = True) -> Tiles:
+def tiles(
+    m: int, n: int, k: int, shared_bytes: int, *, gated: bool = False, may_split: bool = True
+) -> Tiles:
     """For half precision on an H200, by scripts/bench_linear.py --tune and by the time of whole
-    steps. n counts both halves of a gated map."""
+    steps; where a program may have less than its shared memory, with what fits. n counts both
+    halves of a gated map."""
     halves = 2 if gated else 1
     n //= halves
     if m > 64:
-        return _tiles_of_many_rows(m, n, k, may_split)
-    if m <= 16 and (how := _burst_tiles(m, n, k, halves)) is not None:
+        return _tiles_of_many_rows(m, n, k, halves, shared_bytes, may_split)
+    if m <= 16 and (how := _burst_tiles(m, n, k, halves, shared_bytes)) is not None:
         return how
 
     block_m = max(16, triton.next_power_of_2(m))
@@ -207,24 +210,32 @@ def tiles(m: int, n: int, k: int, *, gated: bool = False, may_split: bool = True
     # Deep pipelines where a program has its place to itself, as gated ones have at any depth.
     alone = resident == 1 and (num_tiles <= _NUM_SMS or (gated and num_tiles > 2 * _NUM_SMS))
     stage_bytes = (64 * halves + block_m) * how.block_k * 2
-    deep = (narrow or alone) and stage_bytes * 6 <= _MAX_SHARED_BYTES
+    deep = (narrow or alone) and stage_bytes * 6 <= shared_bytes
     return replace(
         how,
-        num_stages=6 if deep else 4,
+        num_stages=6 if deep else fitting_stages(4, stage_bytes, shared_bytes),
         prefetch=256 if num_tiles * splits <= _NUM_SMS * resident else 0,
     )
 
 
-def _burst_tiles(m: int, n: int, k: int, halves: int) -> Tiles | None:
-    """For at most 96 KiB of W in a program, and two programs on a multiprocessor."""
+def _burst_tiles(m: int, n: int, k: int, halves: int, shared_bytes: int) -> Tiles | None:
+    """For at most 96 KiB of W in a program, and two programs on a multiprocessor. All of it and a
+    tile of x pass through shared memory, on their way to the threads that multiply them."""
     block_k = min(max(triton.next_power_of_2(k), 128), 1024)
-    if triton.cdiv(k, block_k) * halves > 3 or triton.cdiv(n, 16) > 2 * _NUM_SMS:
+    block_m = 8 if m <= 8 else 16
+    num_tiles = triton.cdiv(k, block_k) * halves
+    if num_tiles > 3 or triton.cdiv(n, 16) > 2 * _NUM_SMS:
         return None
-    return Tiles(16, 8 if m <= 8 else 16, block_k, groups=8, num_warps=8, burst=True)
+    if (16 * num_tiles + block_m) * block_k * 2 > shared_bytes:
+        return None
+    return Tiles(16, block_m, block_k, groups=8, num_warps=8, burst=True)
 
 
-def _tiles_of_many_rows(m: int, n: int, k: int, may_split: bool) -> Tiles:
-    how = Tiles(64, 64, 128)
+def _tiles_of_many_rows(
+    m: int, n: int, k: int, halves: int, shared_bytes: int, may_split: bool
+) -> Tiles:
+    stage_bytes = (64 * halves + 64) * 128 * 2
+    how = Tiles(64, 64, 128, num_stages=fitting_stages(4, stage_bytes, shared_bytes))
     num_tiles = triton.cdiv(n, how.block_n) * triton.cdiv(m, how.block_m)
     if not may_split:
         return how
@@ -247,9 +258,11 @@ def is_norm_worth_it(m: int, n: int, k: int, *, gated: bool) -> bool:
     return m <= 32 and k <= 2048 and is_worth_it(m, n, k, gated=gated)
 
 
-def can_leave_norm(m: int, n: int, k: int) -> bool:
+def can_leave_norm(m: int, n: int, k: int, *, device: torch.device) -> bool:
     """Whether `linear` can leave the norm, and that is faster than two launches."""
-    return is_norm_worth_it(m, n, k, gated=False) and tiles(m, n, k).burst
+    if not is_norm_worth_it(m, n, k, gated=False):
+        return False
+    return tiles(m, n, k, shared_bytes_of(device)).burst
 
 
 def _block_rows(max_rows: int) -> list[int]:
@@ -284,7 +297,8 @@ def _launch(
     assert residual is None or (residual.is_contiguous() and residual.shape == (m, n))
     assert norm is None or (norm.squares.is_contiguous() and norm.squares.shape[0] == m)
     if how is None:
-        how = tiles(m, n, k, gated=gated, may_split=workspace is not None)
+        may_split = workspace is not None
+        how = tiles(m, n, k, shared_bytes_of(x.device), gated=gated, may_split=may_split)
     if gated:
         n //= 2
     across_n, across_m = triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m)

@@ -10,12 +10,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minisgl.kernels import reference
+from minisgl.kernels.triton_launch import shared_bytes_of
 from minisgl.kernels.triton_linear import (
     LinearWorkspace,
     Norm,
     linear,
     linear_add,
     linear_silu_mul,
+    tiles,
 )
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +70,25 @@ def test_linear(n: int, k: int, workspace: LinearWorkspace) -> None:
             assert_rounded(linear(x, weight), expected[:m])
             assert torch.equal(split, linear(x, weight, workspace=workspace, pdl=False))
     assert not workspace.arrivals.any()
+
+
+def test_shared_memory_is_that_of_the_device() -> None:
+    expected = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+    assert shared_bytes_of(GPU) == expected[torch.cuda.get_device_capability(GPU)] << 10
+    assert shared_bytes_of(torch.device("cuda")) == shared_bytes_of(GPU)
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10])
+@pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (7168, 5120)])
+def test_tiles_for_less_shared_memory(
+    n: int, k: int, shared_bytes: int, workspace: LinearWorkspace
+) -> None:
+    """Those of GPUs that have less."""
+    x, weight = random(max(ROWS), k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
+    expected = exact(x, weight)
+    for m in ROWS:
+        how = tiles(m, n, k, shared_bytes)
+        assert_rounded(linear(x[:m], weight, workspace=workspace, how=how), expected[:m])
 
 
 @pytest.mark.parametrize("m", [1, 3, 64, 256])
