@@ -35,7 +35,7 @@ from minisgl.kernels.triton_launch import (
     shared_bytes_of,
     warps_for,
 )
-from minisgl.kernels.triton_linear import _from_here
+from minisgl.kernels.triton_linear import from_here
 
 MAX_FEW_PAIRS = 8
 _MAX_LISTED = 4096  # pairs that a program looks at at a time
@@ -96,7 +96,7 @@ def mix(
     if how is None:
         how = tiles(len(x), experts, routing, shared_bytes_of(x.device))
     if len(x) == 0:
-        return (torch.empty_like(x), None) if residual is None else (residual, x.new_empty((0, 1)))
+        return _place_for_sum(x, residual, 1)
     if isinstance(how, FewTiles):
         return _mix_few(x, logits, experts, routing, residual, how, pdl)
     return _mix_many(x, logits, experts, routing, residual, how, pdl)
@@ -179,9 +179,7 @@ def _mix_few(
         **numbers,
     )
     num_blocks = triton.cdiv(hidden_size, how.block_n)
-    out, squares = torch.empty_like(x), None
-    if residual is not None:
-        out, squares = residual, x.new_empty((num_rows, num_blocks), dtype=torch.float32)
+    out, squares = _place_for_sum(x, residual, num_blocks)
     _few_outer[(num_blocks, num_rows)](
         out,
         squares,
@@ -228,12 +226,12 @@ def _mix_many(
     )
     inner = x.new_empty((chosen.numel(), size))
     shares = x.new_empty((chosen.numel(), hidden_size))
-    for source, weight, target, shared in (
+    for source, weight, target, product in (
         (x, experts.gate_up, inner, how.inner),
         (inner, experts.down, shares, how.outer),
     ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
-        across = triton.cdiv(num_outputs, shared.block_n) * shared.places
+        across = triton.cdiv(num_outputs, product.block_n) * product.places
         _expert_product[(across, num_experts)](
             source,
             weight,
@@ -245,21 +243,19 @@ def _mix_many(
             num_outputs=num_outputs,
             num_inputs=num_inputs,
             num_chosen=num_chosen,
-            places=shared.places,
+            places=product.places,
             gated=source is x,
             exact=x.dtype == torch.float32,
-            block_n=shared.block_n,
-            block_m=shared.block_m,
-            block_k=shared.block_k,
-            num_warps=shared.num_warps,
-            num_stages=shared.num_stages,
+            block_n=product.block_n,
+            block_m=product.block_m,
+            block_k=product.block_k,
+            num_warps=product.num_warps,
+            num_stages=product.num_stages,
             **options,
         )
     block = min(triton.next_power_of_2(hidden_size), 1024)
     num_blocks = triton.cdiv(hidden_size, block)
-    out, squares = torch.empty_like(x), None
-    if residual is not None:
-        out, squares = residual, x.new_empty((num_rows, num_blocks), dtype=torch.float32)
+    out, squares = _place_for_sum(x, residual, num_blocks)
     # The rows first: the other dimensions of a grid end at 65,535.
     _add_shares[(num_rows, num_blocks)](
         out,
@@ -272,6 +268,15 @@ def _mix_many(
         **options,
     )
     return out, squares
+
+
+def _place_for_sum(
+    x: Tensor, residual: Tensor | None, num_blocks: int
+) -> tuple[Tensor, Tensor | None]:
+    """Where a row's sum goes and, if it is added to a residual, the squares of each block."""
+    if residual is None:
+        return torch.empty_like(x), None
+    return residual, x.new_empty((len(x), num_blocks), dtype=torch.float32)
 
 
 def choose(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
@@ -483,7 +488,7 @@ def _few_outer(
 
     product = tl.zeros([places, block_n, block_k], tl.float32)
     for i in tl.static_range(pieces):
-        product += _from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
+        product += from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
     kind = out.dtype.element_ty
     result = tl.sum(product, 2).to(kind).to(tl.float32) * share.to(kind).to(tl.float32)[:, None]
     result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)

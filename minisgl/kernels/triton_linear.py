@@ -392,7 +392,7 @@ def _load(at: tl.tensor, inside: tl.tensor, whole: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _from_here(x: tl.tensor, pdl: tl.constexpr) -> tl.tensor:
+def from_here(x: tl.tensor, pdl: tl.constexpr) -> tl.tensor:
     """x; what is made of it stays behind this point. The compiler would make it as soon as x is
     asked for, and so wait for x, before it asks for anything else."""
     if pdl:
@@ -710,22 +710,22 @@ def _burst_kernel(
     tl.debug_barrier()  # all loads are on their way
 
     if norm_weight is not None:
-        found = _from_here(found, pdl)
+        found = from_here(found, pdl)
         scale = _spread(tl.rsqrt(tl.sum(found, 1) / k + eps), groups)
     acc = _zeros(block_n, block_m, groups)
     up = acc
     for i in tl.static_range(pieces):
-        piece = _from_here(rows[i], pdl)
+        piece = from_here(rows[i], pdl)
         if norm_weight is not None:
-            piece = _normed(piece, scale, _from_here(factor[i], pdl))
+            piece = _normed(piece, scale, from_here(factor[i], pdl))
         if normed is not None:  # noqa: SIM102 - decided when compiled, the other when run
             if n_tile == 0:
                 element = i * block_k + columns
                 exists = _spread(row < num_rows, groups) & (element < k)
                 tl.store(normed + _spread(row * k, groups) + element, piece, mask=exists)
-        acc = _multiply(_from_here(w[i], pdl), piece, acc, groups)
+        acc = _multiply(from_here(w[i], pdl), piece, acc, groups)
         if gated:
-            up = _multiply(_from_here(up_w[i], pdl), piece, up, groups)
+            up = _multiply(from_here(up_w[i], pdl), piece, up, groups)
     acc = _total(acc, groups)
     up = _total(up, groups) if gated else acc
     _finish(out, squares, acc, up, bias, residual, row, column, num_rows, n, gated)
