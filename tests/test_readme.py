@@ -18,6 +18,11 @@ from minisgl_cli.config import ChatConfig
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
+def test_the_first_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(README.partition("```python\n")[2].partition("```")[0])
+    assert capsys.readouterr().out == "The capital of France is Paris.\n"
+
+
 def row(spec: Field[Any]) -> str:
     names = ", ".join(f"`{name}`" for name in option_names(spec))
     unset = spec.default in (None, "", ())  # the help says what happens then
