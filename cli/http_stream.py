@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
+from minisgl.bench.target import unreachable
 from minisgl.errors import MinisglError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -84,10 +85,7 @@ async def request(
         reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
         raise ServerError(f"{url} cannot be reached: {reason}.") from error
     except OSError as error:
-        # asyncio lists the addresses that it has tried.
-        refused = "Connect call failed" in str(error)
-        reason = "no server answers there" if refused else str(error.strerror or error)
-        raise ServerError(f"{url} cannot be reached: {reason}.") from error
+        raise ServerError(unreachable(url, error)) from error
     path = parts.path + (f"?{parts.query}" if parts.query else "")
     lines = [f"{method} {path or '/'} HTTP/1.1", f"host: {parts.netloc.rpartition('@')[2]}"]
     fixed = {"connection": "close", "content-length": str(len(body))}

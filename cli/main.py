@@ -70,7 +70,7 @@ def main() -> int:
         return _fail(str(error), error.exit_code)
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "minisgl"
-        return _fail(f"{error.format_message()} (see {command} --help)", 2)
+        return _fail(f"{_misused(error)} (see {command} --help)", 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough
@@ -78,6 +78,17 @@ def main() -> int:
         return 1
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error} (LOG_LEVEL=DEBUG shows where)", 1)
+
+
+def _misused(error: Any) -> str:
+    """What a UsageError says; of a missing argument also all that the command takes."""
+    message = str(error.format_message())
+    if not message.startswith("Missing argument") or error.ctx is None:
+        return message
+    parts = error.ctx.command.params
+    taken = [part.metavar for part in parts if part.param_type_name == "argument"]
+    missing = error.param.metavar
+    return f"{error.ctx.command_path} takes {' and '.join(taken)}; {missing} was not given"
 
 
 def _fail(message: str, exit_code: int) -> int:

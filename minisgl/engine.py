@@ -246,8 +246,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d, "
-        "CUDA graphs up to batch %d",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
@@ -255,7 +254,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
         (capacity.num_pages - 1) * capacity.page_size,
         capacity.page_size,
         capacity.max_seq_len,
-        capacity.max_graph_batch,
+        "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
     )
     if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
         logger.warning(

@@ -57,7 +57,12 @@ class ContextLengthError(InvalidRequestError):
         wanted = f"The prompt has {num_prompt_tokens} tokens"
         if max_tokens is not None:
             wanted += f" and max_tokens is {max_tokens}"
-        super().__init__("prompt", f"{wanted}; a sequence holds at most {max_seq_len} tokens.")
+        said = f"{wanted}; a sequence holds at most {max_seq_len} tokens."
+        if max_tokens is not None and 0 < (room := max_seq_len - num_prompt_tokens) < max_tokens:
+            said += (
+                f" Lower max_tokens to {room}; a server with --clamp-max-tokens does so by itself."
+            )
+        super().__init__("prompt", said)
 
 
 class UnsupportedModelError(CallerError):

@@ -36,15 +36,20 @@ class LoadProgress:
         self._task = self._bar.add_task("Loading", total=None)
 
     def __call__(self, phase: str, share: float) -> None:
-        """`share` of the phase is done, 0 to 1. Called from any thread, as often as it likes."""
+        """`share` of the phase is done, 0 to 1. Called from any thread, as often as it likes.
+
+        Every phase begins with 0, and some say no more, so that 0 is not shown as a share.
+        """
         if not self._bar.disable:
             if phase != self._phase:
-                self._bar.reset(self._task, description=phase.capitalize())
-            self._bar.update(self._task, total=1.0, completed=share)
+                self._bar.remove_task(self._task)
+                self._task = self._bar.add_task(phase.capitalize(), total=None)
+            if share:
+                self._bar.update(self._task, total=1.0, completed=share)
         now = time.monotonic()
         if self._bar.disable and (phase != self._phase or now >= self._next_line_s):
             self._next_line_s = now + SECONDS_BETWEEN_LINES
-            logger.info("%s: %.0f %%", phase.capitalize(), 100 * share)
+            logger.info("%s%s", phase.capitalize(), f": {100 * share:.0f} %" if share else "")
         self._phase = phase
 
     def __enter__(self) -> LoadProgress:

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from typer.testing import CliRunner
 
 from minisgl.bench.compare import CompareError, compare
-from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig
+from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.driver import RequestRecord, RunRecord
 from minisgl.bench.environment import Environment, checkout_commit
 from minisgl.bench.export import flat, write_csv
@@ -38,10 +38,12 @@ from minisgl.bench.online_report import online_figures
 from minisgl.bench.plan import PlannedRequest, chat_text
 from minisgl.bench.progress import Glance, live
 from minisgl.bench.report import Figures, print_spreads, spreads
+from minisgl.bench.room import RoomError, check_room, describe_misfits, with_remedy
 from minisgl.bench.serve import Site, bench_serve, share_of_limit
 from minisgl.bench.server import Started
 from minisgl.bench.setting import Setting
-from minisgl.bench.target import Target, api_base
+from minisgl.bench.target import ServedModel, Target, TargetError, api_base, served_model
+from minisgl.bench.trace import TraceRow
 from minisgl.bench.watch import Sample, StepCounts, watch
 from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig
@@ -60,6 +62,10 @@ class Fake:
     usage: bool = True
     refuse: int = -1  # the request, by order, that gets a 500
     odd: bytes = b""  # an event that begins the answer to the first request
+    most: int = 10**9  # requests beyond it get a 500
+    vocab_size: int | None = None  # token ids beyond it get a 400
+    key: str | None = None
+    told: dict[str, Any] = field(default_factory=dict)  # of the model, besides its name
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     num_open: int = 0
@@ -70,13 +76,17 @@ class Fake:
         return Target(url=f"http://127.0.0.1:{self.port}/v1", **fields)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "fake-7b"}]})
+        if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "no key"}}, 401)
+        return JSONResponse({"data": [{"id": "fake-7b", **self.told}]})
 
     async def answer(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
         self.keys.append(request.headers.get("authorization"))
-        if len(self.bodies) - 1 == self.refuse:
+        if self.vocab_size is not None and max(body["prompt"]) >= self.vocab_size:
+            return JSONResponse({"error": {"message": "Token id is out of vocabulary."}}, 400)
+        if len(self.bodies) - 1 == self.refuse or len(self.bodies) > self.most:
             return JSONResponse({"error": {"message": "out of luck"}}, 500)
         return StreamingResponse(self.events(body), media_type="text/event-stream")
 
@@ -407,6 +417,7 @@ class Canvas:
     """Stands in for matplotlib's figures and axes: it takes every call, and keeps them."""
 
     calls: list[tuple[str, tuple[Any, ...]]] = []  # noqa: RUF012
+    options: list[tuple[str, dict[str, Any]]] = []  # noqa: RUF012
 
     def __init__(self, **options: Any) -> None:
         pass
@@ -414,6 +425,7 @@ class Canvas:
     def __getattr__(self, name: str) -> Any:
         def call(*values: Any, **options: Any) -> Canvas:
             self.calls.append((name, values))
+            self.options.append((name, options))
             return self
 
         return call
@@ -437,6 +449,7 @@ def test_a_picture_has_a_panel_for_all_there_is(
     monkeypatch.setitem(sys.modules, "matplotlib", Stub)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", Stub)  # type: ignore[arg-type]
     monkeypatch.setattr(Canvas, "calls", [])
+    monkeypatch.setattr(Canvas, "options", [])
     from minisgl.bench.plot import plot_points
 
     run = RequestRecord(
@@ -465,6 +478,9 @@ def test_a_picture_has_a_panel_for_all_there_is(
     assert calls["panels"] == (num_panels,)
     assert calls["savefig"] == (tmp_path / "a.png",)
     plotted = [values for name, values in Canvas.calls if name == "plot"]
+    assert all("." in values[2] or "o" in values[2] for values in plotted)  # one sample is seen
+    legends = [options for name, options in Canvas.options if name == "legend"]
+    assert any("bbox_to_anchor" in options for options in legends) is (num_points > 1)
     assert ([0.5], [3]) in [values[:2] for values in plotted]
     assert ([0.5], [25.0]) in [values[:2] for values in plotted]
     swept = [values[1] for values in plotted if len(values[0]) == num_points > 1]
@@ -593,6 +609,157 @@ def test_the_share_of_the_limit_is_of_what_the_server_did() -> None:
     for other in (replace(site, started=None), replace(site, started=replace(started, peak=None))):
         assert share_of_limit(other, run, found) is None
     assert share_of_limit(site, run, online_figures(run, None, {})) is None
+
+
+async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:
+    """Two requests at each rate."""
+    try:
+        return await bench_serve(
+            EngineConfig(),
+            BenchConfig(num_requests=2, repeat=repeat),
+            WorkloadConfig(input_len=3, output_len=2),
+            LoadConfig(url=f"http://127.0.0.1:{fake.port}", request_rate=rates or ("inf",), **load),
+            ReportConfig(),
+        )
+    finally:
+        gc.unfreeze()
+
+
+async def test_a_server_that_tells_of_its_model_is_asked_for_what_it_takes() -> None:
+    async with gated_server() as served:
+        url = f"http://127.0.0.1:{served.port}/v1"
+        told = await served_model(Target(url=url))
+        assert told == ServedModel("gated", 2048, served.engine.vocab_size)
+        assert await served_model(Target(url=url), "other") == ServedModel("other")
+    async with fake_server(vocab_size=50, told={"vocab_size": 50}) as fake:
+        assert await measure(fake) == 0
+    assert len(fake.bodies) == 2
+
+
+@pytest.mark.parametrize("vocab_size", [None, 200])
+async def test_a_server_with_fewer_token_ids_leads_to_the_option(vocab_size: int | None) -> None:
+    async with fake_server(vocab_size=50) as fake:
+        with pytest.raises(OnlineRunError, match=r"vocabulary; .*--vocab-size N.*--endpoint chat"):
+            await measure(fake, vocab_size=vocab_size)
+        assert await measure(fake, vocab_size=50) == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "workload", "endpoint", "options"),
+    [
+        ("400: prompt is a list", {}, "completions", ["--vocab-size", "--endpoint chat"]),
+        ("400: prompt is a list", {}, "chat", []),
+        ("500: prompt is a list", {}, "completions", []),
+        ("400: no such field", {}, "completions", []),
+        (
+            "400: prompt: maximum context length is 9",
+            {"input_len": 9},
+            "completions",
+            ["--input-len or --max-output-length"],
+        ),
+        (
+            "400: too long",
+            {"workload": "multi-turn"},
+            "chat",
+            ["--num-turns, --max-prompt-length or --max-output-length"],
+        ),
+        ("400: too long", {"trace": __file__}, "completions", []),
+    ],
+)
+def test_what_helps_against_a_refusal_is_named(
+    reason: str, workload: dict[str, Any], endpoint: str, options: list[str]
+) -> None:
+    told = with_remedy(reason, WorkloadConfig(**workload), endpoint)
+    assert told.startswith(reason) and (told == reason) is not bool(options)
+    assert all(option in told for option in options)
+
+
+@pytest.mark.parametrize(
+    ("workload", "length", "options"),
+    [
+        ({}, 30, "--max-prompt-length or --max-output-length"),
+        ({"input_len": 5}, 25, "--input-len or --max-output-length"),
+        ({"workload": "shared-prefix", "prefix_len": 7}, 37, "--prefix-len, --max-prompt-length"),
+        ({"workload": "multi-turn"}, 120, "--num-turns, --max-prompt-length"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_runs(
+    workload: dict[str, Any], length: int, options: str
+) -> None:
+    config = WorkloadConfig(**workload)
+    sizes = config.fix(Sizes(8, Span(1, 10), Span(1, 20)))
+    check_room(config, sizes, length)
+    with pytest.raises(RoomError, match=rf"context of {length - 1} tokens; lower {options}"):
+        check_room(config, sizes, length - 1)
+    if config.kind == "multi-turn":  # answers that end by themselves may be short
+        check_room(config, sizes, 60, stop_at_eos=True)
+
+
+def test_a_trace_goes_on_without_what_does_not_fit() -> None:
+    rows = [TraceRow(timestamp=0.0, input_length=n, output_length=2) for n in (3, 9)]
+    assert describe_misfits(rows, 11) == ""
+    assert describe_misfits(rows, 10).startswith("1 of the trace's 2 requests do not fit")
+    with pytest.raises(RoomError, match="No request of the trace fits"):
+        describe_misfits(rows, 4)
+
+
+async def test_a_server_that_tells_its_context_is_not_asked_for_more() -> None:
+    async with fake_server(told={"max_model_len": 4}) as fake:
+        with pytest.raises(RoomError, match="context of 4 tokens; lower --input-len or --output"):
+            await measure(fake)
+    assert not fake.bodies
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [(None, "needs a key; give it with"), ("wrong", "refuses the key of")]
+)
+async def test_a_key_that_is_wanted_is_said_at_once(
+    key: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with fake_server(key="right") as fake:
+        with pytest.raises(TargetError, match=rf"/v1 {said} --api-key\.$"):
+            await measure(fake, api_key=key)
+        assert await measure(fake, api_key="right") == 0
+    assert "without a name" not in capsys.readouterr().out
+
+
+async def test_no_server_is_said_as_in_the_chat() -> None:
+    said = r"^http://127\.0\.0\.1:9/v1/models cannot be reached: no server answers there\.$"
+    with pytest.raises(TargetError, match=said):
+        await measure(Fake(port=9))
+
+
+async def test_what_does_not_speak_http_is_said() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TargetError, match=r"does not answer in HTTP\.$"):
+            await measure(Fake(port=port))
+
+
+async def test_a_sweep_that_is_interrupted_says_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with fake_server(most=2) as fake:
+        with pytest.raises(OnlineRunError, match="500: out of luck"):
+            await measure(fake, "100", "200", "inf")
+    printed = capsys.readouterr().out
+    missing = "not measured: 200 requests/s; as fast as possible"
+    assert printed.splitlines()[-1] == f"the sweep was interrupted; {missing}"
+    async with fake_server() as fake:
+        assert await measure(fake) == 0
+    assert "interrupted" not in capsys.readouterr().out
+
+
+async def test_some_failures_leave_the_exit_code_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async with fake_server(refuse=0) as fake:
+        assert await measure(fake) == 0
+    assert "1 failed: 500: out of luck" in capsys.readouterr().out
 
 
 async def test_a_server_that_refuses_everything_is_an_error(tmp_path: Path) -> None:

@@ -123,6 +123,14 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         (("bench", "--num-requests", "1", "latency"), "latency"),
         (("bench", "latency", "--num-requests", "1"), "--num-requests"),
         (("bench", "latency", "--batch-size", "1,two"), "--batch-size 1,two: allowed: whole"),
+        (
+            ("bench", "compare", "a.json"),
+            "minisgl bench compare takes A.json and B.json; B.json was not given (see",
+        ),
+        (
+            ("bench", "--workload", "multi-turn"),
+            "each question waits for the answer before it; use `minisgl bench serve`",
+        ),
     ],
 )
 def test_a_callers_mistake_is_one_line_and_exit_code_2(

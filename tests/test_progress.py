@@ -8,6 +8,8 @@ import logging
 import pytest
 from rich.console import Console
 
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
 from minisgl.progress import LoadProgress
 
 
@@ -20,6 +22,24 @@ def test_a_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
         progress._bar.refresh()
     assert "Capturing graphs" in out.getvalue() and "25%" in out.getvalue()
     assert not caplog.records
+
+
+def test_a_phase_that_tells_no_share_has_none_on_the_bar() -> None:
+    out = io.StringIO()
+    with LoadProgress(Console(file=out, force_terminal=True, width=80)) as progress:
+        progress("loading weights", 0.5)
+        progress("choosing matrix products", 0.0)
+        out.truncate(0)
+        progress._bar.refresh()
+    assert "Choosing matrix products" in out.getvalue() and "%" not in out.getvalue()
+
+
+async def test_on_a_cpu_nothing_is_said_of_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "minisgl"):
+        async with await AsyncEngine.start(EngineConfig(device="cpu", num_pages=200)):
+            pass
+    [loaded] = [line for line in caplog.messages if line.startswith("Loaded demo")]
+    assert "context" in loaded and "graph" not in loaded
 
 
 def test_lines_of_the_log_elsewhere(
@@ -35,8 +55,8 @@ def test_lines_of_the_log_elsewhere(
         progress("loading weights", 0.75)
         progress("capturing graphs", 0.0)
     assert [record.getMessage() for record in caplog.records] == [
-        "Loading weights: 0 %",
+        "Loading weights",
         "Loading weights: 75 %",
-        "Capturing graphs: 0 %",
+        "Capturing graphs",
     ]
     assert out.getvalue() == ""

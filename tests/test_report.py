@@ -47,6 +47,11 @@ def test_a_line_says_all_that_operators_watch() -> None:
     )
 
 
+def test_where_there_are_no_graphs_nothing_is_said_of_them() -> None:
+    line = Interval(IDLE, busy(steps=10, tokens=250), 5.0, with_graphs=False).describe()
+    assert line.endswith("cache hit rate: 0.25, generation: 50.0 tok/s")
+
+
 def test_shares_are_of_the_interval_and_of_nothing_they_are_a_dash() -> None:
     before, after = busy(steps=10, tokens=250), busy(steps=10, tokens=250)
     line = Interval(before, after, 5.0).describe()

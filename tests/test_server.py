@@ -309,6 +309,9 @@ async def test_max_tokens_beyond_the_room(clamp: bool) -> None:
         assert response.json()["usage"]["completion_tokens"] == 5
     else:
         assert error_of(response)["code"] == "context_length_exceeded"
+        assert error_of(response)["message"].endswith(
+            "Lower max_tokens to 5; a server with --clamp-max-tokens does so by itself."
+        )
 
 
 async def test_a_full_queue_is_429_and_leaves_nothing_behind() -> None:

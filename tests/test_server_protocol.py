@@ -121,14 +121,46 @@ def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param
     [
         (b"{}", "prompt: is missing."),
         (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
-        (b'{"prompt": "a", "logit_bias": {"a": 1}}', "logit_bias: in a key, expected `int`"),
-        (b'{"prompt": "a", "logit_bias": {"5": "a"}}', "logit_bias: expected `float`"),
+        (
+            b'{"prompt": "a", "logit_bias": {"a": 1}}',
+            "logit_bias: each key must be an integer, not a text.",
+        ),
+        (b'{"prompt": "a", "logit_bias": {"5": "a"}}', "logit_bias: must be a number, not a text."),
+        (b'{"prompt": "a", "suffix": "3"}', "suffix: is not supported; leave it out."),
+        (b'{"prompt": "a", "guided_json": {}}', "guided_json: is not supported; leave it out."),
+        (b'{"prompt": 5}', "prompt: must be a text or a list, not an integer."),
+        (b'{"prompt": []}', "prompt: must not be empty."),
+        (b'{"prompt": [1.5]}', "prompt.0: must be an integer or a text or a list."),
+        (b'{"prompt": "a", "temperature": "x"}', "temperature: must be a number, not a text."),
+        (b'{"prompt": "a", "best_of": 1.5}', "best_of: must be an integer."),
+        (b'{"prompt": "a", "logprobs": 21}', "logprobs: must be at most 20."),
+        (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: must be at least 0."),
+        (b'{"prompt": "a", "stop": ""}', "stop: must not be empty."),
+        (
+            b'{"prompt": "a", "stop": ["%s"]}' % (b"x" * 257),
+            "stop.0: must have at most 256 characters.",
+        ),
+        (
+            b'{"prompt": "a", "stop": [%s]}' % b",".join([b'"x"'] * 17),
+            "stop: must have at most 16 entries.",
+        ),
+        (
+            b'{"prompt": "a", "response_format": {"type": "json_object"}}',
+            "response_format.type: JSON mode and structured output are not supported; "
+            "allowed: text.",
+        ),
     ],
 )
 def test_messages_are_for_people(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode(body, StrictCompletionRequest)
-    assert str(caught.value).startswith(message)
+    assert str(caught.value) == message
+
+
+def test_a_value_that_is_none_of_a_few_is_told_them() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(tool_choice="auto")
+    assert str(caught.value) == "tool_choice: cannot be 'auto'; allowed: none."
 
 
 @pytest.mark.parametrize(

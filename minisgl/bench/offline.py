@@ -46,10 +46,10 @@ async def bench_offline(
 ) -> int:
     """Load the model, measure, and print what came out. Returns the exit code."""
     if workload.kind == "multi-turn":
-        allowed = "its questions wait for answers: `minisgl bench serve`"
+        allowed = "each question waits for the answer before it; use `minisgl bench serve`"
         raise ConfigError("--workload", workload.workload, allowed)
     if workload.trace_scale != 1:
-        allowed = "offline all requests come at once: `minisgl bench serve`"
+        allowed = "offline all requests come at once; use `minisgl bench serve`"
         raise ConfigError("--trace-scale", workload.trace_scale, allowed)
     check_lengths(config, workload)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []

@@ -45,7 +45,7 @@ def _draw_sweep(axis: Any, found: Sequence[Measured]) -> None:
         title="Throughput against latency", xlabel="output tokens/s", ylabel="ms", yscale="log"
     )
     axis.grid(alpha=0.3)
-    axis.legend(ncols=3)
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the points, not on them
 
 
 def _draw_latencies(axis: Any, one: Measured) -> None:
@@ -65,13 +65,14 @@ def _draw_latencies(axis: Any, one: Measured) -> None:
 
 def _draw_timeline(axis: Any, one: Measured) -> None:
     times = [sample.at_s for sample in one.timeline]
-    axis.plot(times, [sample.num_running for sample in one.timeline], label="running")
-    axis.plot(times, [sample.num_queued for sample in one.timeline], label="queued")
+    # With markers, because a short run has a single sample, which no line shows.
+    axis.plot(times, [sample.num_running for sample in one.timeline], ".-", label="running")
+    axis.plot(times, [sample.num_queued for sample in one.timeline], ".-", label="queued")
     axis.set(title=f"Timeline, {one.point}", xlabel="s", ylabel="requests")
     axis.grid(alpha=0.3)
     usage = axis.twinx()
     shares = [100 * sample.token_usage for sample in one.timeline]
-    usage.plot(times, shares, "k:", label="token usage")
+    usage.plot(times, shares, "k.:", label="token usage")
     usage.set(ylabel="% of the KV cache", ylim=(0, 100))
     axis.legend(loc="upper left")
     usage.legend(loc="upper right")

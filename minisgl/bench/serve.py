@@ -34,9 +34,10 @@ from minisgl.bench.report import (
     spreads,
     write_report,
 )
+from minisgl.bench.room import check_room, describe_misfits, with_remedy
 from minisgl.bench.server import Started, own_server
 from minisgl.bench.setting import Setting, settle_memory
-from minisgl.bench.target import Target, api_base, first_model
+from minisgl.bench.target import Target, api_base, served_model
 from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Watched, watch
 from minisgl.bench.workload import MAX_TOKEN_ID
@@ -53,6 +54,7 @@ class Site:
     setting: Setting
     sizes: Sizes
     vocab_size: int  # token ids of prompts stay below it
+    context: int | None = None  # tokens of prompt and answer together; None: not known
     started: Started | None  # None: somebody else's
 
 
@@ -99,6 +101,7 @@ async def bench_serve(
     )
     async with _site(console, wanted) as site:
         _describe_load(console, site, wanted)
+        _check_room(console, site, wanted)
         settle_memory()
         setting = replace(site.setting, bench_options=wanted.options())
         found: list[Measured] = []
@@ -108,6 +111,7 @@ async def bench_serve(
         finally:  # what was measured is kept, whatever became of the rest
             if found:
                 _report(console, found, setting, wanted)
+                _print_missing(console, load.points[len(found) :])
     return 0
 
 
@@ -136,6 +140,13 @@ def _report(
         plot_points(Path(report.plot_file), found)
 
 
+def _print_missing(console: Console, missing: Sequence[Point]) -> None:
+    """Of a sweep that Ctrl-C or a failure ended."""
+    if missing:
+        points = "; ".join(map(str, missing))
+        console.print(f"the sweep was interrupted; not measured: {points}")
+
+
 # -- before it runs --------------------------------------------------------------------------------
 
 
@@ -162,19 +173,21 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
                 setting=started.setting,
                 sizes=workload.fix(config.sizes(started.device)),
                 vocab_size=started.model.vocab_size,
+                context=started.setting.capacity["max_seq_len"],
                 started=started,
             )
         return
     refuse_engine_options(wanted.engine)
     target = replace(target, url=api_base(load.url))
-    offered = await first_model(target)
-    target = replace(target, model=wanted.engine.model or offered)
+    model = await served_model(target, wanted.engine.model)
+    target = replace(target, model=model.id)
     console.print(f"{target.url}: {target.model or 'a model without a name'}")
     yield Site(
         target=target,
         setting=_remote_setting(target),
         sizes=workload.fix(config.sizes("cuda")),
-        vocab_size=load.vocab_size or MAX_TOKEN_ID + 1,
+        vocab_size=load.vocab_size or model.vocab_size or MAX_TOKEN_ID + 1,
+        context=model.max_model_len,
         started=None,
     )
 
@@ -212,6 +225,17 @@ def _describe_load(console: Console, site: Site, wanted: Wanted) -> None:
         console.print("on a CPU, sizes that are not given are smaller than the standard ones")
 
 
+def _check_room(console: Console, site: Site, wanted: Wanted) -> None:
+    """Raises RoomError where the server is known to refuse what it would be asked."""
+    workload = wanted.workload
+    if site.context is None:
+        return
+    if workload.kind != "trace":
+        check_room(workload, site.sizes, site.context, stop_at_eos=wanted.load.stop_at_eos)
+    elif misfits := describe_misfits(wanted.rows, site.context):
+        console.print(misfits)
+
+
 # -- a measurement ---------------------------------------------------------------------------------
 
 
@@ -232,7 +256,7 @@ async def _measure_point(
         if point.request_rate is not None:
             plan = at_rate(plan, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, watched = await _run(console, site, point, plan, load, title)
+        run, watched = await _run(console, site, point, plan, wanted, title)
         figures = online_figures(run, watched.counts, load.limits_s)
         repetitions.append(figures)
         console.print(
@@ -241,7 +265,7 @@ async def _measure_point(
             f"{figures.requests_per_s:,.2f} requests/s"
         )
     print_spreads(console, repetitions)
-    _print_doubts(console, run)
+    _print_doubts(console, site, wanted, run)
     return Measured(
         point=point,
         figures=figures,
@@ -260,7 +284,7 @@ async def _run(
     site: Site,
     point: Point,
     plan: Sequence[PlannedRequest],
-    load: LoadConfig,
+    wanted: Wanted,
     title: str,
 ) -> tuple[OnlineRun, Watched]:
     progress = Progress()
@@ -273,11 +297,12 @@ async def _run(
             site.target,
             plan,
             max_concurrency=point.max_concurrency,
-            timeout_s=load.request_timeout,
+            timeout_s=wanted.load.request_timeout,
             progress=progress,
         )
     if not run.requests:
-        run.require_all()
+        for reason in run.failures:
+            raise OnlineRunError(with_remedy(reason, wanted.workload, site.target.endpoint))
         raise OnlineRunError("there was nothing to ask")
     return run, watched
 
@@ -304,10 +329,11 @@ def share_of_limit(site: Site, run: OnlineRun, figures: Figures) -> Limit | None
 # -- what is said ----------------------------------------------------------------------------------
 
 
-def _print_doubts(console: Console, run: OnlineRun) -> None:
+def _print_doubts(console: Console, site: Site, wanted: Wanted, run: OnlineRun) -> None:
     """What a reader of the figures has to know."""
     for reason, count in run.failures.most_common(5):
-        console.print(f"{count:,} failed: {reason}")
+        told = with_remedy(reason, wanted.workload, site.target.endpoint)
+        console.print(f"{count:,} failed: {told}")
     if any(not request.counted for request in run.requests):
         console.print(
             "the server sends no usage: an event with text counts as a token, and a prompt as long "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import http.client
 import ssl
 import urllib.error
 import urllib.request
@@ -31,6 +32,18 @@ def _tls() -> ssl.SSLContext:
 
 class TargetError(MinisglError):
     """The server does not answer as one of the OpenAI API does."""
+
+
+class ServedModel(msgspec.Struct):
+    """Of a server's list; what it does not tell is None."""
+
+    id: str | None = None
+    max_model_len: int | None = None  # minisgl and vLLM tell: tokens of prompt and answer
+    vocab_size: int | None = None  # minisgl tells
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
 
 
 Message = dict[str, str]
@@ -102,9 +115,11 @@ class Target:
                 body: bytes = response.read()
                 return body
         except urllib.error.HTTPError as error:
-            raise TargetError(f"{url} answers {error.code}") from error
-        except OSError as error:  # refused, and all that urllib makes of it
-            raise TargetError(f"{url} does not answer: {error}") from error
+            raise TargetError(f"{url} answers {error.code}.") from error
+        except OSError as error:
+            raise TargetError(unreachable(url, error)) from error
+        except http.client.HTTPException as error:
+            raise TargetError(f"{url} does not answer in HTTP.") from error
 
 
 def question(request: PlannedRequest) -> Message:
@@ -117,17 +132,32 @@ def api_base(url: str) -> str:
     return url if urlsplit(url).path else f"{url}/v1"
 
 
-async def first_model(target: Target) -> str | None:
-    """The name of the model that the server offers; None where it does not tell.
+def unreachable(url: str, error: OSError) -> str:
+    """What to say where no connection comes about, by asyncio or by urllib."""
+    wrapped = error.reason if isinstance(error, urllib.error.URLError) else error
+    cause = wrapped if isinstance(wrapped, OSError) else error
+    # asyncio lists the addresses that it has tried, if they are several.
+    refused = isinstance(cause, ConnectionRefusedError) or "Connect call failed" in str(cause)
+    reason = "no server answers there" if refused else str(cause.strerror or cause)
+    return f"{url} cannot be reached: {reason}."
 
-    Raises TargetError where nothing listens.
+
+async def served_model(target: Target, name: str = "") -> ServedModel:
+    """The model of this name, or the first one if it is empty, as far as the server tells.
+
+    Raises TargetError where nothing listens or a key is wanted.
     """
+    unknown = ServedModel(name or None)
     try:
-        listed = msgspec.json.decode(await target.get(f"{target.url}/models"))
-        return str(listed["data"][0]["id"])
+        body = await target.get(f"{target.url}/models")
+        listed = msgspec.json.decode(body, type=_ModelList).data
     except TargetError as error:
-        if isinstance(error.__cause__, urllib.error.HTTPError):
-            return None
-        raise
-    except (msgspec.DecodeError, LookupError, TypeError):
-        return None
+        if not isinstance(error.__cause__, urllib.error.HTTPError):
+            raise
+        if error.__cause__.code == 401:
+            key = "needs a key; give it with" if target.api_key is None else "refuses the key of"
+            raise TargetError(f"The server at {target.url} {key} --api-key.") from error
+        return unknown
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return unknown
+    return next((model for model in listed if name in ("", model.id)), unknown)

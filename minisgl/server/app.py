@@ -204,12 +204,14 @@ class Routes:
         return _json(describe(routes, open_paths=OPEN_PATHS, with_key=with_key))
 
     def _model(self, name: str) -> dict[str, object]:
+        engine = self._service.engine()
         return {
             "id": name,
             "object": "model",
             "created": self._since,
             "owned_by": "minisgl",
-            "max_model_len": self._service.engine().capacity.max_seq_len,
+            "max_model_len": engine.capacity.max_seq_len,
+            "vocab_size": engine.vocab_size,
         }
 
     def _jobs(

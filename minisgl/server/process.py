@@ -96,7 +96,8 @@ class Process:
                 os._exit(0)
             engine = loading.result()
             self._begin(engine, listener)
-            reporting = asyncio.ensure_future(report(engine.stats))
+            with_graphs = engine.capacity.max_graph_batch > 0
+            reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)

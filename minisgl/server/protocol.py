@@ -7,23 +7,22 @@ that is not declared at all is ignored, unless the server runs with --strict-fie
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
-from msgspec import Meta, Struct, inspect
+from msgspec import Meta, Struct
 
-from minisgl.errors import CallerError, InvalidRequestError, one_of
+from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from minisgl.server.service import Defaults
+from minisgl.server.wording import NOT_SUPPORTED, field_error
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
 MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its own
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
-MAX_MESSAGE_CHARS = 500
 
 Body = TypeVar("Body", bound=Struct)
 Unsupported: TypeAlias = None
@@ -145,7 +144,7 @@ SHARED_FIELDS = tuple(
 def _check_off(**values: bool | None) -> None:
     for name, value in values.items():
         if value:
-            raise InvalidRequestError(name, "is not supported; leave it out.")
+            raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
 
 class ContentPart(Struct):
@@ -373,57 +372,6 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), kind) from None
+        raise field_error(str(error), kind) from None
     except (ValueError, RecursionError) as error:
         raise CallerError(f"The body is not valid JSON: {error}") from None
-
-
-def _field_error(message: str, kind: type[Struct]) -> CallerError:
-    """From msgspec's words: "Expected `int`, got `str` - at `$.messages[0].role`"."""
-    what, found, where = message.rpartition(" - at `")
-    if not found:
-        what, where = where, ""
-    path = re.findall(r"\w+", where.removeprefix("key` in `"))
-    if field := re.search("field `(.*)`$", what, re.DOTALL):
-        path.append(field[1])
-    if not path:
-        return CallerError(f"The body is not a request: {what}.")
-    what = what[:1].lower() + what[1:MAX_MESSAGE_CHARS]
-    if what.startswith("expected `null`"):
-        what = "is not supported; leave it out"
-    elif what.startswith("object missing required field"):
-        what = "is missing"
-    elif what.startswith("object contains unknown field"):
-        what = "is not known; leave it out"
-    elif where.startswith("key` in `"):
-        what = f"in a key, {what}"
-    elif what.startswith("invalid enum value"):
-        what = f"{what}; {one_of(_values_at(kind, path))}"
-    return InvalidRequestError(".".join(path), f"{what}.")
-
-
-def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
-    """The literals that a field allows."""
-    types = _alternatives(inspect.type_info(kind))
-    for name in path:
-        types = [inner for outer in types for inner in _members(outer, name)]
-    return [
-        value for type in types if isinstance(type, inspect.LiteralType) for value in type.values
-    ]
-
-
-def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
-    if isinstance(type, inspect.ListType):
-        return _alternatives(type.item_type)
-    if isinstance(type, inspect.StructType):
-        return [
-            inner
-            for field in type.fields
-            if field.encode_name == name
-            for inner in _alternatives(field.type)
-        ]
-    return []
-
-
-def _alternatives(type: inspect.Type) -> list[inspect.Type]:
-    return list(type.types) if isinstance(type, inspect.UnionType) else [type]

@@ -22,6 +22,7 @@ class Interval:
     before: EngineStats
     after: EngineStats
     seconds: float
+    with_graphs: bool = True  # whether there are CUDA graphs to speak of
 
     @property
     def num_steps(self) -> int:
@@ -40,13 +41,14 @@ class Interval:
         before, after = self.before, self.after
         num_tokens = after.num_output_tokens - before.num_output_tokens
         num_graph_steps = after.totals.num_graph_steps - before.totals.num_graph_steps
+        graphs = f"graph steps: {_share(num_graph_steps, self.num_steps)}, "
         num_cached = after.counters.num_cached_tokens - before.counters.num_cached_tokens
         num_prompt = after.counters.num_prompt_tokens - before.counters.num_prompt_tokens
         return (
             f"running: {after.num_running}, queued: {after.num_queued}, "
             f"token usage: {after.token_usage:.2f}, "
             f"cache hit rate: {_share(num_cached, num_prompt)}, "
-            f"graph steps: {_share(num_graph_steps, self.num_steps)}, "
+            f"{graphs if self.with_graphs else ''}"
             f"generation: {num_tokens / self.seconds:.1f} tok/s"
         )
 
@@ -56,7 +58,10 @@ def _share(part: int, whole: int) -> str:
 
 
 async def report(
-    stats: Callable[[], EngineStats], interval_s: float = SECONDS_BETWEEN_LINES
+    stats: Callable[[], EngineStats],
+    interval_s: float = SECONDS_BETWEEN_LINES,
+    *,
+    with_graphs: bool = True,
 ) -> None:
     """Log a line every `interval_s` seconds while there is or was work. Runs until cancelled.
 
@@ -66,7 +71,7 @@ async def report(
     while True:
         await asyncio.sleep(interval_s)
         after, now = stats(), time.monotonic()
-        interval = Interval(before, after, now - began)
+        interval = Interval(before, after, now - began, with_graphs)
         if interval.had_work:
             logger.info("%s", interval.describe())
         if interval.num_retractions:

@@ -164,7 +164,8 @@ class Model(Struct):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int  # token ids are below it
 
 
 class ModelList(Struct):
