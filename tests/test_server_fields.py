@@ -22,6 +22,9 @@ from minisgl.engine import AsyncEngine
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 SUM: Any = [{"role": "user", "content": "What is 17 + 25?"}]
 MAX_SEQ_LEN = 128
+# What the model has learned, in a completion: its answers are the same after each training.
+HELLO_PROMPT = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+HELLO_ANSWER = "Hello! How can I help you?"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def chat(client: openai.OpenAI, messages: Any = HELLO, **fields: Any) -> Any:
     return create(messages=messages, **given_to(create, {"model": "demo", **fields}))
 
 
-def complete(client: openai.OpenAI, prompt: Any = "I live in Turin and", **fields: Any) -> Any:
+def complete(client: openai.OpenAI, prompt: Any = HELLO_PROMPT, **fields: Any) -> Any:
     create = client.completions.create
     return create(prompt=prompt, **given_to(create, {"model": "demo", **fields}))
 
@@ -160,7 +163,7 @@ def test_the_four_kinds_of_prompt_agree(demo: Served[AsyncEngine], client: opena
 
 @pytest.mark.parametrize("special", [True, False, None])
 def test_add_special_tokens(client: openai.OpenAI, special: bool | None) -> None:
-    assert text_of(complete(client, add_special_tokens=special, temperature=0)) == " list."
+    assert text_of(complete(client, add_special_tokens=special, temperature=0)) == HELLO_ANSWER
 
 
 # -- length ---------------------------------------------------------------------------------------
@@ -187,9 +190,10 @@ def test_max_tokens_of_a_chat(client: openai.OpenAI) -> None:
 def test_min_tokens_and_ignore_eos(client: openai.OpenAI) -> None:
     short = complete(client, temperature=0)
     assert short.choices[0].finish_reason == "stop"
-    assert short.usage.completion_tokens < 8
-    longer = complete(client, temperature=0, min_tokens=8)
-    assert longer.usage.completion_tokens >= 8
+    num_tokens = short.usage.completion_tokens
+    assert num_tokens < 15
+    longer = complete(client, temperature=0, min_tokens=num_tokens + 1)
+    assert longer.usage.completion_tokens > num_tokens
     assert complete(client, temperature=0, ignore_eos=True).usage.completion_tokens == 16
 
 
@@ -203,7 +207,7 @@ def test_max_tokens_0_scores_the_prompt(client: openai.OpenAI) -> None:
 # -- choices --------------------------------------------------------------------------------------
 
 
-def test_n(client: openai.OpenAI) -> None:
+def test_n(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
     greedy = chat(client, n=3, temperature=0)
     assert [choice.index for choice in greedy.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in greedy.choices}) == 1
@@ -212,7 +216,7 @@ def test_n(client: openai.OpenAI) -> None:
     assert len(set(texts)) == 4
     assert texts[0] == text_of(complete(client, temperature=2, seed=1, ignore_eos=True))
     assert sampled.usage.completion_tokens == 64
-    assert sampled.usage.prompt_tokens == 6
+    assert sampled.usage.prompt_tokens == len(token_ids(demo, HELLO_PROMPT))
 
 
 @pytest.mark.parametrize("best_of", [None, 1, 2])
@@ -271,7 +275,8 @@ def test_what_leaves_every_token_changes_nothing(
 def test_penalties_make_repeated_tokens_rare(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
-    asked: dict[str, Any] = {"prompt": "I I I I I I I", "temperature": 0, "max_tokens": 40}
+    # Where the model is in doubt: what it is sure of comes whatever is taken off.
+    asked: dict[str, Any] = {"temperature": 2, "seed": 1, "max_tokens": 60}
     plain, penalized = reference(**asked), tokens_of(client, **asked, **fields)
     assert len(set(penalized)) > len(set(plain))
     assert max(Counter(penalized).values()) < max(Counter(plain).values())
@@ -283,7 +288,7 @@ def test_penalties_make_repeated_tokens_rare(
 def test_penalties_may_be_rewards(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
-    asked: dict[str, Any] = {"prompt": "The names are", "temperature": 2, "seed": 1}
+    asked: dict[str, Any] = {"temperature": 2, "seed": 1, "max_tokens": 64}
     assert tokens_of(client, **asked, **fields) != reference(**asked)
 
 
@@ -294,9 +299,9 @@ def test_logit_bias(
     first = likeliest[0]
     (banned,) = token_ids(demo, first)
     assert first not in tokens_of(client, temperature=0, logit_bias={str(banned): -100})
-    (wanted,) = token_ids(demo, " Turin"[:4])
-    bias = {str(wanted): 100}
-    assert tokens_of(client, temperature=0, logit_bias=bias, max_tokens=4) == [" Tur"] * 4
+    wanted = token_ids(demo, "Turin")[0]
+    tokens = tokens_of(client, temperature=0, logit_bias={str(wanted): 100}, max_tokens=4)
+    assert len(set(tokens)) == 1 and "Turin".startswith(tokens[0])
     assert tokens_of(client, temperature=0, logit_bias={}) == likeliest
 
 
@@ -579,7 +584,7 @@ def test_what_changes_nothing_is_accepted(
 ) -> None:
     assert chat(client, temperature=0, **fields).choices == hello
     if fields in HARMLESS:
-        assert complete(client, temperature=0, **fields).choices[0].text == " list."
+        assert text_of(complete(client, temperature=0, **fields)) == HELLO_ANSWER
 
 
 def test_strict_fields() -> None:
