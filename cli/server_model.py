@@ -150,7 +150,9 @@ async def _whole(http: HttpAnswer) -> bytes:
     body = b"".join([piece async for piece in http.pieces()])
     if http.status != 200:
         error = _error_of(body, f"The server answers {http.status}")
-        raise ServerError(f"{error} --api-key gives it a key.") if http.status == 401 else error
+        if http.status == 401:
+            raise ServerError(f"{str(error).rstrip('.')}. Give it a key with --api-key.")
+        raise error
     return body
 
 

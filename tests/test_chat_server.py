@@ -179,7 +179,11 @@ async def test_thinking_and_counts_are_told(server: Server) -> None:
     [
         ("too long", ContextFullError, "Much."),
         ("too long elsewhere", ContextFullError, "This model's maximum context length"),
-        ("wrong", ServerError, "The server answers 401: Wrong API key --api-key gives it a key."),
+        (
+            "wrong",
+            ServerError,
+            "The server answers 401: Wrong API key. Give it a key with --api-key.",
+        ),
         ("page", ServerError, "The server answers 502: <h1>Bad Gateway</h1>"),
         ("broken", ServerError, "ended its answer too early"),
         ("event", ServerError, "The engine has failed."),
@@ -283,7 +287,7 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         text=True,
     )
     assert result.stdout == "Hello.\nNo.\n"
-    assert result.stderr == "The server answers 401: Wrong API key --api-key gives it a key.\n"
+    assert result.stderr == "The server answers 401: Wrong API key. Give it a key with --api-key.\n"
     assert result.returncode == 1
     assert set(server.keys) == {"Bearer secret"}
     # A thought goes back as the model wrote it: templates know what to do with it.

@@ -301,9 +301,8 @@ async def _run(
             progress=progress,
         )
     if not run.requests:
-        for reason in run.failures:
-            raise OnlineRunError(with_remedy(reason, wanted.workload, site.target.endpoint))
-        raise OnlineRunError("there was nothing to ask")
+        reason = next(iter(run.failures), "there was nothing to ask")
+        raise OnlineRunError(with_remedy(reason, wanted.workload, site.target.endpoint))
     return run, watched
 
 
