@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
-from minisgl.bench.target import unreachable
+from minisgl.bench.address import unreachable
 from minisgl.errors import MinisglError
 
 CONNECT_TIMEOUT_S = 10.0

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from minisgl.bench.address import api_base
 from minisgl.bench.chunk import Chunk
-from minisgl.bench.target import api_base
 from minisgl.request import FinishReason, SamplingParams
 
 from .http_stream import HttpAnswer, ServerError, request

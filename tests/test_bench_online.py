@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
+from minisgl.bench.address import api_base
 from minisgl.bench.compare import CompareError, compare
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.driver import RequestRecord, RunRecord
@@ -42,7 +43,7 @@ from minisgl.bench.room import RoomError, check_room, describe_misfits, with_rem
 from minisgl.bench.serve import Site, bench_serve, share_of_limit
 from minisgl.bench.server import Started
 from minisgl.bench.setting import Setting
-from minisgl.bench.target import ServedModel, Target, TargetError, api_base, served_model
+from minisgl.bench.target import ServedModel, Target, TargetError, served_model
 from minisgl.bench.trace import TraceRow
 from minisgl.bench.watch import Sample, StepCounts, watch
 from minisgl.bench.workload_config import WorkloadConfig

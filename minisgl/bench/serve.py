@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 import minisgl
+from minisgl.bench.address import api_base
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.console import make_console
 from minisgl.bench.driver import RunRecord
@@ -37,7 +38,7 @@ from minisgl.bench.report import (
 from minisgl.bench.room import check_room, describe_misfits, with_remedy
 from minisgl.bench.server import Started, own_server
 from minisgl.bench.setting import Setting, settle_memory
-from minisgl.bench.target import Target, api_base, served_model
+from minisgl.bench.target import Target, served_model
 from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Watched, watch
 from minisgl.bench.workload import MAX_TOKEN_ID

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from minisgl.bench.address import unreachable
 from minisgl.bench.client import Answer, Tally, post
 from minisgl.bench.plan import PlannedRequest, chat_text
 from minisgl.errors import MinisglError
@@ -124,22 +125,6 @@ class Target:
 
 def question(request: PlannedRequest) -> Message:
     return {"role": "user", "content": chat_text(request.prompt)}
-
-
-def api_base(url: str) -> str:
-    """With /v1, which people leave out, unless there is another path."""
-    url = url.rstrip("/")
-    return url if urlsplit(url).path else f"{url}/v1"
-
-
-def unreachable(url: str, error: OSError) -> str:
-    """What to say where no connection comes about, by asyncio or by urllib."""
-    wrapped = error.reason if isinstance(error, urllib.error.URLError) else error
-    cause = wrapped if isinstance(wrapped, OSError) else error
-    # asyncio lists the addresses that it has tried, if they are several.
-    refused = isinstance(cause, ConnectionRefusedError) or "Connect call failed" in str(cause)
-    reason = "no server answers there" if refused else str(cause.strerror or cause)
-    return f"{url} cannot be reached: {reason}."
 
 
 async def served_model(target: Target, name: str = "") -> ServedModel:
