@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peers import over_peer_memory
+from minisgl.kernels.fused import add_rms_norm
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 REPEATS = 40  # sums in a graph
@@ -69,12 +70,15 @@ def time_sums(way: Communicator, num_rows: int, hidden: int, nccl: GroupCommunic
     rows = torch.randn(num_rows, hidden, device=device).bfloat16()
     weight = torch.rand(hidden, device=device).bfloat16()
     torch.manual_seed(nccl.rank + num_rows)
-    wanted = nccl.sum_norm(part.clone(), rows.clone(), weight, EPS)
+    atol = 1e-1 if way is nccl else 2e-2
+    # Rounded once, which NCCL's sums of halves are not.
+    total = nccl.sum(part.float()).bfloat16()
+    wanted = add_rms_norm(total, rows.clone(), weight, EPS)
     for _ in range(3):
         found = way.sum_norm(part.clone(), rows.clone(), weight, EPS)
         for one, other in zip(found, wanted, strict=True):
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(way.sum(part.clone()), nccl.sum(part.clone()), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=atol)
+    torch.testing.assert_close(way.sum(part.clone()), total, rtol=2e-2, atol=atol)
 
     def work() -> None:
         own = part

@@ -41,7 +41,7 @@ KINDS = {
         "flash",
         "BatchDecode",
     ),
-    "between ranks": ("_sum_row", "_maximum_of_row", "nccl", "all_reduce", "barrier"),
+    "between ranks": ("_sum_row", "_sum_in_two", "_maximum_of_row", "_gather_row", "nccl"),
     "sampling": ("_draw", "_settle", "_edit", "_record", "sampl"),
     "norm": ("norm",),
     "heads": ("_turn_and_store",),

@@ -59,7 +59,7 @@ def check_memory_out_of_reach(rank: int) -> None:
     """The others are not left waiting, and can be told."""
     memory, own = Unreachable(rank), torch.zeros(1)
     for _ in range(2):
-        found = memory.addresses(own, rank, NUM_RANKS).tolist()
+        found = memory.addresses(own, rank, NUM_RANKS)
         others = [found[other] for other in range(NUM_RANKS) if other != rank]
         assert others == [0 if rank == 1 else 77] * (NUM_RANKS - 1)
     assert (memory.error is not None) == (rank == 1)

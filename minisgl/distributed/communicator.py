@@ -7,7 +7,7 @@ is queued on the current stream and may be captured.
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
 from minisgl.kernels.fused import add_rms_norm
+
+if TYPE_CHECKING:  # not every platform has Triton
+    from minisgl.kernels.triton_mailbox import Mailbox
 
 
 class Communicator(Protocol):
@@ -32,6 +35,14 @@ class Communicator(Protocol):
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """add_rms_norm of the sum of all ranks' `part`, [num_rows, size], and `rows`."""
+        ...
+
+    def mailbox(self, num_rows: int) -> Mailbox | None:
+        """Where a kernel may send so many rows of its own accord; `received_norm` comes next."""
+        ...
+
+    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """sum_norm of what all ranks have sent to the mailbox."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
@@ -64,6 +75,12 @@ class Alone:
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(part, rows, weight, eps)
+
+    def mailbox(self, num_rows: int) -> Mailbox | None:
+        return None
+
+    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        raise AssertionError("nothing was sent")
 
     def gather(self, part: Tensor) -> Tensor:
         return part
@@ -114,6 +131,12 @@ class GroupCommunicator:
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(self.sum(part), rows, weight, eps)
+
+    def mailbox(self, num_rows: int) -> Mailbox | None:
+        return None
+
+    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        raise AssertionError("nothing was sent")
 
     def gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]

@@ -13,7 +13,6 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,20 +63,19 @@ class PeerMemory:
         self._mapped: dict[bytes, int] = {}
         self.error: PeerMemoryError | None = None  # the first
 
-    def addresses(self, own: Tensor, rank: int, num_ranks: int) -> Tensor:
-        """[num_ranks] int64, on the device of `own`: of the tensor that each rank has given, as
-        this process addresses it. All ranks call it together, and keep their tensors.
+    def addresses(self, own: Tensor, rank: int, num_ranks: int) -> tuple[int, ...]:
+        """Of the tensor that each rank has given, as this process addresses it. All ranks call it
+        together, and keep their tensors.
 
         What this rank cannot reach has the address 0 and is an `error`, since one that raised would
         leave the others waiting for it.
         """
         sent: list[_Address | None] = [None] * num_ranks
         dist.all_gather_object(sent, self._attempt(self._address, own))
-        found = [
+        return tuple(
             own.data_ptr() if source == rank else self._attempt(self._map, address) or 0
             for source, address in enumerate(sent)
-        ]
-        return torch.tensor(found, dtype=torch.int64, device=own.device)
+        )
 
     def _attempt(self, work: Callable[[Given], Found], given: Given | None) -> Found | None:
         try:

@@ -3,9 +3,10 @@ multicast is not used.
 
 By size, as scripts/bench_collectives.py measured it on two H200 (the README has the table):
 
-- Up to some hundred rows, which is decoding: one kernel that sums and norms.
-- Up to some thousand: two shots.
-- Above that, which is prefill: NCCL.
+- Up to some ten rows, which is decoding: one shot, which the product before it may send.
+- More: two shots.
+
+NCCL is left with what these do not fit.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError
-from minisgl.kernels.fused import add_rms_norm, runs_triton
+from minisgl.kernels.fused import runs_triton
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_peers import Mailbox
+    from minisgl.kernels.triton_mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-# What a rank writes to all the others together in one sum, where it writes twice the bytes of its
-# rows to each; with more, the two shots' shorter way wins.
+# What a rank writes to all the others together in one shot, twice the bytes of its rows to each;
+# with more, the two shots' shorter way wins.
 MAX_SENT_BYTES = 6 << 20
 MAX_SENT_ROWS = 256
-MAX_TWO_SHOT_BYTES = 16 << 20
-# Logits that are gathered at once.
-MAX_GATHERED_BYTES = 80 << 20
+# Programs of a sum in two shots: twice the multiprocessors of an H200, which has room for as many.
+MAX_PROGRAMS = 264
+# Of memory that ranks share. Logits are gathered there, and in half of it rows are added up; more
+# of them in several rounds.
+SHARED_BYTES = 80 << 20
 # More than rows of a step are sampled.
 MAX_MAXIMA = 1024
 
@@ -54,20 +57,27 @@ class PeerCommunicator:
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
         """Raises PeerMemoryError, on all ranks if on one."""
-        from minisgl.kernels import triton_peers
+        from minisgl.kernels import triton_mailbox, triton_peers
 
         self.rank = group.rank
         self.size = group.size
         self._group = group
         self._kernels = triton_peers
+        self._new_mailbox = triton_mailbox.Mailbox
         self._memory = PeerMemory()
-        num_words = hidden_size * dtype.itemsize // 4
-        max_rows = MAX_SENT_BYTES // (8 * num_words * (self.size - 1))
-        self._rows = self._mailbox(min(max_rows, MAX_SENT_ROWS), num_words)
-        self._maxima = self._mailbox(MAX_MAXIMA, 2)
-        own = torch.zeros(MAX_GATHERED_BYTES, dtype=torch.uint8, device=group.device)
+        row_bytes = 2 * dtype.itemsize * hidden_size
+        max_rows = MAX_SENT_BYTES // (row_bytes * (self.size - 1))
+        self._rows = self._mailbox(min(max_rows, MAX_SENT_ROWS), hidden_size, dtype.itemsize)
+        self._maxima = self._mailbox(MAX_MAXIMA, 2, 4)
+        own = torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=group.device)
+        flags = torch.zeros((2, MAX_PROGRAMS, self.size), dtype=torch.int32, device=group.device)
         self._shared = triton_peers.SharedMemory(
-            own, self._memory.addresses(own, self.rank, self.size), self._mailbox(1, 2)
+            own=own,
+            addresses=self._addresses(own),
+            flags=flags,
+            flag_addresses=self._addresses(flags),
+            exchanges=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=group.device),
+            bell=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)
         # Behind it, too, no inbox is still to be zeroed.
@@ -77,28 +87,39 @@ class PeerCommunicator:
     def sum(self, part: Tensor) -> Tensor:
         if self._are_few(part):
             return self._kernels.sum_rows(part, self._rows)
-        total = self._sum_many(part)
-        return part if total is part else part.copy_(total)
+        if part.shape[1] % self.size:
+            return self._group.sum(part)
+        sums = [self._kernels.sum_many(some, self._shared) for some in self._rounds(part)]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
     def sum_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if self._are_few(part):
             return self._kernels.sum_norm(part, rows, weight, eps, self._rows)
-        return add_rms_norm(self._sum_many(part), rows, weight, eps)
+        if part.shape[1] % self.size:
+            return self._group.sum_norm(part, rows, weight, eps)
+        out = torch.empty_like(part)
+        rounds = zip(self._rounds(out), self._rounds(part), self._rounds(rows), strict=True)
+        for normed, some, onto in rounds:
+            self._kernels.sum_norm_many(normed, some, onto, weight, eps, self._shared)
+        return out, rows
+
+    def mailbox(self, num_rows: int) -> Mailbox | None:
+        return self._rows if num_rows <= self._rows.max_rows else None
+
+    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return self._kernels.received_norm(rows, weight, eps, self._rows)
 
     def _are_few(self, part: Tensor) -> bool:
-        num_words = part.shape[1] * part.itemsize // 4
-        return len(part) <= self._rows.max_rows and num_words == self._rows.num_words
+        return len(part) <= self._rows.max_rows and part.shape[1] == self._rows.size
 
-    def _sum_many(self, part: Tensor) -> Tensor:
-        """Perhaps in the shared memory, where it stays until the next call."""
-        if part.nbytes > MAX_TWO_SHOT_BYTES or part.nbytes % (16 * self.size):
-            return self._group.sum(part)
-        return self._kernels.sum_many(part, self._shared)
+    def _rounds(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """What fits into the shared memory at a time."""
+        return torch.split(rows, SHARED_BYTES // 2 // (rows.shape[1] * rows.itemsize))
 
     def gather(self, part: Tensor) -> Tensor:
-        if part.nbytes > MAX_GATHERED_BYTES:
+        if part.nbytes > SHARED_BYTES:
             return self._group.gather(part)
         return self._kernels.gather(part, self._shared)
 
@@ -114,12 +135,16 @@ class PeerCommunicator:
         self._memory.close()
         self._group.close()
 
-    def _mailbox(self, max_rows: int, num_words: int) -> Mailbox:
-        shape = (2, self.size, max_rows, num_words)
-        inbox = torch.zeros(shape, dtype=torch.int64, device=self._group.device)
-        return self._kernels.Mailbox(
+    def _mailbox(self, max_rows: int, size: int, itemsize: int) -> Mailbox:
+        shape, device = (2, self.size, max_rows, size), self._group.device
+        word = torch.int32 if itemsize == 2 else torch.int64
+        inbox = torch.zeros(shape, dtype=word, device=device)
+        return self._new_mailbox(
             inbox=inbox,
-            addresses=self._memory.addresses(inbox, self.rank, self.size),
-            exchanges=torch.zeros(max_rows, dtype=torch.int32, device=inbox.device),
+            addresses=self._addresses(inbox),
+            exchanges=torch.zeros(max_rows, dtype=torch.int32, device=device),
             rank=self.rank,
         )
+
+    def _addresses(self, tensor: Tensor) -> tuple[int, ...]:
+        return self._memory.addresses(tensor, self.rank, self.size)

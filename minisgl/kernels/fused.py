@@ -22,22 +22,22 @@ from minisgl.kernels.triton_launch import compiles_gated_norm
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.cublaslt import Products
     from minisgl.kernels.triton_linear import LinearWorkspace
+    from minisgl.kernels.triton_mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
 _OLDEST = (8, 0)  # compute capability that Triton supports
 
 
-class SumNorm(Protocol):
-    """Adds up what several ranks have, and norms it: Communicator.sum_norm."""
+class PendingNorm(Protocol):
+    """Adds to `rows` what several ranks have of a sum: add_rms_norm of both."""
 
-    def __call__(
-        self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
 
 class Residual(NamedTuple):
-    """The residual stream of a model: the sum of `rows` and `delta`, both [num_rows, size].
+    """The residual stream of a model: the sum of `rows` and `delta`, both [num_rows, size], or of
+    `rows` and what is `pending`.
 
     What adds to it may write over `rows`, or leave the addition to the norm that comes next.
     """
@@ -45,8 +45,8 @@ class Residual(NamedTuple):
     rows: Tensor
     delta: Tensor | None = None
     squares: Tensor | None = None  # of `rows`, without a delta: what triton_linear.Norm takes
-    # Where `delta` is one rank's part of what is to be added: what takes the place of add_rms_norm.
-    sum_norm: SumNorm | None = None
+    # Where ranks have summands of what is to be added: what takes the place of add_rms_norm.
+    pending: PendingNorm | None = None
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
@@ -137,6 +137,24 @@ def linear_add(
     return Residual(rows, delta=_product(x, weight, bias, kernels))
 
 
+def linear_send(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mailbox: Mailbox,
+    kernels: LinearKernels | None,
+) -> bool:
+    """Send linear(x, weight, bias) to all ranks, if there is a kernel that does; whether it is."""
+    if kernels is None:
+        return False
+    from minisgl.kernels import triton_linear
+
+    if not triton_linear.is_worth_it(x.shape[0], *weight.shape, gated=False):
+        return False
+    triton_linear.linear_send(x, weight, bias, mailbox, workspace=kernels.workspace)
+    return True
+
+
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, kernels: LinearKernels | None
 ) -> Tensor:
@@ -150,10 +168,10 @@ def _product(
 def norm(residual: Residual, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm of the residual stream, and the stream in one tensor."""
     rows, delta = residual.rows, residual.delta
+    if residual.pending is not None:
+        return residual.pending(rows, weight, eps)
     if delta is None:
         return rms_norm(rows, weight, eps), rows
-    if residual.sum_norm is not None:
-        return residual.sum_norm(delta, rows, weight, eps)
     return add_rms_norm(delta, rows, weight, eps)
 
 

@@ -28,6 +28,8 @@ products is part of them, with the rounding of reference.py:
 - `linear_add` adds its product to the residual stream, and leaves the sums of squares of what it
   wrote, one for each block of columns.
 - With these sums the next product norms its x on the way from L2 to the tensor cores (`Norm`).
+- `linear_send` leaves its product, a summand of which other ranks have the others, in the inboxes
+  of all of them (triton_mailbox.py).
 """
 
 # mypy: disable-error-code="untyped-decorator, assignment, union-attr"
@@ -44,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.triton_launch import fitting_stages, pdl_options, shared_bytes_of
+from minisgl.kernels.triton_mailbox import Mailbox, send
 
 MAX_ROWS = 128  # with more, is_worth_it says no
 
@@ -173,6 +176,22 @@ def linear_add(
     return squares
 
 
+def linear_send(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    mailbox: Mailbox,
+    *,
+    workspace: LinearWorkspace | None = None,
+    how: Tiles | None = None,
+    pdl: bool = True,
+) -> None:
+    """Send linear(x, weight, bias) to all ranks, rows 0 to m - 1 of their inboxes, whose rows have
+    n elements: what triton_peers.received_norm waits for."""
+    assert x.shape[0] <= mailbox.max_rows and weight.shape[0] == mailbox.size
+    _launch(x, weight, bias, None, None, workspace, how, gated=False, pdl=pdl, mailbox=mailbox)
+
+
 # -- the choice of tiles ---------------------------------------------------------------------------
 
 _NUM_SMS = 132
@@ -290,8 +309,9 @@ def _launch(
     gated: bool,
     pdl: bool,
     normed: Tensor | None = None,
+    mailbox: Mailbox | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result and, where it was added to `residual`, its squares."""
+    """The result, unless it was sent, and, where it was added to `residual`, its squares."""
     (m, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and weight.shape[1] == k and x.stride(1) == 1
     assert residual is None or (residual.is_contiguous() and residual.shape == (m, n))
@@ -303,7 +323,7 @@ def _launch(
         n //= 2
     across_n, across_m = triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m)
     if residual is None:
-        out, squares = x.new_empty((m, n)), None
+        out, squares = x.new_empty((0 if mailbox else m, n)), None
     else:
         out, squares = residual, x.new_empty((m, across_n), dtype=torch.float32)
     if m == 0:
@@ -320,6 +340,11 @@ def _launch(
         None if norm is None else norm.squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
+    mail = (
+        (None, None, 0, 0)
+        if mailbox is None
+        else (mailbox.targets, mailbox.exchanges, mailbox.max_rows, mailbox.rank)
+    )
     options = {
         "block_n": how.block_n,
         "block_m": how.block_m,
@@ -336,7 +361,9 @@ def _launch(
     assert normed is None or (how.burst and norm is not None and normed.is_contiguous())
     if how.burst:
         pieces = triton.cdiv(k, how.block_k)
-        _burst_kernel[(across_m, 1, across_n)](*tensors, *numbers, normed, pieces=pieces, **options)
+        _burst_kernel[(across_m, 1, across_n)](
+            *tensors, *numbers, *mail, normed, pieces=pieces, **options
+        )
         return out, squares
 
     splits, share = _shares(k, how)
@@ -349,6 +376,7 @@ def _launch(
     _stream_kernel[(across_m, splits, across_n)](
         *tensors,
         *numbers,
+        *mail,
         partials,
         arrivals,
         share,
@@ -456,6 +484,10 @@ def _finish(
     up: tl.tensor,
     bias: tl.tensor | None,
     residual: tl.tensor | None,
+    targets: tl.tuple | None,
+    exchange: tl.tensor,
+    max_rows: tl.tensor,
+    rank: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     num_rows: tl.tensor,
@@ -463,7 +495,8 @@ def _finish(
     gated: tl.constexpr,
 ) -> None:
     """Write the block at rows `row` and columns `column`. `up` is looked at if gated, `residual`,
-    what is added to, if there are squares to be written."""
+    what is added to, if there are squares to be written, and `exchange` of each row if there are
+    `targets`, inboxes."""
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
@@ -478,7 +511,12 @@ def _finish(
         wide = tl.where(inside, result.to(tl.float32), 0.0)
         place = squares + row * tl.num_programs(2) + tl.program_id(2)
         tl.store(place, tl.sum(wide * wide, 1), mask=row < num_rows)
-    tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
+    if targets is not None:
+        line = ((exchange & 1) * len(targets) + rank) * max_rows + row
+        there = line[:, None] * n + column[None, :]
+        send(targets, there, result, exchange[:, None], inside)
+    else:
+        tl.store(out + row[:, None] * n + column[None, :], result, mask=inside)
 
 
 @triton.jit
@@ -508,7 +546,7 @@ def _fetch(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "prefetch"])
+@triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
 def _stream_kernel(
     out: tl.tensor,
     squares: tl.tensor | None,
@@ -523,6 +561,10 @@ def _stream_kernel(
     x_stride: tl.tensor,
     num_parts: tl.tensor,
     eps: tl.tensor,
+    targets: tl.tuple | None,
+    exchanges: tl.tensor | None,
+    max_rows: tl.tensor,
+    rank: tl.tensor,
     partials: tl.tensor | None,
     arrivals: tl.tensor | None,
     share: tl.tensor,
@@ -560,6 +602,9 @@ def _stream_kernel(
         residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
     else:
         residual = squares
+    exchange = row
+    if exchanges is not None:
+        exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
     if x_squares is not None:
         found = _load_squares(x_squares, row, num_rows, num_parts, parts)
         scale = _spread(tl.rsqrt(tl.sum(found, 1) / k + eps), groups)
@@ -612,9 +657,41 @@ def _stream_kernel(
                 up = _add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
             else:
                 up = acc
-            _finish(out, squares, acc, up, bias, residual, row, column, num_rows, n, gated)
+            _finish(
+                out,
+                squares,
+                acc,
+                up,
+                bias,
+                residual,
+                targets,
+                exchange,
+                max_rows,
+                rank,
+                row,
+                column,
+                num_rows,
+                n,
+                gated,
+            )
     else:
-        _finish(out, squares, acc, up, bias, residual, row, column, num_rows, n, gated)
+        _finish(
+            out,
+            squares,
+            acc,
+            up,
+            bias,
+            residual,
+            targets,
+            exchange,
+            max_rows,
+            rank,
+            row,
+            column,
+            num_rows,
+            n,
+            gated,
+        )
 
 
 @triton.jit
@@ -643,7 +720,7 @@ def _add_up(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "max_rows", "rank"])
 def _burst_kernel(
     out: tl.tensor,
     squares: tl.tensor | None,
@@ -658,6 +735,10 @@ def _burst_kernel(
     x_stride: tl.tensor,
     num_parts: tl.tensor,
     eps: tl.tensor,
+    targets: tl.tuple | None,
+    exchanges: tl.tensor | None,
+    max_rows: tl.tensor,
+    rank: tl.tensor,
     normed: tl.tensor | None,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -705,6 +786,9 @@ def _burst_kernel(
         residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
     else:
         residual = squares
+    exchange = row
+    if exchanges is not None:
+        exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
     if norm_weight is not None:
         found = _load_squares(x_squares, row, num_rows, num_parts, parts)
     tl.debug_barrier()  # all loads are on their way
@@ -728,4 +812,20 @@ def _burst_kernel(
             up = _multiply(from_here(up_w[i], pdl), piece, up, groups)
     acc = _total(acc, groups)
     up = _total(up, groups) if gated else acc
-    _finish(out, squares, acc, up, bias, residual, row, column, num_rows, n, gated)
+    _finish(
+        out,
+        squares,
+        acc,
+        up,
+        bias,
+        residual,
+        targets,
+        exchange,
+        max_rows,
+        rank,
+        row,
+        column,
+        num_rows,
+        n,
+        gated,
+    )

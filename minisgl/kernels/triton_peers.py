@@ -1,24 +1,23 @@
 """What the GPUs of one host exchange, through memory that all of them can address.
 
-For the few rows of a decode step a collective costs latency, not bandwidth. So nobody asks and
-nobody waits twice: a rank writes what it has straight into an inbox that each of the others keeps
-for it, and looks into its own until everything has come. Each 4 bytes travel with 4 bytes that say
-which exchange they belong to, and a store of 8 bytes arrives whole, so that no other signal is
-needed (the LL protocol of NCCL; Hu et al., arXiv 2507.04786). A sum and the norm behind it are one
-kernel.
+A few rows go through inboxes (triton_mailbox.py), in one shot: every rank sends all of its rows to
+all others, and adds up what has come. The product that makes the rows can send them itself
+(triton_linear.py), which spares a launch's latency; then only the second half is left to do here.
 
-The exchanges of a row are counted on the device, by each rank for itself; all come to the same
-count, since all run the same kernels in the same order. Inboxes alternate between two halves. A
-half is written again two exchanges later, by a rank that has seen the one in between, which its
-owner sent only after it was done with that half.
+With many rows the bytes count. Their sum takes two shots: a rank sends each of the others a share
+of the columns, adds up the share that is its own, and sends that to all. The elements carry no
+stamps; a program tells its fellows, which have the same rows on the other ranks, when its own are
+through.
 
-Many rows go without stamps: a rank writes into memory of its own, and the others read it behind a
-`barrier`. A sum is then in two shots: each rank adds up its share, and writes it to all.
+A sum and the norm behind it are one kernel. All add in the order of ranks, or take what one has
+added, and so have the same sum, bit for bit.
 
-All add in the order of ranks, or take what one has added, and so have the same sum, bit for bit.
+The programs of a kernel wait for those of others, and so all of them must run at once: the GPUs
+start them in their order, and with two shots there are no more than the device holds.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,38 +28,22 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.triton_launch import pdl_options, warps_for
+from minisgl.kernels.triton_mailbox import Mailbox, after, pointer, receive, send
 
 _KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Mailbox:
-    """Where ranks leave each other words of 4 bytes, for one stream."""
-
-    inbox: Tensor  # [2, ranks, max_rows, num_words] int64, zero at first, which the others write
-    addresses: Tensor  # [ranks] int64 on the device: of each rank's inbox
-    exchanges: Tensor  # [max_rows] int32, zero at first: of each row, those so far
-    rank: int
-
-    @property
-    def num_ranks(self) -> int:
-        return self.inbox.shape[1]
-
-    @property
-    def max_rows(self) -> int:
-        return self.inbox.shape[2]
-
-    @property
-    def num_words(self) -> int:
-        return self.inbox.shape[3]
-
-
-@dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Bytes of each rank that the others read or write between barriers, for one stream."""
+    """Bytes of each rank that the others address, for one stream."""
 
-    own: Tensor  # [num_bytes] uint8; sums are in the first half, their results in the second
-    addresses: Tensor  # [ranks] int64 on the device: of each rank's
+    own: Tensor  # [num_bytes] uint8
+    addresses: tuple[int, ...]  # of each rank's
+    # [2, programs, ranks] int32, zero at first: the last exchange in which a rank's program has
+    # done its first shot and its second. The others write.
+    flags: Tensor
+    flag_addresses: tuple[int, ...]  # of each rank's
+    exchanges: Tensor  # [programs] int32, zero at first: of each program, those so far
     bell: Mailbox  # of one row with two words
 
     @property
@@ -70,7 +53,7 @@ class SharedMemory:
 
 def sum_rows(part: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
     """The sum of all ranks' `part`, [num_rows, size] contiguous, rounded once to its dtype. A new
-    tensor. size is even."""
+    tensor."""
     out = torch.empty_like(part)
     _launch_sum(out, part, None, None, 0.0, mailbox, pdl)
     return out
@@ -85,9 +68,18 @@ def sum_norm(
     return out, rows
 
 
+def received_norm(
+    rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox, *, pdl: bool = True
+) -> tuple[Tensor, Tensor]:
+    """sum_norm of parts that all ranks have sent already, or are about to."""
+    out = torch.empty_like(rows)
+    _launch_sum(out, None, rows, weight, eps, mailbox, pdl)
+    return out, rows
+
+
 def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
     """The largest of each row of all ranks' `values` [num_rows, any] int64, whose columns are
-    contiguous: [num_rows]. The mailbox has two words a row."""
+    contiguous: [num_rows]. The mailbox has two words of 32 bits a row."""
     num_rows, num_columns = values.shape
     assert num_rows <= mailbox.max_rows and values.stride(1) == 1
     out = torch.empty(num_rows, dtype=torch.int64, device=values.device)
@@ -97,12 +89,13 @@ def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
         values.stride(0),
         num_columns,
         mailbox.inbox,
-        mailbox.addresses,
+        mailbox.targets,
         mailbox.exchanges,
         mailbox.max_rows,
+        mailbox.rank,
         columns=triton.next_power_of_2(num_columns),
-        rank=mailbox.rank,
         num_ranks=mailbox.num_ranks,
+        sources=triton.next_power_of_2(mailbox.num_ranks),
         num_warps=1,
         **pdl_options(values.device, pdl),
     )
@@ -118,30 +111,26 @@ def barrier(shared: SharedMemory) -> None:
     maximum(anything, shared.bell, pdl=False)
 
 
-def sum_many(part: Tensor, shared: SharedMemory) -> Tensor:
-    """As sum_rows, in two shots. The result lies in the shared memory until its next use.
+def sum_many(part: Tensor, shared: SharedMemory, *, pdl: bool = True) -> Tensor:
+    """As sum_rows, in two shots: of at most half the shared memory, and a size that divides by the
+    ranks."""
+    out = torch.empty_like(part)
+    _launch_two_shots(out, part, None, None, 0.0, shared, pdl)
+    return out
 
-    part: contiguous, of at most half the shared memory; each rank's share is a whole number of
-    16 bytes.
-    """
-    num_bytes, num_ranks = part.nbytes, shared.bell.num_ranks
-    assert num_bytes % (16 * num_ranks) == 0 and 2 * num_bytes <= shared.num_bytes
-    shared.own[:num_bytes].view(part.dtype).view(part.shape).copy_(part)
-    barrier(shared)
-    share, block = part.numel() // num_ranks, 1024
-    _sum_share[(triton.cdiv(share, block),)](
-        shared.addresses,
-        share,
-        shared.num_bytes // 2 // part.itemsize,
-        block=block,
-        kind=_KINDS[part.dtype],
-        rank=shared.bell.rank,
-        num_ranks=num_ranks,
-        num_warps=4,
-    )
-    barrier(shared)
-    half = shared.num_bytes // 2
-    return shared.own[half : half + num_bytes].view(part.dtype).view(part.shape)
+
+def sum_norm_many(
+    out: Tensor,
+    part: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    eps: float,
+    shared: SharedMemory,
+    *,
+    pdl: bool = True,
+) -> None:
+    """As sum_norm, in two shots, with the norm left in `out`."""
+    _launch_two_shots(out, part, rows, weight, eps, shared, pdl)
 
 
 def gather(part: Tensor, shared: SharedMemory) -> Tensor:
@@ -149,14 +138,19 @@ def gather(part: Tensor, shared: SharedMemory) -> Tensor:
 
     part: of at most as many bytes as the shared memory; its rows are a multiple of 4 bytes.
     """
-    num_ranks = shared.bell.num_ranks
+    rank, num_ranks = shared.bell.rank, shared.bell.num_ranks
     shared.own[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
     barrier(shared)
     whole = part.new_empty((part.shape[0], num_ranks * part.shape[1]))
     num_words = whole.view(torch.int32).shape[1] // num_ranks
     block = 4096
     _gather_row[(triton.cdiv(num_words, block), num_ranks, part.shape[0])](
-        whole.view(torch.int32), shared.addresses, num_words, block=block, num_warps=8
+        whole.view(torch.int32),
+        after(rank, shared.addresses),
+        num_words,
+        rank,
+        block=block,
+        num_warps=8,
     )
     barrier(shared)  # nobody writes there before all have read
     return whole
@@ -164,44 +158,78 @@ def gather(part: Tensor, shared: SharedMemory) -> Tensor:
 
 def _launch_sum(
     out: Tensor,
-    part: Tensor,
+    part: Tensor | None,
     rows: Tensor | None,
     weight: Tensor | None,
     eps: float,
     mailbox: Mailbox,
     pdl: bool,
 ) -> None:
-    num_rows, size = part.shape
-    assert part.is_contiguous() and (rows is None or rows.is_contiguous())
-    words, own, residual, factor = (
-        None if tensor is None else tensor.view(torch.int32) for tensor in (out, part, rows, weight)
-    )
-    assert words is not None
-    num_words = words.shape[1]
-    assert num_rows <= mailbox.max_rows and num_words == mailbox.num_words
-    block = triton.next_power_of_2(num_words)
+    num_rows, size = out.shape
+    assert all(tensor is None or tensor.is_contiguous() for tensor in (part, rows))
+    assert num_rows <= mailbox.max_rows and size == mailbox.size
+    block = triton.next_power_of_2(size)
     _sum_row[(num_rows,)](
-        words,
-        own,
-        residual,
-        factor,
+        out,
+        part,
+        rows,
+        weight,
         eps,
         mailbox.inbox,
-        mailbox.addresses,
+        mailbox.targets,
         mailbox.exchanges,
         mailbox.max_rows,
+        mailbox.rank,
         size=size,
-        num_words=num_words,
         block=block,
-        kind=_KINDS[part.dtype],
-        rank=mailbox.rank,
         num_ranks=mailbox.num_ranks,
-        num_warps=warps_for(block, 4),
+        together=2 if mailbox.num_ranks == 2 else 4,
+        num_warps=warps_for(block, 8),
+        **pdl_options(out.device, pdl),
+    )
+
+
+def _launch_two_shots(
+    out: Tensor,
+    part: Tensor,
+    rows: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    shared: SharedMemory,
+    pdl: bool,
+) -> None:
+    (num_rows, size), num_ranks = part.shape, shared.bell.num_ranks
+    rank = shared.bell.rank
+    assert part.is_contiguous() and (rows is None or rows.is_contiguous())
+    assert size % num_ranks == 0 and 2 * part.nbytes <= shared.num_bytes
+    max_programs = shared.flags.shape[1]
+    block = triton.next_power_of_2(size)
+    _sum_in_two_shots[(min(num_rows, max_programs),)](
+        out,
+        part,
+        rows,
+        weight,
+        eps,
+        num_rows,
+        after(rank, shared.addresses),
+        shared.num_bytes // 2 // part.itemsize,
+        shared.flags,
+        after(rank, shared.flag_addresses),
+        shared.exchanges,
+        max_programs,
+        rank,
+        size=size,
+        block=block,
+        share_block=triton.next_power_of_2(size // num_ranks),
+        kind=_KINDS[part.dtype],
+        num_ranks=num_ranks,
+        lanes=triton.next_power_of_2(num_ranks),
+        num_warps=warps_for(block, 16),
         **pdl_options(part.device, pdl),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _sum_row(
     out,
     part,
@@ -209,78 +237,198 @@ def _sum_row(
     weight,
     eps,
     inbox,
-    addresses,
+    targets,
     exchanges,
     max_rows,
+    rank,
     size: tl.constexpr,
-    num_words: tl.constexpr,
     block: tl.constexpr,
-    kind: tl.constexpr,
-    rank: tl.constexpr,
     num_ranks: tl.constexpr,
+    together: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A row. Everything is read and written in words of one float32 or two halves."""
-    word = tl.arange(0, block)
-    inside = word < num_words
-    factor = 0
+    """A row, of which `part` is sent unless it has been."""
+    column = tl.arange(0, block)
+    inside = column < size
+    factor = residual
     if weight is not None:
-        factor = tl.load(weight + word, mask=inside, other=0)
+        factor = tl.load(weight + column, mask=inside, other=0.0)
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    place = row * num_words + word
+    place = row * size + column
     exchange = tl.load(exchanges + row) + 1
     half = (exchange & 1) * num_ranks
-    own = tl.load(part + place, mask=inside, other=0)
-    there = ((half + rank) * max_rows + row) * num_words + word
-    _send(addresses, there, own, inside, exchange, rank, num_ranks)
-    x = 0
+    if part is not None:
+        own = tl.load(part + place, mask=inside, other=0.0)
+        there = ((half + rank) * max_rows + row) * size + column
+        send(targets, there, own, exchange, inside)
+    x = residual
     if residual is not None:
-        x = tl.load(residual + place, mask=inside, other=0)
+        x = tl.load(residual + place, mask=inside, other=0.0)
 
-    low = tl.zeros([block], tl.float32)
-    high = tl.zeros([block], tl.float32)
-    for source in tl.static_range(num_ranks):
-        words = own
-        if source != rank:
-            here = ((half + source) * max_rows + row) * num_words + word
-            words = _receive(inbox + here, inside, exchange)
-        low += _low(words, kind)
-        high += _high(words, kind)
-    total = _join(low, high, kind)
-    if weight is None:
-        tl.store(out + place, total, mask=inside)
-    else:
-        x = _join(_low(x, kind) + _low(total, kind), _high(x, kind) + _high(total, kind), kind)
-        tl.store(residual + place, x, mask=inside)
-        low, high = _low(x, kind), _high(x, kind)
-        scale = tl.rsqrt(tl.sum(low * low + high * high) * (1.0 / size) + eps)
-        quotient = _join(low * scale, high * scale, kind)
-        product = _join(
-            _low(factor, kind) * _low(quotient, kind),
-            _high(factor, kind) * _high(quotient, kind),
-            kind,
-        )
-        tl.store(out + place, product, mask=inside)
+    total = tl.zeros([block], tl.float32)
+    # As many ranks at once as the registers hold.
+    for first in tl.static_range(0, num_ranks, together):
+        source = first + tl.arange(0, together)[:, None]
+        here = ((half + source) * max_rows + row) * size + column[None, :]
+        expected = (source < num_ranks) & inside[None, :]
+        parts = receive(inbox + here, expected, exchange, out.dtype.element_ty)
+        total += tl.sum(parts.to(tl.float32), 0)
+    _settle(out, residual, total, x, factor, place, inside, eps, size)
     # Behind the sums, which no thread passes before all have read the count.
     tl.store(exchanges + row, exchange)
 
 
-@triton.jit(do_not_specialize=["stride", "num_columns"])
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def _sum_in_two_shots(
+    out,
+    part,
+    residual,
+    weight,
+    eps,
+    num_rows,
+    targets,
+    to_results,
+    flags,
+    flag_targets,
+    exchanges,
+    max_programs,
+    rank,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    share_block: tl.constexpr,
+    kind: tl.constexpr,
+    num_ranks: tl.constexpr,
+    lanes: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """Some rows. A rank's memory has the ranks' parts of its share of the columns first,
+    [ranks, num_rows, share], and behind `to_results` elements the sums, [num_rows, size].
+
+    What others have written is read past the L1 cache, which does not see it.
+    """
+    share: tl.constexpr = size // num_ranks
+    of_share = tl.arange(0, share_block)
+    within = of_share < share
+    column = tl.arange(0, block)
+    inside = column < size
+    factor = residual
+    if weight is not None:
+        factor = tl.load(weight + column, mask=inside, other=0.0)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    exchange = tl.load(exchanges + program) + 1
+    first_flags = program * num_ranks
+    second_flags = (max_programs + program) * num_ranks
+
+    for row in range(program, num_rows, num_programs):
+        own = part + row * size + of_share
+        there = (rank * num_rows + row) * share + of_share
+        _deal_out(own, targets, there, within, rank, share, kind)
+    _tell(flag_targets, first_flags + rank, exchange, lanes)
+
+    memory = pointer(targets[num_ranks - 1], kind)
+    _wait_for_all(flags + first_flags, exchange, num_ranks, lanes)
+    for row in range(program, num_rows, num_programs):
+        total = tl.zeros([share_block], tl.float32)
+        for source in tl.static_range(num_ranks):
+            here = memory + (source * num_rows + row) * share + of_share
+            found = tl.load(here, mask=within, other=0.0, cache_modifier=".cg")
+            total += found.to(tl.float32)
+        there = to_results + row * size + rank * share + of_share
+        for step in tl.static_range(num_ranks):
+            results = pointer(targets[step], kind)
+            tl.store(results + there, total.to(kind), mask=within)
+    _tell(flag_targets, second_flags + rank, exchange, lanes)
+
+    _wait_for_all(flags + second_flags, exchange, num_ranks, lanes)
+    for row in range(program, num_rows, num_programs):
+        place = row * size + column
+        total = tl.load(
+            memory + to_results + place, mask=inside, other=0.0, cache_modifier=".cg"
+        ).to(tl.float32)
+        x = residual
+        if residual is not None:
+            x = tl.load(residual + place, mask=inside, other=0.0)
+        _settle(out, residual, total, x, factor, place, inside, eps, size)
+    tl.store(exchanges + program, exchange)
+
+
+@triton.jit
+def _deal_out(own, targets, there, within, rank, share: tl.constexpr, kind: tl.constexpr):
+    """A row's shares, each to its rank. All are read before the first is written."""
+    shares = ()
+    for step in tl.static_range(len(targets)):
+        at = own + (rank + 1 + step) % len(targets) * share
+        shares += (tl.load(at, mask=within, other=0.0),)
+    for step in tl.static_range(len(targets)):
+        memory = pointer(targets[step], kind)
+        tl.store(memory + there, shares[step], mask=within)
+
+
+@triton.jit
+def _settle(out, residual, total, x, factor, place, inside, eps, size: tl.constexpr):
+    """Leave a row's sum or, where it is added to a residual, that and its norm."""
+    kind: tl.constexpr = out.dtype.element_ty
+    if residual is None:
+        tl.store(out + place, total.to(kind), mask=inside)
+    else:
+        added = (x.to(tl.float32) + total.to(kind).to(tl.float32)).to(kind)
+        tl.store(residual + place, added, mask=inside)
+        wide = added.to(tl.float32)
+        quotient = (wide * tl.rsqrt(tl.sum(wide * wide) * (1.0 / size) + eps)).to(kind)
+        product = factor.to(tl.float32) * quotient.to(tl.float32)
+        tl.store(out + place, product.to(kind), mask=inside)
+
+
+@triton.jit
+def _tell(flag_targets, place, exchange, lanes: tl.constexpr):
+    """To all ranks: that what this program has written so far is there. A lane tells one."""
+    lane = tl.arange(0, lanes)
+    address = tl.zeros([lanes], tl.int64)
+    for step in tl.static_range(len(flag_targets)):
+        address = tl.where(lane == step, flag_targets[step], address)
+    flag = address.to(tl.pointer_type(tl.int32)) + place
+    # A few threads release what all have written before the barrier.
+    tl.debug_barrier()
+    said = tl.zeros([lanes], tl.int32) + exchange
+    tl.atomic_xchg(flag, said, mask=lane < len(flag_targets), sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_for_all(flags, exchange, num_ranks: tl.constexpr, lanes: tl.constexpr):
+    missing = _count_missing(flags, exchange, num_ranks, lanes)
+    while missing > 0:
+        missing = _count_missing(flags, exchange, num_ranks, lanes)
+
+
+@triton.jit
+def _count_missing(flags, exchange, num_ranks: tl.constexpr, lanes: tl.constexpr):
+    lane = tl.arange(0, lanes)
+    nothing = tl.zeros([lanes], tl.int32)
+    real = lane < num_ranks
+    said = tl.atomic_add(flags + lane, nothing, mask=real, sem="acquire", scope="sys")
+    return tl.sum((real & (said != exchange)).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["stride", "num_columns", "rank"])
 def _maximum_of_row(
     out,
     values,
     stride,
     num_columns,
     inbox,
-    addresses,
+    targets,
     exchanges,
     max_rows,
+    rank,
     columns: tl.constexpr,
-    rank: tl.constexpr,
     num_ranks: tl.constexpr,
+    sources: tl.constexpr,
     pdl: tl.constexpr,
 ):
     if pdl:
@@ -294,100 +442,29 @@ def _maximum_of_row(
     exchange = tl.load(exchanges + row) + 1
     half = (exchange & 1) * num_ranks
     word = tl.arange(0, 2)
-    inside = word < 2
     there = ((half + rank) * max_rows + row) * 2 + word
-    _send(addresses, there, (best >> (32 * word)).to(tl.int32), inside, exchange, rank, num_ranks)
-    for source in tl.static_range(num_ranks):
-        if source != rank:
-            here = ((half + source) * max_rows + row) * 2 + word
-            words = _receive(inbox + here, inside, exchange)
-            theirs = tl.sum((words.to(tl.int64) & 0xFFFFFFFF) << (32 * word))
-            best = tl.maximum(best, theirs)
-    tl.store(out + row, best)
+    own = (best >> (32 * word)).to(tl.int32)
+    send(targets, there, own, exchange, word < 2)
+    source = tl.arange(0, sources)
+    here = ((half + source) * max_rows + row)[:, None] * 2 + word[None, :]
+    expected = (source < num_ranks)[:, None] & (word < 2)[None, :]
+    halves = receive(inbox + here, expected, exchange, tl.int32)
+    all_best = tl.sum((halves.to(tl.int64) & 0xFFFFFFFF) << (32 * word)[None, :], 1)
+    tl.store(out + row, tl.max(tl.where(source < num_ranks, all_best, lowest)))
     tl.store(exchanges + row, exchange)
 
 
-@triton.jit(do_not_specialize=["share"])
-def _sum_share(
-    addresses,
-    share,
-    to_results,
-    block: tl.constexpr,
-    kind: tl.constexpr,
-    rank: tl.constexpr,
-    num_ranks: tl.constexpr,
-):
-    """A part of this rank's share. Past the L1 cache, which does not see what others write."""
-    element = tl.program_id(0) * block + tl.arange(0, block)
-    inside = element < share
-    element += rank * share
-    total = tl.zeros([block], tl.float32)
-    for source in tl.static_range(num_ranks):
-        part = tl.load(addresses + source).to(tl.pointer_type(kind))
-        words = tl.load(part + element, mask=inside, other=0.0, cache_modifier=".cg")
-        total += words.to(tl.float32)
-    for target in tl.static_range(num_ranks):
-        result = tl.load(addresses + target).to(tl.pointer_type(kind)) + to_results
-        tl.store(result + element, total.to(kind), mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_words"])
-def _gather_row(whole, addresses, num_words, block: tl.constexpr):
-    """A part of a row of one rank."""
+@triton.jit(do_not_specialize=["num_words", "rank"])
+def _gather_row(whole, targets, num_words, rank, block: tl.constexpr):
+    """A part of a row of one rank. Past the L1 cache, which does not see what others write."""
     word = tl.program_id(0) * block + tl.arange(0, block)
-    source = tl.program_id(1)
+    step, num_ranks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2).to(tl.int64)
     inside = word < num_words
-    part = tl.load(addresses + source).to(tl.pointer_type(tl.int32))
+    address = targets[0]
+    for other in tl.static_range(1, len(targets)):
+        address = tl.where(step == other, targets[other], address)
+    part = pointer(address, tl.int32)
     words = tl.load(part + row * num_words + word, mask=inside, other=0, cache_modifier=".cg")
-    place = (row * tl.num_programs(1) + source) * num_words + word
+    place = (row * num_ranks + (rank + 1 + step) % num_ranks) * num_words + word
     tl.store(whole + place, words, mask=inside)
-
-
-@triton.jit
-def _send(addresses, there, words, inside, exchange, rank: tl.constexpr, num_ranks: tl.constexpr):
-    """To all others, at the same place of their inboxes."""
-    stamped = (words.to(tl.int64) & 0xFFFFFFFF) | (exchange.to(tl.int64) << 32)
-    for other in tl.static_range(num_ranks):
-        if other != rank:
-            target = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
-            tl.store(target + there, stamped, mask=inside, cache_modifier=".wt")
-
-
-@triton.jit
-def _receive(place, inside, exchange):
-    """The words of this exchange, once all are there."""
-    stamped = tl.load(place, mask=inside, other=0, volatile=True)
-    missing = tl.sum((inside & ((stamped >> 32).to(tl.int32) != exchange)).to(tl.int32))
-    while missing > 0:
-        stamped = tl.load(place, mask=inside, other=0, volatile=True)
-        missing = tl.sum((inside & ((stamped >> 32).to(tl.int32) != exchange)).to(tl.int32))
-    return stamped.to(tl.int32)
-
-
-@triton.jit
-def _low(words, kind: tl.constexpr):
-    """float32, of a word's first number."""
-    if kind == tl.float32:
-        return words.to(tl.float32, bitcast=True)
-    else:
-        return words.to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _high(words, kind: tl.constexpr):
-    """float32, of a word's second number, or 0 where there is none."""
-    if kind == tl.float32:
-        return words.to(tl.float32, bitcast=True) * 0.0
-    else:
-        return (words >> 16).to(tl.int16).to(kind, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _join(low, high, kind: tl.constexpr):
-    """Two float32 rounded and in a word; the second is lost where a word has room for one."""
-    if kind == tl.float32:
-        return low.to(tl.int32, bitcast=True)
-    else:
-        first = low.to(kind).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        return first | (high.to(kind).to(tl.int16, bitcast=True).to(tl.int32) << 16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
@@ -58,4 +60,4 @@ class SparseMLP(nn.Module):
         if self._ranks.size == 1:
             return experts.mix_add(hidden, logits, weights, routing, rows)
         delta = experts.mix(hidden, logits, weights, routing)
-        return Residual(rows, delta=delta, sum_norm=self._ranks.sum_norm)
+        return Residual(rows, pending=partial(self._ranks.sum_norm, delta))

@@ -4,6 +4,7 @@ allocated uninitialised; the loader fills them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,10 @@ class SummedLinear(Linear):
         """rows + y, which may be written over `rows`: [num_rows, out_features]."""
         if self._ranks.size == 1:
             return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
-        return Residual(rows, delta=self(x), sum_norm=self._ranks.sum_norm)
+        mailbox = self._ranks.mailbox(len(x))
+        if mailbox and fused.linear_send(x, self.weight, self.bias, mailbox, self.kernels):
+            return Residual(rows, pending=self._ranks.received_norm)
+        return Residual(rows, pending=partial(self._ranks.sum_norm, self(x)))
 
 
 class Embedding(nn.Module):

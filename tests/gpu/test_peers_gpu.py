@@ -3,7 +3,7 @@ waits for the others'."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
@@ -13,8 +13,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from minisgl.kernels import triton_peers
+from minisgl.kernels.triton_linear import LinearWorkspace, linear, linear_send
+from minisgl.kernels.triton_mailbox import Mailbox
 from minisgl.kernels.triton_norm import add_rms_norm
-from minisgl.kernels.triton_peers import Mailbox, SharedMemory
+from minisgl.kernels.triton_peers import SharedMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -24,22 +26,24 @@ EPS = 1e-6
 
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Ranks:
     """On one GPU, each with a stream of its own, where its kernels wait for those of the others."""
 
-    def __init__(self, num_ranks: int, max_rows: int, num_words: int) -> None:
-        self._shape = (2, num_ranks, max_rows, num_words)
+    def __init__(self, num_ranks: int, max_rows: int, size: int, itemsize: int) -> None:
+        self._shape = (2, num_ranks, max_rows, size)
+        self._word = torch.int32 if itemsize == 2 else torch.int64
         self._streams = [torch.cuda.Stream() for _ in range(num_ranks)]
         self.boxes = self._mailboxes([0, 0])
 
     def _mailboxes(self, stamps: list[int]) -> list[Mailbox]:
-        inboxes = [torch.zeros(self._shape, dtype=torch.int64, device=GPU) for _ in self._streams]
+        inboxes = [torch.zeros(self._shape, dtype=self._word, device=GPU) for _ in self._streams]
         for inbox in inboxes:
             for half, stamp in zip(inbox, stamps, strict=True):
-                half.fill_(stamp << 32)
-        addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=GPU)
+                half.fill_(stamp)
+        addresses = tuple(inbox.data_ptr() for inbox in inboxes)
         return [
             Mailbox(
                 inbox, addresses, torch.zeros(self._shape[2], dtype=torch.int32, device=GPU), rank
@@ -54,14 +58,46 @@ class Ranks:
         self._each(self._mailboxes([2, 1]), work)
         return self._each(self.boxes, work)
 
-    def _each(self, boxes: list[Mailbox], work: Callable[[Mailbox], T]) -> list[T]:
+    def _each(self, boxes: Sequence[T], work: Callable[[T], S]) -> list[S]:
         torch.cuda.synchronize()
-        results: list[T] = []
+        results: list[S] = []
         for stream, box in zip(self._streams, boxes, strict=True):
             with torch.cuda.stream(stream):
                 results.append(work(box))
         torch.cuda.synchronize()
         return results
+
+
+class SharingRanks(Ranks):
+    """With memory that they share: more rows than programs."""
+
+    PROGRAMS = 16
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks, 1, 2, 4)
+        self._memory = [torch.zeros(6 << 20, dtype=torch.uint8, device=GPU) for _ in self._streams]
+        self.shared = self._shared(self.boxes, [0, 0])
+
+    def _shared(self, boxes: list[Mailbox], done: list[int]) -> list[SharedMemory]:
+        shape = (self.PROGRAMS, len(boxes))
+        flags = [torch.stack([torch.full(shape, of) for of in done]) for _ in boxes]
+        flags = [of_rank.to(GPU, torch.int32) for of_rank in flags]
+        return [
+            SharedMemory(
+                own=self._memory[box.rank],
+                addresses=tuple(own.data_ptr() for own in self._memory),
+                flags=flags[box.rank],
+                flag_addresses=tuple(of_rank.data_ptr() for of_rank in flags),
+                exchanges=torch.zeros(self.PROGRAMS, dtype=torch.int32, device=GPU),
+                bell=box,
+            )
+            for box in boxes
+        ]
+
+    def share(self, work: Callable[[SharedMemory], T]) -> list[T]:
+        """As `run`."""
+        self._each(self._shared(self._mailboxes([2, 1]), [1, 1]), work)
+        return self._each(self.shared, work)
 
 
 def parts_of(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> list[Tensor]:
@@ -76,26 +112,39 @@ def total_of(parts: list[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+def assert_summed_and_normed(
+    results: list[tuple[Tensor, Tensor]], parts: list[Tensor], rows: Tensor, weight: Tensor
+) -> None:
+    """The same bits on all ranks, each with a norm and the rows behind it."""
+    normed, added = add_rms_norm(total_of(parts), rows.clone(), weight, EPS)
+    for found_norm, found_rows in results:
+        assert torch.equal(found_norm, results[0][0]) and torch.equal(found_rows, results[0][1])
+        torch.testing.assert_close(found_rows, added)
+        torch.testing.assert_close(found_norm, normed, rtol=1.6e-2, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 5120), (3, 1024), (7, 112), (12, 4098)])
 def test_sums(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> None:
-    ranks = Ranks(num_ranks, 16, size * dtype.itemsize // 4)
+    ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
     for _ in range(5):  # both halves, more than once
         parts = parts_of(num_ranks, num_rows, size, dtype)
 
         def work(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
             return triton_peers.sum_rows(parts[box.rank], box)
 
-        for found in ranks.run(work):
-            assert torch.equal(found, total_of(parts))
+        results = ranks.run(work)
+        for found in results:
+            assert torch.equal(found, results[0])
+            torch.testing.assert_close(found, total_of(parts))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 5120), (3, 1024), (12, 112)])
 def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> None:
-    ranks = Ranks(num_ranks, 16, size * dtype.itemsize // 4)
+    ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
     weight = torch.rand(size, device=GPU).to(dtype)
     for _ in range(3):
         parts = parts_of(num_ranks, num_rows, size, dtype)
@@ -107,17 +156,13 @@ def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.d
             return triton_peers.sum_norm(parts[box.rank], rows.clone(), weight, EPS, box)
 
         results = ranks.run(work)
-        normed, added = add_rms_norm(total_of(parts), rows, weight, EPS)
-        for found_norm, found_rows in results:
-            assert torch.equal(found_rows, added)
-            assert torch.equal(found_norm, results[0][0])
-            torch.testing.assert_close(found_norm, normed, rtol=1e-2, atol=1e-5)
+        assert_summed_and_normed(results, parts, rows, weight)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 38), (5, 1), (33, 7)])
 def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
-    ranks = Ranks(num_ranks, 64, 2)
+    ranks = Ranks(num_ranks, 64, 2, 4)
     for _ in range(3):
         values = torch.randint(-(2**55), 2**55, (num_ranks, num_rows, 50), device=GPU)
         values = values[:, :, :num_columns]
@@ -129,35 +174,73 @@ def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
             assert torch.equal(maxima, values.amax(dim=(0, 2)))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_rows", "size", "k"), [(1, 5120, 2560), (16, 5120, 6400), (5, 112, 64), (8, 1024, 1536)]
+)
+def test_products_that_are_sent(
+    num_ranks: int, num_rows: int, size: int, k: int, dtype: torch.dtype
+) -> None:
+    ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
+    factor, bias = torch.rand(size, device=GPU).to(dtype), torch.randn(size, device=GPU).to(dtype)
+    weights = [torch.randn(size, k, device=GPU).div(k**0.5).to(dtype) for _ in range(num_ranks)]
+    spaces = [LinearWorkspace.allocate([(size, k)], 16, GPU) for _ in range(num_ranks)]
+    for _ in range(3):
+        xs = [torch.randn(num_rows, k, device=GPU).to(dtype) for _ in range(num_ranks)]
+        rows = torch.randn(num_rows, size, device=GPU).to(dtype)
+
+        def work(box: Mailbox, xs: list[Tensor] = xs, rows: Tensor = rows) -> tuple[Tensor, Tensor]:
+            own, its_bias = rows.clone(), bias if box.rank == 0 else None
+            x, weight, space = xs[box.rank], weights[box.rank], spaces[box.rank]
+            linear_send(x, weight, its_bias, box, workspace=space)
+            return triton_peers.received_norm(own, factor, EPS, box)
+
+        results = ranks.run(work)
+        parts = [
+            linear(x, weight, bias if rank == 0 else None, workspace=space)
+            for rank, (x, weight, space) in enumerate(zip(xs, weights, spaces, strict=True))
+        ]
+        assert_summed_and_normed(results, parts, rows, factor)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (300, 1024), (77, 4096)])
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 112), (300, 1024), (77, 4096)])
 def test_sums_and_gathers_of_many_rows(
     num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
-    ranks = Ranks(num_ranks, 1, 2)
-    memory = [torch.zeros(3 << 20, dtype=torch.uint8, device=GPU) for _ in range(num_ranks)]
-    addresses = torch.tensor([own.data_ptr() for own in memory], device=GPU)
+    ranks = SharingRanks(num_ranks)
+    weight = torch.rand(size, device=GPU).to(dtype)
     for _ in range(3):
         parts = parts_of(num_ranks, num_rows, size, dtype)
+        rows = torch.randn(num_rows, size, device=GPU).to(dtype)
 
-        def add(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
-            shared = SharedMemory(memory[box.rank], addresses, box)
-            return triton_peers.sum_many(parts[box.rank], shared)
+        def add(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
+            return triton_peers.sum_many(parts[shared.bell.rank], shared)
 
-        def gather(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
-            shared = SharedMemory(memory[box.rank], addresses, box)
-            return triton_peers.gather(parts[box.rank], shared)
+        def add_norm(
+            shared: SharedMemory, parts: list[Tensor] = parts, rows: Tensor = rows
+        ) -> tuple[Tensor, Tensor]:
+            out, own = torch.empty_like(rows), rows.clone()
+            triton_peers.sum_norm_many(out, parts[shared.bell.rank], own, weight, EPS, shared)
+            return out, own
 
-        for found in ranks.run(add):
-            assert torch.equal(found, total_of(parts))
-        for found in ranks.run(gather):
+        def gather(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
+            return triton_peers.gather(parts[shared.bell.rank], shared)
+
+        totals = ranks.share(add)
+        for found in totals:
+            assert torch.equal(found, totals[0])
+            torch.testing.assert_close(found, total_of(parts))
+        assert_summed_and_normed(ranks.share(add_norm), parts, rows, weight)
+        for found in ranks.share(gather):
             assert torch.equal(found, torch.cat(parts, dim=1))
 
 
 def test_in_graphs_that_are_replayed() -> None:
     """Each replay is another exchange, which the device counts."""
-    ranks = Ranks(2, 4, 512)
+    ranks = Ranks(2, 4, 1024, 2)
     parts = parts_of(2, 4, 1024, torch.bfloat16)
 
     def twice(box: Mailbox) -> Tensor:

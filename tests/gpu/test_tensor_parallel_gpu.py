@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpoints import EXPERT_SPECS, SPECS
 from test_parity import SAMPLED, batch, case_of, load_engine
-from test_tensor_parallel import check_with_aborts
+from test_tensor_parallel import check_with_aborts, short_case_of
 
 from minisgl.engine import AsyncEngine
 
@@ -28,7 +28,7 @@ ALL_SPECS = {spec.name: spec for spec in (*SPECS, *EXPERT_SPECS)}
 def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
     if ALL_SPECS[name].num_heads % tp:
         pytest.skip(f"{ALL_SPECS[name].num_heads} heads do not divide by {tp}")
-    check_with_aborts(case_of(name), tp=tp, **ON_GPU)
+    check_with_aborts(short_case_of(name), tp=tp, **ON_GPU)
 
 
 @pytest.mark.parametrize("disable_pynccl", [False, True])
