@@ -26,10 +26,9 @@ if TYPE_CHECKING:  # not every platform has Triton
 
 logger = logging.getLogger(__name__)
 
-# What a rank writes to all the others together in one shot, twice the bytes of its rows to each;
-# with more, the two shots' shorter way wins.
-MAX_SENT_BYTES = 6 << 20
-MAX_SENT_ROWS = 256
+# Of a rank's rows that are added up in one shot, between two ranks. Between more, one shot sends
+# each row more often than two shots do, and wins with fewer: measured with two and four.
+MAX_ONE_SHOT_BYTES = 1600 << 10
 # Programs of a sum in two shots: twice the multiprocessors of an H200, which has room for as many.
 MAX_PROGRAMS = 264
 # Of memory that ranks share. Logits are gathered there, and in half of it rows are added up; more
@@ -65,9 +64,8 @@ class PeerCommunicator:
         self._kernels = triton_peers
         self._new_mailbox = triton_mailbox.Mailbox
         self._memory = PeerMemory()
-        row_bytes = 2 * dtype.itemsize * hidden_size
-        max_rows = MAX_SENT_BYTES // (row_bytes * (self.size - 1))
-        self._rows = self._mailbox(min(max_rows, MAX_SENT_ROWS), hidden_size, dtype.itemsize)
+        max_rows = MAX_ONE_SHOT_BYTES // (dtype.itemsize * hidden_size * (self.size - 1) ** 2)
+        self._rows = self._mailbox(max(max_rows, 1), hidden_size, dtype.itemsize)
         self._maxima = self._mailbox(MAX_MAXIMA, 2, 4)
         own = torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=group.device)
         flags = torch.zeros((2, MAX_PROGRAMS, self.size), dtype=torch.int32, device=group.device)
