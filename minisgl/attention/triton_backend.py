@@ -38,11 +38,11 @@ def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> De
         return DecodeTiles(16, num_warps=4, num_stages=3, programs_per_sm=4, min_share=128)
     if head_dim > 128:
         return DecodeTiles(16, num_warps=4, num_stages=4, programs_per_sm=3, min_share=64)
-    if num_items <= 256:
-        min_share = 128 if num_items <= 16 else 64
-        return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_share=min_share)
-    per_sm = 4 if num_items <= 512 else 8
-    return DecodeTiles(64, num_warps=4, num_stages=2, programs_per_sm=per_sm, min_share=64)
+    if num_items <= 16:
+        return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_share=128)
+    per_sm = 2 if num_items <= 512 else 8
+    min_share = 256 if num_items <= 128 else 64
+    return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=per_sm, min_share=min_share)
 
 
 def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:

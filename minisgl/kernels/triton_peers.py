@@ -30,6 +30,9 @@ from torch import Tensor
 from minisgl.kernels.triton_launch import pdl_options, warps_for
 from minisgl.kernels.triton_mailbox import Mailbox, after, pointer, receive, send
 
+# Of a program in two shots.
+_ROWS_OF_ROUND = tl.constexpr(4)
+
 _KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -39,8 +42,8 @@ class SharedMemory:
 
     own: Tensor  # [num_bytes] uint8
     addresses: tuple[int, ...]  # of each rank's
-    # [2, programs, ranks] int32, zero at first: the last exchange in which a rank's program has
-    # done its first shot and its second. The others write.
+    # [2, programs, ranks] int32, zero at first: the last exchange of which a rank's program has
+    # done the first shot, and the second. The others write.
     flags: Tensor
     flag_addresses: tuple[int, ...]  # of each rank's
     exchanges: Tensor  # [programs] int32, zero at first: of each program, those so far
@@ -203,6 +206,7 @@ def _launch_two_shots(
     assert part.is_contiguous() and (rows is None or rows.is_contiguous())
     assert size % num_ranks == 0 and 2 * part.nbytes <= shared.num_bytes
     max_programs = shared.flags.shape[1]
+    many = num_rows > max_programs * _ROWS_OF_ROUND.value
     block = triton.next_power_of_2(size)
     _sum_in_two_shots[(min(num_rows, max_programs),)](
         out,
@@ -224,7 +228,9 @@ def _launch_two_shots(
         kind=_KINDS[part.dtype],
         num_ranks=num_ranks,
         lanes=triton.next_power_of_2(num_ranks),
-        num_warps=warps_for(block, 16),
+        many=many,
+        # Two programs on a multiprocessor, of which one of many rows takes more registers.
+        num_warps=warps_for(block, 32 if many else 16),
         **pdl_options(part.device, pdl),
     )
 
@@ -302,16 +308,16 @@ def _sum_in_two_shots(
     kind: tl.constexpr,
     num_ranks: tl.constexpr,
     lanes: tl.constexpr,
+    many: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Some rows. A rank's memory has the ranks' parts of its share of the columns first,
     [ranks, num_rows, share], and behind `to_results` elements the sums, [num_rows, size].
 
-    What others have written is read past the L1 cache, which does not see it.
+    A program has rounds of a few rows. The next round's first shot is under way while it waits for
+    this one's, and so on, so that the links have always something to carry. What others have
+    written is read past the L1 cache, which does not see it.
     """
-    share: tl.constexpr = size // num_ranks
-    of_share = tl.arange(0, share_block)
-    within = of_share < share
     column = tl.arange(0, block)
     inside = column < size
     factor = residual
@@ -321,41 +327,121 @@ def _sum_in_two_shots(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    exchange = tl.load(exchanges + program) + 1
+    stride = num_programs * _ROWS_OF_ROUND
+    num_rounds = tl.cdiv(num_rows - program, stride)
     first_flags = program * num_ranks
     second_flags = (max_programs + program) * num_ranks
-
-    for row in range(program, num_rows, num_programs):
-        own = part + row * size + of_share
-        there = (rank * num_rows + row) * share + of_share
-        _deal_out(own, targets, there, within, rank, share, kind)
-    _tell(flag_targets, first_flags + rank, exchange, lanes)
+    exchange = tl.load(exchanges + program) + 1  # of the first round
+    last = exchange + num_rounds - 1
 
     memory = pointer(targets[num_ranks - 1], kind)
-    _wait_for_all(flags + first_flags, exchange, num_ranks, lanes)
-    for row in range(program, num_rows, num_programs):
-        total = tl.zeros([share_block], tl.float32)
-        for source in tl.static_range(num_ranks):
-            here = memory + (source * num_rows + row) * share + of_share
-            found = tl.load(here, mask=within, other=0.0, cache_modifier=".cg")
-            total += found.to(tl.float32)
-        there = to_results + row * size + rank * share + of_share
-        for step in tl.static_range(num_ranks):
-            results = pointer(targets[step], kind)
-            tl.store(results + there, total.to(kind), mask=within)
-    _tell(flag_targets, second_flags + rank, exchange, lanes)
+    end = tl.minimum(stride, num_rows)
+    _first_shot(part, targets, program, end, num_programs, num_rows, rank, size, share_block, kind)
+    _tell(flag_targets, first_flags + rank, exchange, lanes)
+    for start in range(program, num_rows, stride):
+        ahead = start + stride
+        end = tl.minimum(ahead, num_rows)
+        if many and ahead < num_rows:
+            ahead_end = tl.minimum(ahead + stride, num_rows)
+            _first_shot(
+                part, targets, ahead, ahead_end, num_programs, num_rows, rank,
+                size, share_block, kind,
+            )  # fmt: skip
+            _tell(flag_targets, first_flags + rank, exchange + 1, lanes)
+        _wait_for_all(flags + first_flags, exchange, num_ranks, lanes)
+        _second_shot(
+            memory, targets, to_results, start, end, num_programs, num_rows, rank,
+            size, share_block, kind,
+        )  # fmt: skip
+        _tell(flag_targets, second_flags + rank, exchange, lanes)
+        if many and start > program:
+            _wait_for_all(flags + second_flags, exchange - 1, num_ranks, lanes)
+            _end(
+                out, residual, memory + to_results, factor, eps, start - stride, start,
+                num_programs, size, block,
+            )  # fmt: skip
+        exchange += 1
+    _wait_for_all(flags + second_flags, last, num_ranks, lanes)
+    start = program + (num_rounds - 1) * stride
+    _end(
+        out, residual, memory + to_results, factor, eps, start, num_rows, num_programs, size, block
+    )  # fmt: skip
+    tl.store(exchanges + program, last)
 
-    _wait_for_all(flags + second_flags, exchange, num_ranks, lanes)
-    for row in range(program, num_rows, num_programs):
+
+@triton.jit
+def _first_shot(
+    part,
+    targets,
+    start,
+    end,
+    step,
+    num_rows,
+    rank,
+    size: tl.constexpr,
+    share_block: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Deal out the shares of some rows."""
+    share: tl.constexpr = size // len(targets)
+    column = tl.arange(0, share_block)
+    for row in range(start, end, step):
+        own = part + row * size + column
+        there = (rank * num_rows + row) * share + column
+        _deal_out(own, targets, there, column < share, rank, share, kind)
+
+
+@triton.jit
+def _second_shot(
+    memory,
+    targets,
+    to_results,
+    start,
+    end,
+    step,
+    num_rows,
+    rank,
+    size: tl.constexpr,
+    share_block: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """Add up the own share of some rows, for all."""
+    share: tl.constexpr = size // len(targets)
+    column = tl.arange(0, share_block)
+    inside = column < share
+    for row in range(start, end, step):
+        total = tl.zeros([share_block], tl.float32)
+        for source in tl.static_range(len(targets)):
+            here = memory + (source * num_rows + row) * share + column
+            total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        there = to_results + row * size + rank * share + column
+        for to in tl.static_range(len(targets)):
+            tl.store(pointer(targets[to], kind) + there, total.to(kind), mask=inside)
+
+
+@triton.jit
+def _end(
+    out,
+    residual,
+    sums,
+    factor,
+    eps,
+    start,
+    end,
+    step,
+    size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """What is to be done with some rows' sums."""
+    column = tl.arange(0, block)
+    inside = column < size
+    for row in range(start, end, step):
         place = row * size + column
-        total = tl.load(
-            memory + to_results + place, mask=inside, other=0.0, cache_modifier=".cg"
-        ).to(tl.float32)
+        total = tl.load(sums + place, mask=inside, other=0.0, cache_modifier=".cg")
         x = residual
         if residual is not None:
             x = tl.load(residual + place, mask=inside, other=0.0)
-        _settle(out, residual, total, x, factor, place, inside, eps, size)
-    tl.store(exchanges + program, exchange)
+        _settle(out, residual, total.to(tl.float32), x, factor, place, inside, eps, size)
 
 
 @triton.jit
@@ -412,7 +498,7 @@ def _count_missing(flags, exchange, num_ranks: tl.constexpr, lanes: tl.constexpr
     nothing = tl.zeros([lanes], tl.int32)
     real = lane < num_ranks
     said = tl.atomic_add(flags + lane, nothing, mask=real, sem="acquire", scope="sys")
-    return tl.sum((real & (said != exchange)).to(tl.int32))
+    return tl.sum((real & (said - exchange < 0)).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["stride", "num_columns", "rank"])

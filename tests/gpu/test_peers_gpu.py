@@ -96,7 +96,7 @@ class SharingRanks(Ranks):
 
     def share(self, work: Callable[[SharedMemory], T]) -> list[T]:
         """As `run`."""
-        self._each(self._shared(self._mailboxes([2, 1]), [1, 1]), work)
+        self._each(self._shared(self._mailboxes([2, 1]), [99, 99]), work)
         return self._each(self.shared, work)
 
 
@@ -206,7 +206,9 @@ def test_products_that_are_sent(
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (5, 112), (300, 1024), (77, 4096)])
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(1, 64), (5, 112), (50, 4096), (300, 1024), (77, 4096)]
+)
 def test_sums_and_gathers_of_many_rows(
     num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
