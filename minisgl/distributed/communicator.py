@@ -28,7 +28,7 @@ class Communicator(Protocol):
     def size(self) -> int: ...
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`, which may be overwritten. Any shape and float type."""
+        """The sum of all ranks' `part` [num_rows, size], which may be overwritten."""
         ...
 
     def sum_norm(
@@ -38,7 +38,8 @@ class Communicator(Protocol):
         ...
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
-        """Where a kernel may send so many rows of its own accord; `received_norm` comes next."""
+        """Where a kernel may leave this rank's part of a sum by itself, if there is such a place
+        for so many rows. `received_norm` must be the next exchange."""
         ...
 
     def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,8 @@ def linear_send(
     mailbox: Mailbox,
     kernels: LinearKernels | None,
 ) -> bool:
-    """Send linear(x, weight, bias) to all ranks, if there is a kernel that does; whether it is."""
+    """Send linear(x, weight, bias) to all ranks, if there is a kernel that does. Returns whether it
+    was sent."""
     if kernels is None:
         return False
     from minisgl.kernels import triton_linear

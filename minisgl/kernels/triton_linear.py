@@ -28,8 +28,8 @@ products is part of them, with the rounding of reference.py:
 - `linear_add` adds its product to the residual stream, and leaves the sums of squares of what it
   wrote, one for each block of columns.
 - With these sums the next product norms its x on the way from L2 to the tensor cores (`Norm`).
-- `linear_send` leaves its product, a summand of which other ranks have the others, in the inboxes
-  of all of them (triton_mailbox.py).
+- `linear_send` leaves its product in the inboxes of all ranks (triton_mailbox.py), each of which
+  has a summand of what is wanted.
 """
 
 # mypy: disable-error-code="untyped-decorator, assignment, union-attr"
@@ -188,7 +188,7 @@ def linear_send(
 ) -> None:
     """Send linear(x, weight, bias) to all ranks, rows 0 to m - 1 of their inboxes, whose rows have
     n elements: what triton_peers.received_norm waits for."""
-    assert x.shape[0] <= mailbox.max_rows and weight.shape[0] == mailbox.size
+    assert x.shape[0] <= mailbox.max_rows and mailbox.takes(weight.T)
     _launch(x, weight, bias, None, None, workspace, how, gated=False, pdl=pdl, mailbox=mailbox)
 
 
@@ -602,7 +602,7 @@ def _stream_kernel(
         residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
     else:
         residual = squares
-    exchange = row
+    exchange = row  # anything
     if exchanges is not None:
         exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
     if x_squares is not None:
@@ -786,7 +786,7 @@ def _burst_kernel(
         residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
     else:
         residual = squares
-    exchange = row
+    exchange = row  # anything
     if exchanges is not None:
         exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
     if norm_weight is not None:

@@ -1,13 +1,13 @@
 """Inboxes through which the GPUs of one host leave each other rows.
 
-For the few rows of a decode step a collective costs latency, not bandwidth. So nobody asks and
-nobody waits twice: a rank writes what it has straight into an inbox that every rank keeps for it,
-and looks into its own until everything has come. An element travels as one word: its bits, and as
-many that say which exchange it belongs to. A word arrives whole, so that no other signal is needed
-(the LL protocol of NCCL; Hu et al., arXiv 2507.04786).
+For few rows, such as those of a decode step, a collective costs latency, not bandwidth. So nobody
+asks and nobody waits twice: a rank writes what it has straight into an inbox that every rank keeps
+for it, and looks into its own until everything has come. An element travels as one word: its bits,
+and as many that say which exchange it belongs to. A word arrives whole, so that no other signal is
+needed (the LL protocol of NCCL; Hu et al., arXiv 2507.04786).
 
 The exchanges of a row are counted on the device, by each rank for itself; all come to the same
-count, since all run the same kernels in the same order. Inboxes alternate between two halves. A
+count, since all have the same exchanges in the same order. Inboxes alternate between two halves. A
 half is written again two exchanges later, by a rank that has seen the one in between, which its
 owner sent only after it was done with that half. So what a word says need only tell an exchange
 from the one two before.
@@ -38,6 +38,10 @@ class Mailbox:
     def num_ranks(self) -> int:
         return self.inbox.shape[1]
 
+    def takes(self, rows: Tensor) -> bool:
+        """Whether its words are those of such rows, [any, size]."""
+        return rows.shape[1] == self.size and self.inbox.itemsize == 2 * rows.itemsize
+
     @property
     def targets(self) -> tuple[int, ...]:
         """The addresses in the order in which this rank writes to them: see `after`."""
@@ -54,13 +58,13 @@ class Mailbox:
 
 def after(rank: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
     """Those of all ranks, from the next one on and with `rank`'s own last, so that they do not all
-    write to the same one at a time. A kernel that takes them so is the same on all ranks."""
+    write to the same one at a time. A kernel that takes them so is compiled once for all ranks."""
     return addresses[rank + 1 :] + addresses[: rank + 1]
 
 
 @triton.jit
 def pointer(address, kind: tl.constexpr):
-    """To where an allocation starts, or what lies as even."""
+    """To what is aligned to 16 bytes, as allocations are."""
     return tl.multiple_of(address.to(tl.pointer_type(kind)), 16)
 
 

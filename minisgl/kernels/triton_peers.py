@@ -1,19 +1,19 @@
 """What the GPUs of one host exchange, through memory that all of them can address.
 
 A few rows go through inboxes (triton_mailbox.py), in one shot: every rank sends all of its rows to
-all others, and adds up what has come. The product that makes the rows can send them itself
+all, and adds up what has come. The product that makes the rows can send them itself
 (triton_linear.py), which spares a launch's latency; then only the second half is left to do here.
 
 With many rows the bytes count. Their sum takes two shots: a rank sends each of the others a share
 of the columns, adds up the share that is its own, and sends that to all. The elements carry no
-stamps; a program tells its fellows, which have the same rows on the other ranks, when its own are
-through.
+stamps; a program tells those that have the same rows on the other ranks when its own are through.
 
-A sum and the norm behind it are one kernel. All add in the order of ranks, or take what one has
-added, and so have the same sum, bit for bit.
+A sum and the norm behind it are one kernel. All ranks add in one order, or take what one of them
+has added, and so have the same sum, bit for bit.
 
-The programs of a kernel wait for those of others, and so all of them must run at once: the GPUs
-start them in their order, and with two shots there are no more than the device holds.
+Programs wait for those with the same rows on other ranks. That is safe where all run at once, as
+they do at the sizes of common models, and where a GPU starts programs in the order of their
+numbers, which none promises and all are known to do.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -42,11 +42,11 @@ class SharedMemory:
 
     own: Tensor  # [num_bytes] uint8
     addresses: tuple[int, ...]  # of each rank's
-    # [2, programs, ranks] int32, zero at first: the last exchange of which a rank's program has
-    # done the first shot, and the second. The others write.
+    # [2, programs, ranks] int32, zero at first: the last round of which a rank's program has done
+    # the first shot, and the second. The ranks write.
     flags: Tensor
     flag_addresses: tuple[int, ...]  # of each rank's
-    exchanges: Tensor  # [programs] int32, zero at first: of each program, those so far
+    rounds: Tensor  # [programs] int32, zero at first: of each program, those so far
     bell: Mailbox  # of one row with two words
 
     @property
@@ -54,29 +54,29 @@ class SharedMemory:
         return len(self.own)
 
 
-def sum_rows(part: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
+def sum_rows(part: Tensor, mailbox: Mailbox) -> Tensor:
     """The sum of all ranks' `part`, [num_rows, size] contiguous, rounded once to its dtype. A new
     tensor."""
     out = torch.empty_like(part)
-    _launch_sum(out, part, None, None, 0.0, mailbox, pdl)
+    _launch_sum(out, part, None, None, 0.0, mailbox)
     return out
 
 
 def sum_norm(
-    part: Tensor, rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox, *, pdl: bool = True
+    part: Tensor, rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
     """triton_norm.add_rms_norm of `sum_rows` of `part` and `rows`; all contiguous."""
     out = torch.empty_like(part)
-    _launch_sum(out, part, rows, weight, eps, mailbox, pdl)
+    _launch_sum(out, part, rows, weight, eps, mailbox)
     return out, rows
 
 
 def received_norm(
-    rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox, *, pdl: bool = True
+    rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
     """sum_norm of parts that all ranks have sent already, or are about to."""
     out = torch.empty_like(rows)
-    _launch_sum(out, None, rows, weight, eps, mailbox, pdl)
+    _launch_sum(out, None, rows, weight, eps, mailbox)
     return out, rows
 
 
@@ -114,26 +114,17 @@ def barrier(shared: SharedMemory) -> None:
     maximum(anything, shared.bell, pdl=False)
 
 
-def sum_many(part: Tensor, shared: SharedMemory, *, pdl: bool = True) -> Tensor:
-    """As sum_rows, in two shots: of at most half the shared memory, and a size that divides by the
-    ranks."""
-    out = torch.empty_like(part)
-    _launch_two_shots(out, part, None, None, 0.0, shared, pdl)
-    return out
+def sum_many(out: Tensor, part: Tensor, shared: SharedMemory) -> None:
+    """Leave sum_rows of `part` in `out`, in two shots: of at most half the shared memory, and a
+    size that divides by the ranks."""
+    _launch_two_shots(out, part, None, None, 0.0, shared)
 
 
 def sum_norm_many(
-    out: Tensor,
-    part: Tensor,
-    rows: Tensor,
-    weight: Tensor,
-    eps: float,
-    shared: SharedMemory,
-    *,
-    pdl: bool = True,
+    out: Tensor, part: Tensor, rows: Tensor, weight: Tensor, eps: float, shared: SharedMemory
 ) -> None:
     """As sum_norm, in two shots, with the norm left in `out`."""
-    _launch_two_shots(out, part, rows, weight, eps, shared, pdl)
+    _launch_two_shots(out, part, rows, weight, eps, shared)
 
 
 def gather(part: Tensor, shared: SharedMemory) -> Tensor:
@@ -166,11 +157,10 @@ def _launch_sum(
     weight: Tensor | None,
     eps: float,
     mailbox: Mailbox,
-    pdl: bool,
 ) -> None:
     num_rows, size = out.shape
     assert all(tensor is None or tensor.is_contiguous() for tensor in (part, rows))
-    assert num_rows <= mailbox.max_rows and size == mailbox.size
+    assert num_rows <= mailbox.max_rows and mailbox.takes(out)
     block = triton.next_power_of_2(size)
     _sum_row[(num_rows,)](
         out,
@@ -188,7 +178,7 @@ def _launch_sum(
         num_ranks=mailbox.num_ranks,
         together=2 if mailbox.num_ranks == 2 else 4,
         num_warps=warps_for(block, 8),
-        **pdl_options(out.device, pdl),
+        **pdl_options(out.device, True),
     )
 
 
@@ -199,14 +189,13 @@ def _launch_two_shots(
     weight: Tensor | None,
     eps: float,
     shared: SharedMemory,
-    pdl: bool,
 ) -> None:
     (num_rows, size), num_ranks = part.shape, shared.bell.num_ranks
     rank = shared.bell.rank
     assert part.is_contiguous() and (rows is None or rows.is_contiguous())
     assert size % num_ranks == 0 and 2 * part.nbytes <= shared.num_bytes
     max_programs = shared.flags.shape[1]
-    many = num_rows > max_programs * _ROWS_OF_ROUND.value
+    many = num_rows > max_programs * _ROWS_OF_ROUND.value  # more than a round
     block = triton.next_power_of_2(size)
     _sum_in_two_shots[(min(num_rows, max_programs),)](
         out,
@@ -219,7 +208,7 @@ def _launch_two_shots(
         shared.num_bytes // 2 // part.itemsize,
         shared.flags,
         after(rank, shared.flag_addresses),
-        shared.exchanges,
+        shared.rounds,
         max_programs,
         rank,
         size=size,
@@ -231,7 +220,7 @@ def _launch_two_shots(
         many=many,
         # Two programs on a multiprocessor, of which one of many rows takes more registers.
         num_warps=warps_for(block, 32 if many else 16),
-        **pdl_options(part.device, pdl),
+        **pdl_options(part.device, True),
     )
 
 
@@ -282,7 +271,7 @@ def _sum_row(
         expected = (source < num_ranks) & inside[None, :]
         parts = receive(inbox + here, expected, exchange, out.dtype.element_ty)
         total += tl.sum(parts.to(tl.float32), 0)
-    _settle(out, residual, total, x, factor, place, inside, eps, size)
+    _settle_row(out, residual, total, x, factor, place, inside, eps, size)
     # Behind the sums, which no thread passes before all have read the count.
     tl.store(exchanges + row, exchange)
 
@@ -299,7 +288,7 @@ def _sum_in_two_shots(
     to_results,
     flags,
     flag_targets,
-    exchanges,
+    rounds,
     max_programs,
     rank,
     size: tl.constexpr,
@@ -331,13 +320,13 @@ def _sum_in_two_shots(
     num_rounds = tl.cdiv(num_rows - program, stride)
     first_flags = program * num_ranks
     second_flags = (max_programs + program) * num_ranks
-    exchange = tl.load(exchanges + program) + 1  # of the first round
-    last = exchange + num_rounds - 1
+    this = tl.load(rounds + program) + 1
+    last = this + num_rounds - 1
 
     memory = pointer(targets[num_ranks - 1], kind)
     end = tl.minimum(stride, num_rows)
     _first_shot(part, targets, program, end, num_programs, num_rows, rank, size, share_block, kind)
-    _tell(flag_targets, first_flags + rank, exchange, lanes)
+    _tell(flag_targets, first_flags + rank, this, lanes)
     for start in range(program, num_rows, stride):
         ahead = start + stride
         end = tl.minimum(ahead, num_rows)
@@ -347,26 +336,26 @@ def _sum_in_two_shots(
                 part, targets, ahead, ahead_end, num_programs, num_rows, rank,
                 size, share_block, kind,
             )  # fmt: skip
-            _tell(flag_targets, first_flags + rank, exchange + 1, lanes)
-        _wait_for_all(flags + first_flags, exchange, num_ranks, lanes)
+            _tell(flag_targets, first_flags + rank, this + 1, lanes)
+        _wait_for_all(flags + first_flags, this, num_ranks, lanes)
         _second_shot(
             memory, targets, to_results, start, end, num_programs, num_rows, rank,
             size, share_block, kind,
         )  # fmt: skip
-        _tell(flag_targets, second_flags + rank, exchange, lanes)
+        _tell(flag_targets, second_flags + rank, this, lanes)
         if many and start > program:
-            _wait_for_all(flags + second_flags, exchange - 1, num_ranks, lanes)
-            _end(
+            _wait_for_all(flags + second_flags, this - 1, num_ranks, lanes)
+            _settle_rows(
                 out, residual, memory + to_results, factor, eps, start - stride, start,
                 num_programs, size, block,
             )  # fmt: skip
-        exchange += 1
+        this += 1
     _wait_for_all(flags + second_flags, last, num_ranks, lanes)
     start = program + (num_rounds - 1) * stride
-    _end(
+    _settle_rows(
         out, residual, memory + to_results, factor, eps, start, num_rows, num_programs, size, block
     )  # fmt: skip
-    tl.store(exchanges + program, last)
+    tl.store(rounds + program, last)
 
 
 @triton.jit
@@ -420,7 +409,7 @@ def _second_shot(
 
 
 @triton.jit
-def _end(
+def _settle_rows(
     out,
     residual,
     sums,
@@ -441,7 +430,7 @@ def _end(
         x = residual
         if residual is not None:
             x = tl.load(residual + place, mask=inside, other=0.0)
-        _settle(out, residual, total.to(tl.float32), x, factor, place, inside, eps, size)
+        _settle_row(out, residual, total.to(tl.float32), x, factor, place, inside, eps, size)
 
 
 @triton.jit
@@ -457,7 +446,7 @@ def _deal_out(own, targets, there, within, rank, share: tl.constexpr, kind: tl.c
 
 
 @triton.jit
-def _settle(out, residual, total, x, factor, place, inside, eps, size: tl.constexpr):
+def _settle_row(out, residual, total, x, factor, place, inside, eps, size: tl.constexpr):
     """Leave a row's sum or, where it is added to a residual, that and its norm."""
     kind: tl.constexpr = out.dtype.element_ty
     if residual is None:
@@ -472,8 +461,9 @@ def _settle(out, residual, total, x, factor, place, inside, eps, size: tl.conste
 
 
 @triton.jit
-def _tell(flag_targets, place, exchange, lanes: tl.constexpr):
-    """To all ranks: that what this program has written so far is there. A lane tells one."""
+def _tell(flag_targets, place, number, lanes: tl.constexpr):
+    """To all ranks: that what this program has written so far is there, round `number`. A lane
+    tells one."""
     lane = tl.arange(0, lanes)
     address = tl.zeros([lanes], tl.int64)
     for step in tl.static_range(len(flag_targets)):
@@ -481,24 +471,25 @@ def _tell(flag_targets, place, exchange, lanes: tl.constexpr):
     flag = address.to(tl.pointer_type(tl.int32)) + place
     # A few threads release what all have written before the barrier.
     tl.debug_barrier()
-    said = tl.zeros([lanes], tl.int32) + exchange
+    said = tl.zeros([lanes], tl.int32) + number
     tl.atomic_xchg(flag, said, mask=lane < len(flag_targets), sem="release", scope="sys")
 
 
 @triton.jit
-def _wait_for_all(flags, exchange, num_ranks: tl.constexpr, lanes: tl.constexpr):
-    missing = _count_missing(flags, exchange, num_ranks, lanes)
+def _wait_for_all(flags, number, num_ranks: tl.constexpr, lanes: tl.constexpr):
+    missing = _count_missing(flags, number, num_ranks, lanes)
     while missing > 0:
-        missing = _count_missing(flags, exchange, num_ranks, lanes)
+        missing = _count_missing(flags, number, num_ranks, lanes)
 
 
 @triton.jit
-def _count_missing(flags, exchange, num_ranks: tl.constexpr, lanes: tl.constexpr):
+def _count_missing(flags, number, num_ranks: tl.constexpr, lanes: tl.constexpr):
     lane = tl.arange(0, lanes)
     nothing = tl.zeros([lanes], tl.int32)
     real = lane < num_ranks
+    # A load that acquires: Triton has none.
     said = tl.atomic_add(flags + lane, nothing, mask=real, sem="acquire", scope="sys")
-    return tl.sum((real & (said - exchange < 0)).to(tl.int32))
+    return tl.sum((real & (said - number < 0)).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["stride", "num_columns", "rank"])

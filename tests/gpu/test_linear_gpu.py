@@ -158,8 +158,8 @@ def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> Non
                 for function in (linear, linear_silu_mul):
                     out = function(x, weight, norm=norm, workspace=room)
                     expected = function(normed, weight, workspace=room)
-                    # A scale that is off by its last bit may turn the rounding of all of a row's
-                    # elements that share a mantissa, and with them a third of what it becomes.
+                    # A scale that is off by its last bit may round all elements of a row that
+                    # share a mantissa the other way, and so change a third of the row's product.
                     assert (out != expected).double().mean() < 0.1 + 0.5 / m
                     error = (out.double() - expected.double()).norm() / expected.double().norm()
                     assert error < torch.finfo(dtype).eps / 2

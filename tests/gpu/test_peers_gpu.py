@@ -88,7 +88,7 @@ class SharingRanks(Ranks):
                 addresses=tuple(own.data_ptr() for own in self._memory),
                 flags=flags[box.rank],
                 flag_addresses=tuple(of_rank.data_ptr() for of_rank in flags),
-                exchanges=torch.zeros(self.PROGRAMS, dtype=torch.int32, device=GPU),
+                rounds=torch.zeros(self.PROGRAMS, dtype=torch.int32, device=GPU),
                 bell=box,
             )
             for box in boxes
@@ -219,7 +219,10 @@ def test_sums_and_gathers_of_many_rows(
         rows = torch.randn(num_rows, size, device=GPU).to(dtype)
 
         def add(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
-            return triton_peers.sum_many(parts[shared.bell.rank], shared)
+            part = parts[shared.bell.rank]
+            out = torch.empty_like(part)
+            triton_peers.sum_many(out, part, shared)
+            return out
 
         def add_norm(
             shared: SharedMemory, parts: list[Tensor] = parts, rows: Tensor = rows
@@ -238,6 +241,51 @@ def test_sums_and_gathers_of_many_rows(
         assert_summed_and_normed(ranks.share(add_norm), parts, rows, weight)
         for found in ranks.share(gather):
             assert torch.equal(found, torch.cat(parts, dim=1))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
+    """Of any number of rows, without waiting in between, while one rank is late."""
+    size, all_rows = 1536, (300, 5, 77, 16, 1, 120)
+    ranks, few = SharingRanks(num_ranks), Ranks(num_ranks, 16, size, 2)
+    parts = [parts_of(num_ranks, num_rows, size, torch.bfloat16) for num_rows in all_rows]
+
+    def work(both: tuple[SharedMemory, Mailbox]) -> list[Tensor]:
+        shared, box = both
+        if box.rank == 1:
+            torch.cuda._sleep(20_000_000)
+        results: list[Tensor] = []
+        for own in (of_ranks[box.rank] for of_ranks in parts):
+            out = torch.empty_like(own)
+            triton_peers.sum_many(out, own, shared)
+            results += [out, triton_peers.sum_rows(own[:16], box), triton_peers.gather(own, shared)]
+        return results
+
+    def reserve(_box: Mailbox) -> list[Tensor]:
+        return [torch.empty(num_bytes, dtype=torch.uint8, device=GPU) for num_bytes in room]
+
+    # Each kernel is loaded, and memory for the results is there, before any waits for another.
+    room = [900_000] * 16 + [64 << 20]
+    ranks._each(ranks.boxes, reserve)
+    for own in parts:
+
+        def alone(shared: SharedMemory, own: list[Tensor] = own) -> None:
+            part = own[shared.bell.rank]
+            triton_peers.sum_many(torch.empty_like(part), part, shared)
+
+        def gather(shared: SharedMemory, own: list[Tensor] = own) -> None:
+            triton_peers.gather(own[shared.bell.rank], shared)
+
+        ranks.share(alone)
+        ranks.share(gather)
+        few.run(lambda box, own=own: triton_peers.sum_rows(own[box.rank][:16], box))
+    for results in ranks._each(list(zip(ranks.shared, few.boxes, strict=True)), work):
+        for of_ranks, total, start, whole in zip(
+            parts, results[::3], results[1::3], results[2::3], strict=True
+        ):
+            torch.testing.assert_close(total, total_of(of_ranks))
+            torch.testing.assert_close(start, total_of(of_ranks)[:16])
+            assert torch.equal(whole, torch.cat(of_ranks, dim=1))
 
 
 def test_in_graphs_that_are_replayed() -> None:
