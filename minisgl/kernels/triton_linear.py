@@ -658,40 +658,14 @@ def _stream_kernel(
             else:
                 up = acc
             _finish(
-                out,
-                squares,
-                acc,
-                up,
-                bias,
-                residual,
-                targets,
-                exchange,
-                max_rows,
-                rank,
-                row,
-                column,
-                num_rows,
-                n,
-                gated,
-            )
+                out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
+                row, column, num_rows, n, gated,
+            )  # fmt: skip
     else:
         _finish(
-            out,
-            squares,
-            acc,
-            up,
-            bias,
-            residual,
-            targets,
-            exchange,
-            max_rows,
-            rank,
-            row,
-            column,
-            num_rows,
-            n,
-            gated,
-        )
+            out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
+            row, column, num_rows, n, gated,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -813,19 +787,6 @@ def _burst_kernel(
     acc = _total(acc, groups)
     up = _total(up, groups) if gated else acc
     _finish(
-        out,
-        squares,
-        acc,
-        up,
-        bias,
-        residual,
-        targets,
-        exchange,
-        max_rows,
-        rank,
-        row,
-        column,
-        num_rows,
-        n,
-        gated,
-    )
+        out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
+        row, column, num_rows, n, gated,
+    )  # fmt: skip

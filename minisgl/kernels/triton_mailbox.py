@@ -38,15 +38,6 @@ class Mailbox:
     def num_ranks(self) -> int:
         return self.inbox.shape[1]
 
-    def takes(self, rows: Tensor) -> bool:
-        """Whether its words are those of such rows, [any, size]."""
-        return rows.shape[1] == self.size and self.inbox.itemsize == 2 * rows.itemsize
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """The addresses in the order in which this rank writes to them: see `after`."""
-        return after(self.rank, self.addresses)
-
     @property
     def max_rows(self) -> int:
         return self.inbox.shape[2]
@@ -54,6 +45,15 @@ class Mailbox:
     @property
     def size(self) -> int:
         return self.inbox.shape[3]
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The addresses in the order in which this rank writes to them: see `after`."""
+        return after(self.rank, self.addresses)
+
+    def takes(self, rows: Tensor) -> bool:
+        """Whether its words are those of such rows, [any, size]."""
+        return rows.shape[1] == self.size and self.inbox.itemsize == 2 * rows.itemsize
 
 
 def after(rank: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def receive(place, inside, exchange, kind: tl.constexpr):
 def _look(place, inside, exchange):
     words = tl.load(place, mask=inside, other=0, volatile=True)
     if words.dtype == tl.int32:
-        stamp = (words ^ exchange) & 0xFFFF
+        difference = (words ^ exchange) & 0xFFFF
     else:
-        stamp = (words ^ exchange.to(tl.int64)) & 0xFFFFFFFF
-    return words, tl.sum((inside & (stamp != 0)).to(tl.int32))
+        difference = (words ^ exchange.to(tl.int64)) & 0xFFFFFFFF
+    return words, tl.sum((inside & (difference != 0)).to(tl.int32))
