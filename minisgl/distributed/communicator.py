@@ -39,11 +39,7 @@ class Communicator(Protocol):
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
         """Where a kernel may leave this rank's part of a sum by itself, if there is such a place
-        for so many rows. `received_norm` must be the next exchange."""
-        ...
-
-    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """sum_norm of what all ranks have sent to the mailbox."""
+        for so many rows: see fused.linear_send."""
         ...
 
     def gather(self, part: Tensor) -> Tensor:
@@ -79,9 +75,6 @@ class Alone:
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
-
-    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        raise AssertionError("nothing was sent")
 
     def gather(self, part: Tensor) -> Tensor:
         return part
@@ -135,9 +128,6 @@ class GroupCommunicator:
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
-
-    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        raise AssertionError("nothing was sent")
 
     def gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]

@@ -59,13 +59,12 @@ class PeerCommunicator:
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
         """Raises PeerMemoryError, on all ranks if on one."""
-        from minisgl.kernels import triton_mailbox, triton_peers
+        from minisgl.kernels import triton_peers
 
         self.rank = group.rank
         self.size = group.size
         self._group = group
         self._kernels = triton_peers
-        self._new_mailbox = triton_mailbox.Mailbox
         self._memory = PeerMemory()
         max_rows = MAX_ONE_SHOT_BYTES // (dtype.itemsize * hidden_size * (self.size - 1) ** 2)
         max_rows = min(max(max_rows, 1), MAX_PROGRAMS)
@@ -112,9 +111,6 @@ class PeerCommunicator:
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return self._rows if num_rows <= self._rows.max_rows else None
 
-    def received_norm(self, rows: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return self._kernels.received_norm(rows, weight, eps, self._rows)
-
     def _are_few(self, part: Tensor) -> bool:
         return len(part) <= self._rows.max_rows and self._rows.takes(part)
 
@@ -140,10 +136,12 @@ class PeerCommunicator:
         self._group.close()
 
     def _mailbox(self, max_rows: int, size: int, itemsize: int) -> Mailbox:
+        from minisgl.kernels import triton_mailbox
+
         shape, device = (2, self.size, max_rows, size), self._group.device
         word = torch.int32 if itemsize == 2 else torch.int64
         inbox = torch.zeros(shape, dtype=word, device=device)
-        return self._new_mailbox(
+        return triton_mailbox.Mailbox(
             inbox=inbox,
             addresses=self._addresses(inbox),
             exchanges=torch.zeros(max_rows, dtype=torch.int32, device=device),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -143,17 +143,17 @@ def linear_send(
     bias: Tensor | None,
     mailbox: Mailbox,
     kernels: LinearKernels | None,
-) -> bool:
-    """Send linear(x, weight, bias) to all ranks, if there is a kernel that does. Returns whether it
-    was sent."""
+) -> PendingNorm | None:
+    """Send linear(x, weight, bias) to all ranks, if there is a kernel that does. Returns what adds
+    up what all have sent; no other exchange may come between."""
     if kernels is None:
-        return False
-    from minisgl.kernels import triton_linear
+        return None
+    from minisgl.kernels import triton_linear, triton_peers
 
     if not triton_linear.is_worth_it(x.shape[0], *weight.shape, gated=False):
-        return False
+        return None
     triton_linear.linear_send(x, weight, bias, mailbox, workspace=kernels.workspace)
-    return True
+    return partial(triton_peers.received_norm, mailbox=mailbox)
 
 
 def _product(

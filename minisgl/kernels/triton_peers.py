@@ -33,8 +33,6 @@ from minisgl.kernels.triton_mailbox import Mailbox, after, pointer, receive, sen
 # Of a program in two shots.
 _ROWS_OF_ROUND = tl.constexpr(4)
 
-_KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -97,7 +95,6 @@ def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
         mailbox.max_rows,
         mailbox.rank,
         columns=triton.next_power_of_2(num_columns),
-        num_ranks=mailbox.num_ranks,
         sources=triton.next_power_of_2(mailbox.num_ranks),
         num_warps=1,
         **pdl_options(values.device, pdl),
@@ -175,7 +172,6 @@ def _launch_sum(
         mailbox.rank,
         size=size,
         block=block,
-        num_ranks=mailbox.num_ranks,
         together=2 if mailbox.num_ranks == 2 else 4,
         num_warps=warps_for(block, 8),
         **pdl_options(out.device, True),
@@ -214,8 +210,6 @@ def _launch_two_shots(
         size=size,
         block=block,
         share_block=triton.next_power_of_2(size // num_ranks),
-        kind=_KINDS[part.dtype],
-        num_ranks=num_ranks,
         lanes=triton.next_power_of_2(num_ranks),
         many=many,
         # Two programs on a multiprocessor, of which one of many rows takes more registers.
@@ -238,11 +232,11 @@ def _sum_row(
     rank,
     size: tl.constexpr,
     block: tl.constexpr,
-    num_ranks: tl.constexpr,
     together: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A row, of which `part` is sent unless it has been."""
+    num_ranks: tl.constexpr = len(targets)
     column = tl.arange(0, block)
     inside = column < size
     factor = residual
@@ -294,8 +288,6 @@ def _sum_in_two_shots(
     size: tl.constexpr,
     block: tl.constexpr,
     share_block: tl.constexpr,
-    kind: tl.constexpr,
-    num_ranks: tl.constexpr,
     lanes: tl.constexpr,
     many: tl.constexpr,
     pdl: tl.constexpr,
@@ -307,6 +299,7 @@ def _sum_in_two_shots(
     this one's, and so on, so that the links have always something to carry. What others have
     written is read past the L1 cache, which does not see it.
     """
+    num_ranks: tl.constexpr = len(targets)
     column = tl.arange(0, block)
     inside = column < size
     factor = residual
@@ -323,38 +316,29 @@ def _sum_in_two_shots(
     this = tl.load(rounds + program) + 1
     last = this + num_rounds - 1
 
-    memory = pointer(targets[num_ranks - 1], kind)
+    memory = pointer(targets[num_ranks - 1], part.dtype.element_ty)
     end = tl.minimum(stride, num_rows)
-    _first_shot(part, targets, program, end, num_programs, num_rows, rank, size, share_block, kind)
+    _first_shot(part, targets, program, end, num_rows, rank, size, share_block)
     _tell(flag_targets, first_flags + rank, this, lanes)
     for start in range(program, num_rows, stride):
         ahead = start + stride
         end = tl.minimum(ahead, num_rows)
         if many and ahead < num_rows:
             ahead_end = tl.minimum(ahead + stride, num_rows)
-            _first_shot(
-                part, targets, ahead, ahead_end, num_programs, num_rows, rank,
-                size, share_block, kind,
-            )  # fmt: skip
+            _first_shot(part, targets, ahead, ahead_end, num_rows, rank, size, share_block)
             _tell(flag_targets, first_flags + rank, this + 1, lanes)
         _wait_for_all(flags + first_flags, this, num_ranks, lanes)
-        _second_shot(
-            memory, targets, to_results, start, end, num_programs, num_rows, rank,
-            size, share_block, kind,
-        )  # fmt: skip
+        _second_shot(memory, targets, to_results, start, end, num_rows, rank, size, share_block)
         _tell(flag_targets, second_flags + rank, this, lanes)
         if many and start > program:
             _wait_for_all(flags + second_flags, this - 1, num_ranks, lanes)
             _settle_rows(
-                out, residual, memory + to_results, factor, eps, start - stride, start,
-                num_programs, size, block,
-            )  # fmt: skip
+                out, residual, memory + to_results, factor, eps, start - stride, start, size, block
+            )
         this += 1
     _wait_for_all(flags + second_flags, last, num_ranks, lanes)
     start = program + (num_rounds - 1) * stride
-    _settle_rows(
-        out, residual, memory + to_results, factor, eps, start, num_rows, num_programs, size, block
-    )  # fmt: skip
+    _settle_rows(out, residual, memory + to_results, factor, eps, start, num_rows, size, block)
     tl.store(rounds + program, last)
 
 
@@ -364,20 +348,18 @@ def _first_shot(
     targets,
     start,
     end,
-    step,
     num_rows,
     rank,
     size: tl.constexpr,
     share_block: tl.constexpr,
-    kind: tl.constexpr,
 ):
     """Deal out the shares of some rows."""
     share: tl.constexpr = size // len(targets)
     column = tl.arange(0, share_block)
-    for row in range(start, end, step):
+    for row in range(start, end, tl.num_programs(0)):
         own = part + row * size + column
         there = (rank * num_rows + row) * share + column
-        _deal_out(own, targets, there, column < share, rank, share, kind)
+        _deal_out(own, targets, there, column < share, rank, share)
 
 
 @triton.jit
@@ -387,25 +369,25 @@ def _second_shot(
     to_results,
     start,
     end,
-    step,
     num_rows,
     rank,
     size: tl.constexpr,
     share_block: tl.constexpr,
-    kind: tl.constexpr,
 ):
     """Add up the own share of some rows, for all."""
+    kind: tl.constexpr = memory.dtype.element_ty
     share: tl.constexpr = size // len(targets)
     column = tl.arange(0, share_block)
     inside = column < share
-    for row in range(start, end, step):
+    for row in range(start, end, tl.num_programs(0)):
         total = tl.zeros([share_block], tl.float32)
         for source in tl.static_range(len(targets)):
             here = memory + (source * num_rows + row) * share + column
             total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         there = to_results + row * size + rank * share + column
         for to in tl.static_range(len(targets)):
-            tl.store(pointer(targets[to], kind) + there, total.to(kind), mask=inside)
+            results = pointer(targets[to], kind)
+            tl.store(results + there, total.to(kind), mask=inside)
 
 
 @triton.jit
@@ -417,14 +399,13 @@ def _settle_rows(
     eps,
     start,
     end,
-    step,
     size: tl.constexpr,
     block: tl.constexpr,
 ):
     """What is to be done with some rows' sums."""
     column = tl.arange(0, block)
     inside = column < size
-    for row in range(start, end, step):
+    for row in range(start, end, tl.num_programs(0)):
         place = row * size + column
         total = tl.load(sums + place, mask=inside, other=0.0, cache_modifier=".cg")
         x = residual
@@ -434,14 +415,14 @@ def _settle_rows(
 
 
 @triton.jit
-def _deal_out(own, targets, there, within, rank, share: tl.constexpr, kind: tl.constexpr):
+def _deal_out(own, targets, there, within, rank, share: tl.constexpr):
     """A row's shares, each to its rank. All are read before the first is written."""
     shares = ()
     for step in tl.static_range(len(targets)):
         at = own + (rank + 1 + step) % len(targets) * share
         shares += (tl.load(at, mask=within, other=0.0),)
     for step in tl.static_range(len(targets)):
-        memory = pointer(targets[step], kind)
+        memory = pointer(targets[step], own.dtype.element_ty)
         tl.store(memory + there, shares[step], mask=within)
 
 
@@ -504,7 +485,6 @@ def _maximum_of_row(
     max_rows,
     rank,
     columns: tl.constexpr,
-    num_ranks: tl.constexpr,
     sources: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -517,6 +497,7 @@ def _maximum_of_row(
     found = tl.load(values + row * stride + column, mask=column < num_columns, other=lowest)
     best = tl.max(found)
     exchange = tl.load(exchanges + row) + 1
+    num_ranks: tl.constexpr = len(targets)
     half = (exchange & 1) * num_ranks
     word = tl.arange(0, 2)
     there = ((half + rank) * max_rows + row) * 2 + word

@@ -68,9 +68,8 @@ class SummedLinear(Linear):
         if self._ranks.size == 1:
             return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
         mailbox = self._ranks.mailbox(len(x))
-        if mailbox and fused.linear_send(x, self.weight, self.bias, mailbox, self.kernels):
-            return Residual(rows, pending=self._ranks.received_norm)
-        return Residual(rows, pending=partial(self._ranks.sum_norm, self(x)))
+        sent = mailbox and fused.linear_send(x, self.weight, self.bias, mailbox, self.kernels)
+        return Residual(rows, pending=sent or partial(self._ranks.sum_norm, self(x)))
 
 
 class Embedding(nn.Module):
