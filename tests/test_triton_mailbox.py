@@ -13,9 +13,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
+from mailboxes import make_mailboxes
+
 from minisgl.kernels import reference
 from minisgl.kernels.triton_linear import LinearWorkspace, Tiles, linear_send
-from minisgl.kernels.triton_mailbox import Mailbox
 from minisgl.kernels.triton_peers import received_norm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,23 +29,6 @@ EPS = 1e-6
 MAX_ROWS = 18
 
 
-def mailboxes(num_ranks: int, size: int, dtype: torch.dtype, exchanges: int) -> list[Mailbox]:
-    """After so many exchanges."""
-    word = torch.int32 if dtype.itemsize == 2 else torch.int64
-    shape = (2, num_ranks, MAX_ROWS, size)
-    inboxes = [torch.zeros(shape, dtype=word, device=DEVICE) for _ in range(num_ranks)]
-    addresses = tuple(inbox.data_ptr() for inbox in inboxes)
-    return [
-        Mailbox(
-            inbox,
-            addresses,
-            torch.full((MAX_ROWS,), exchanges, dtype=torch.int32, device=DEVICE),
-            rank,
-        )
-        for rank, inbox in enumerate(inboxes)
-    ]
-
-
 # The last of these are about to fill the lower half of a stamp, or all of it.
 @pytest.mark.parametrize(("num_ranks", "exchanges"), [(2, 0), (3, 0xFFFE), (8, 2**31 - 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -54,7 +38,9 @@ def test_what_is_sent_is_received(
     how: str, num_ranks: int, dtype: torch.dtype, m: int, n: int, k: int, exchanges: int
 ) -> None:
     torch.manual_seed(m + n + num_ranks)
-    boxes = mailboxes(num_ranks, n, dtype, exchanges)
+    boxes = make_mailboxes(num_ranks, MAX_ROWS, n, dtype.itemsize, DEVICE)
+    for box in boxes:
+        box.exchanges.fill_(exchanges)
     space = LinearWorkspace(
         partials=torch.full((MAX_ROWS * 1024,), torch.nan, device=DEVICE),
         arrivals=torch.zeros(64, dtype=torch.int32, device=DEVICE),

@@ -12,6 +12,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from mailboxes import make_mailboxes
+
 from minisgl.kernels import triton_peers
 from minisgl.kernels.triton_linear import LinearWorkspace, linear, linear_send
 from minisgl.kernels.triton_mailbox import Mailbox
@@ -33,29 +35,23 @@ class Ranks:
     """On one GPU, each with a stream of its own, where its kernels wait for those of the others."""
 
     def __init__(self, num_ranks: int, max_rows: int, size: int, itemsize: int) -> None:
-        self._shape = (2, num_ranks, max_rows, size)
-        self._word = torch.int32 if itemsize == 2 else torch.int64
+        self._shape = (num_ranks, max_rows, size, itemsize)
         self._streams = [torch.cuda.Stream() for _ in range(num_ranks)]
-        self.boxes = self._mailboxes([0, 0])
+        self.boxes = make_mailboxes(*self._shape, GPU)
 
-    def _mailboxes(self, stamps: list[int]) -> list[Mailbox]:
-        inboxes = [torch.zeros(self._shape, dtype=self._word, device=GPU) for _ in self._streams]
-        for inbox in inboxes:
-            for half, stamp in zip(inbox, stamps, strict=True):
-                half.fill_(stamp)
-        addresses = tuple(inbox.data_ptr() for inbox in inboxes)
-        return [
-            Mailbox(
-                inbox, addresses, torch.zeros(self._shape[2], dtype=torch.int32, device=GPU), rank
-            )
-            for rank, inbox in enumerate(inboxes)
-        ]
+    def _boxes_to_warm_up(self) -> list[Mailbox]:
+        """In which there are the stamps of two exchanges already."""
+        boxes = make_mailboxes(*self._shape, GPU)
+        for box in boxes:
+            box.inbox[0].fill_(2)
+            box.inbox[1].fill_(1)
+        return boxes
 
     def run(self, work: Callable[[Mailbox], T]) -> list[T]:
         """`work` of all ranks at once."""
         # A kernel is loaded when it is first launched, for which the GPU may have to be idle. So
-        # all run before, in inboxes where they find the stamps of two exchanges already.
-        self._each(self._mailboxes([2, 1]), work)
+        # all run before, where none waits.
+        self._each(self._boxes_to_warm_up(), work)
         return self._each(self.boxes, work)
 
     def _each(self, boxes: Sequence[T], work: Callable[[T], S]) -> list[S]:
@@ -76,12 +72,12 @@ class SharingRanks(Ranks):
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks, 1, 2, 4)
         self._memory = [torch.zeros(6 << 20, dtype=torch.uint8, device=GPU) for _ in self._streams]
-        self.shared = self._shared(self.boxes, [0, 0])
+        self.shared = self._shared(self.boxes, done=0)
 
-    def _shared(self, boxes: list[Mailbox], done: list[int]) -> list[SharedMemory]:
-        shape = (self.PROGRAMS, len(boxes))
-        flags = [torch.stack([torch.full(shape, of) for of in done]) for _ in boxes]
-        flags = [of_rank.to(GPU, torch.int32) for of_rank in flags]
+    def _shared(self, boxes: list[Mailbox], *, done: int) -> list[SharedMemory]:
+        """`done`: rounds that count as done by all."""
+        shape = (2, self.PROGRAMS, len(boxes))
+        flags = [torch.full(shape, done, dtype=torch.int32, device=GPU) for _ in boxes]
         return [
             SharedMemory(
                 own=self._memory[box.rank],
@@ -96,7 +92,7 @@ class SharingRanks(Ranks):
 
     def share(self, work: Callable[[SharedMemory], T]) -> list[T]:
         """As `run`."""
-        self._each(self._shared(self._mailboxes([2, 1]), [99, 99]), work)
+        self._each(self._shared(self._boxes_to_warm_up(), done=99), work)
         return self._each(self.shared, work)
 
 
