@@ -563,16 +563,27 @@ def test_choosing_costs_the_same_however_many_wait(
 ) -> None:
     """The clients share the window of lpm, and only heads of lines are looked at otherwise."""
     harness = one_at_a_time(policy=policy, max_queued_requests=10_000)
-    for request in (request for client in "abcd" for request in of(client, 300)):
-        harness.scheduler.submit(request)
+    for client in "abcd":
+        for index in range(300):  # the first with a user for each request
+            for request in of(client, 1, f"{index}" if client == "a" else ""):
+                request.id += f" {index}"
+                harness.scheduler.submit(request)
     looked_at: list[Waiting] = []
+    lines: list[Line] = []
+    in_order = Line.in_order
 
     def ready(waiting: Waiting) -> bool:
         looked_at.append(waiting)
         return True
 
+    def counted(line: Line, *args: Any) -> Any:
+        lines.append(line)
+        return in_order(line, *args)
+
     monkeypatch.setattr(Waiting, "ready", property(ready))
+    monkeypatch.setattr(Line, "in_order", counted)
     harness.scheduler.plan()
+    assert len(lines) <= 4
     assert harness.scheduler.num_running == 1
     assert len(looked_at) <= (LPM_WINDOW if policy == "lpm" else 4)
 

@@ -165,7 +165,7 @@ class RadixCache:
     # -- eviction ----------------------------------------------------------------------------------
 
     def _let_go(self, node: Node) -> None:
-        """Put `node` up for eviction, or drop it if a root, where it is a leaf without users."""
+        """Once `node` is a leaf without users, put it up for eviction; drop it if it is a root."""
         if node.num_users or node.children:
             return
         if node.parent is None:

@@ -1,8 +1,8 @@
 """The waiting requests, in the order in which they may be admitted.
 
 Clients take turns, each request admitted being one, and so do the users of a client; among the
-requests of one user the policy decides. Taking turns costs O(clients) a step, and neither that nor
-coming and leaving goes through the requests that wait.
+requests of one user the policy decides. A step looks at those clients and users alone whose turn it
+is, and nothing here goes through all that wait.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TypeAlias
 
 from minisgl.scheduler.state import Waiting
 
-# Puts requests in order, given by arrival; it looks at no more of them than the number says.
+# Puts requests, given by arrival, in the order of admission; it compares at most so many of them.
 Policy: TypeAlias = Callable[[Iterable[Waiting], int], Iterable[Waiting]]
 
 
 class Line:
-    """Requests that come from one user."""
+    """Requests among which the policy alone decides."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()  # by arrival
@@ -59,7 +59,7 @@ class Line:
 
 
 class Turns:
-    """Lines, or again what takes turns, by what their requests have in common."""
+    """Requests in parts that take turns. A part is a line, or has parts itself."""
 
     def __init__(self, name_of: Callable[[Waiting], str], make: Callable[[], Turns | Line]) -> None:
         self._name_of = name_of
@@ -81,7 +81,7 @@ class Turns:
         if part is None:
             part = self._parts[name] = self._make()
             if self._last is not None and self._last in self._parts:
-                self._parts.move_to_end(self._last)  # whoever comes goes before who just had a turn
+                self._parts.move_to_end(self._last)  # it just had its turn, a newcomer had none
         part.put(waiting)
         self._num_waiting += 1
 
@@ -108,16 +108,22 @@ class Turns:
         self._num_waiting -= len(requests)
 
     def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
-        """All that may be admitted now. The parts share the window. Lazy: nothing may change."""
+        """All that may be admitted now; the parts share the window.
+
+        Looks at a part when its turn comes. Nothing may come or leave meanwhile.
+        """
         share = max(1, window // max(1, len(self._parts)))
-        orders = deque(part.in_order(policy, share) for part in self._parts.values())
-        while orders:
-            waiting = next(orders[0], None)
-            if waiting is None:
-                orders.popleft()
-            else:
+        orders = deque[Iterator[Waiting]]()
+        for part in self._parts.values():
+            order = part.in_order(policy, share)
+            if (waiting := next(order, None)) is not None:
                 yield waiting
-                orders.rotate(-1)
+                orders.append(order)
+        while orders:
+            order = orders.popleft()
+            if (waiting := next(order, None)) is not None:
+                yield waiting
+                orders.append(order)
 
     def check(self) -> list[Waiting]:
         """Every request; AssertionError if an invariant fails."""
@@ -132,7 +138,7 @@ class Turns:
 
 
 class WaitingQueue(Turns):
-    """Of the scheduler: clients take turns, and within each its users."""
+    """All waiting requests: clients take turns, and so do the users of each client."""
 
     def __init__(self) -> None:
         super().__init__(_client, lambda: Turns(_user, Line))
