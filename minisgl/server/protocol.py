@@ -15,7 +15,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.request import MAX_INTEGER, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from minisgl.request import (
+    EVERYONE,
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+    Tenant,
+)
 from minisgl.server.service import Defaults
 from minisgl.server.wording import NOT_SUPPORTED, field_error
 
@@ -82,6 +90,7 @@ class GenerationRequest(Struct, kw_only=True):
     repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
     logit_bias: dict[int, Annotated[float, _range(-100, 100)]] | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     response_format: TextFormat | None = None
     structured_outputs: Unsupported = None
@@ -100,7 +109,7 @@ class GenerationRequest(Struct, kw_only=True):
     use_beam_search: Off | None = None
     return_token_ids: Off | None = None
 
-    user: Ignored = None
+    user: Any = None  # tells the users of a client apart, where it is a text
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -112,6 +121,14 @@ class GenerationRequest(Struct, kw_only=True):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
         _check_off(use_beam_search=self.use_beam_search, return_token_ids=self.return_token_ids)
+
+    def tenant(self, client: str) -> Tenant:
+        """Whom the request is from, given the client; it alone says which of its users asks."""
+        if not client:
+            return EVERYONE
+        user = self.user if isinstance(self.user, str) else ""
+        # Clients choose what they call their users, so the queue keeps a short form.
+        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:
