@@ -207,6 +207,15 @@ def test_the_offsets_of_a_completion_are_in_its_text(
     assert "".join(chunk["text"] for chunk in chunks) == text
 
 
+def test_an_answer_that_is_aborted_before_its_prompt_was_scored() -> None:
+    params = SamplingParams(logprobs=0, prompt_logprobs=0)
+    job = Job(index=0, k=0, prompt_token_ids=[5, 6, 7], params=params, echo="abc")
+    choice = Reply(
+        CompletionChoice, [job], model="m", tokenizer=byte_level(), include_usage=False
+    ).choices[0]
+    choice.events(OutputDelta([], "", 0, 0, finish_reason=FinishReason.ABORT))
+
+
 def chat_tokens(
     tokenizer: Tokenizer, ids: Sequence[int], **params: Any
 ) -> tuple[str, list[tuple[str, bytes]]]:

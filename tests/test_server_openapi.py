@@ -306,7 +306,10 @@ def sharpened() -> dict[str, Any]:
         fields["stream"] = {"const": True}
         fields["logprobs"] = {"const": True} if name == "ChatRequest" else fields["logprobs"]
         schemas[name]["required"] += ["stream", "logprobs"]
-        for useless in ("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"):
+        for useless in (
+            *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
+            *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
+        ):
             fields.pop(useless, None)
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         del schemas[name]["properties"]["model"]

@@ -33,11 +33,9 @@ class PlacedToken:
         """End it where the text ends, after `num_chars`."""
         num_left = max(num_chars - self.start, 0)
         self.start = min(self.start, num_chars)
-        data, end = self.opening + self.data, len(self.opening)
-        if num_left:
-            end = 0
-            for _ in range(num_left):
-                end = _char_end(data, end)
+        data, end = self.opening + self.data, 0
+        for _ in range(num_left):
+            end = _char_end(data, end)
         self.data = data[len(self.opening) : end]
         self.text = self.text[:num_left]
 
@@ -61,7 +59,7 @@ class Alignment:
             data = data.removeprefix(b" ")
         opening = self._decoder.getstate()[0]
         text = self._decoder.decode(data)
-        if self._last and opening and data and _char_end(opening + data) == len(opening):
+        if self._last and opening and data and _char_end(opening + data[:4]) == len(opening):
             # The character breaks off before this token, so that its U+FFFD is the last one's.
             self._last.text += text[0]
             self.num_chars += 1
@@ -106,7 +104,7 @@ def place_prompt(
     written = tokenizer.byte_table(skip_special_tokens=False)
     visible = tokenizer.byte_table(skip_special_tokens=True)
     alignment = Alignment(drops_first_space=tokenizer.drops_first_space)
-    for token_id, score in zip(token_ids, scored, strict=True):
+    for token_id, score in zip(token_ids, scored, strict=False):  # fewer when it was aborted
         data = written[token_id]
         if data and not visible[token_id]:
             spelled = data.decode("utf-8", "replace")

@@ -131,10 +131,11 @@ class Routes:
         model = self._service.model_name(body.model)
         prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
         jobs = self._jobs(engine, body, [prompt])
+        echo = body.echoed
         for job in jobs:
-            job.echo = body.echoed
-            if job.k > 0:  # the prompt is reported once
-                job.params = replace(job.params, prompt_logprobs=None)
+            job.echo = echo
+        for job in jobs[1:]:  # the prompt is reported once
+            job.params = replace(job.params, prompt_logprobs=None)
         return _answer(request, engine, body, model, ChatChoice, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -235,8 +236,8 @@ class Routes:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise InvalidRequestError("prompt", "has no tokens.")
-            room = engine.capacity.max_seq_len - (params.max_tokens or 1)
-            prompt = truncated(prompt, body.truncate_prompt_tokens, room)
+            most = engine.capacity.max_seq_len - (params.max_tokens or 1)
+            prompt = truncated(prompt, body.truncate_prompt_tokens, most)
             room = engine.capacity.max_seq_len - len(prompt)
             fitting = fitted(params, room) if clamp else params
             for k in range(body.num_choices):

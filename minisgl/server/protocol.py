@@ -382,11 +382,11 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def truncated(prompt: list[int], num_kept: int | None, room: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt, for -1 as many as there is room for."""
+def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
+    """The last `num_kept` tokens of a prompt, for -1 the last `most`, or one at least."""
     if num_kept is None:
         return prompt
-    return prompt[-(max(room, 1) if num_kept == -1 else num_kept) :]
+    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
