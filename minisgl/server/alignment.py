@@ -49,6 +49,7 @@ class Alignment:
         self._num_shown = start
         self._drops_first_space = drops_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = b""  # of a character that is not complete yet
         self._waiting: deque[PlacedToken] = deque()  # for the text that they are a part of
         self._last: PlacedToken | None = None  # that has bytes
 
@@ -57,7 +58,7 @@ class Alignment:
         if self._drops_first_space and data:
             self._drops_first_space = False
             data = data.removeprefix(b" ")
-        opening = self._decoder.getstate()[0]
+        opening = self._pending
         text = self._decoder.decode(data)
         if self._last and opening and data and _char_end(opening + data[:4]) == len(opening):
             # The character breaks off before this token, so that its U+FFFD is the last one's.
@@ -66,7 +67,8 @@ class Alignment:
             opening, text = b"", text[1:]
         start = self.num_chars
         self.num_chars += len(text)
-        end = self.num_chars + bool(self._decoder.getstate()[0])
+        self._pending = self._decoder.getstate()[0]
+        end = self.num_chars + bool(self._pending)
         token = PlacedToken(scored, data, text, start, end, opening)
         self._waiting.append(token)
         if data:

@@ -7,11 +7,10 @@ encoded once, when the reply was made.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -244,6 +243,9 @@ class Choice(ABC):
         tokenizer = self._tokenizer
         return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
 
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
+
     def _opening(self) -> bytes:
         """The event before all others."""
         return b""
@@ -291,8 +293,7 @@ class ChatChoice(Choice):
         return own | {"top_logprobs": top}
 
     def _rival(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
-        return _ranked(self._token_text(token_id), logprob, data)
+        return _ranked(self._token_text(token_id), logprob, self._token_bytes(token_id))
 
 
 def _ranked(text: str, logprob: float, data: bytes) -> dict[str, Any]:
@@ -333,16 +334,12 @@ class CompletionChoice(Choice):
         }
 
     def _name(self, token_id: int) -> str:
-        """Its text or, if that is none of its own, its bytes."""
-        return next(self._names(token_id))
-
-    def _names(self, token_id: int) -> Iterator[str]:
-        data = self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
-        if data:
-            with contextlib.suppress(UnicodeDecodeError):
-                yield data.decode()
-            yield "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        yield f"token_id:{token_id}"
+        """The token's text; its bytes if that is none of its own, its id if it has neither."""
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return _spelled(data)
 
     def _top(self, scored: TokenLogprobs) -> dict[str, float]:
         """By name, where no two have the same. The token itself is among them in any case."""
@@ -350,12 +347,19 @@ class CompletionChoice(Choice):
         found = dict(scored.top[: self.job.params.logprobs]) | {scored.token_id: scored.logprob}
         named: dict[str, float] = {}
         for token_id, logprob in found.items():
-            name = own
-            if token_id != scored.token_id:
-                free = (name for name in self._names(token_id) if name not in {own, *named})
-                name = next(free, f"token_id:{token_id}")
+            name = self._name(token_id)
+            if name in named or (name == own and token_id != scored.token_id):
+                # It is the text of another one, too.
+                name = _spelled(self._token_bytes(token_id))
+                if name in named:
+                    name = f"token_id:{token_id}"
             named[name] = max(logprob, LOWEST_LOGPROB)
         return named
+
+
+def _spelled(data: bytes) -> str:
+    """Bytes as OpenAI writes those of a token that is no text of its own."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Reply:
