@@ -40,6 +40,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class FakeTokenizer:
+    drops_first_space = False
+
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         known = bytes(token_id for token_id in token_ids if 0 <= token_id < VOCAB_SIZE)
         return known.decode(errors="replace")
@@ -49,6 +51,9 @@ class FakeTokenizer:
 
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
+
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return {token_id: bytes([token_id]) for token_id in range(VOCAB_SIZE)}
 
 
 class FakeDefaults:

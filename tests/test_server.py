@@ -165,11 +165,11 @@ async def test_many_logprobs_are_written_beside_the_loop(
 ) -> None:
     threads: set[threading.Thread] = set()
 
-    def token_text(self: FakeTokenizer, token_id: int, /) -> str:
+    def token_bytes(self: FakeTokenizer, token_id: int, /) -> bytes:
         threads.add(threading.current_thread())
-        return chr(token_id)
+        return bytes([token_id])
 
-    monkeypatch.setattr(FakeTokenizer, "token_text", token_text)
+    monkeypatch.setattr(FakeTokenizer, "token_bytes", token_bytes)
     asked = {"prompt": "a" * length, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
     async with http_client(FakeEngine()) as client:
         answer = (await client.post("/v1/completions", json=asked)).text

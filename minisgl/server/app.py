@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from minisgl.server.protocol import (
     decode,
     fitted,
     for_choice,
+    truncated,
 )
 from minisgl.server.replies import (
     ChatChoice,
@@ -130,6 +132,11 @@ class Routes:
         model = self._service.model_name(body.model)
         prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
         jobs = self._jobs(request, engine, body, [prompt])
+        echo = body.echoed
+        for job in jobs:
+            job.echo = echo
+        for job in jobs[1:]:  # the prompt is reported once
+            job.params = replace(job.params, prompt_logprobs=None)
         return _answer(request, engine, body, model, ChatChoice, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -148,12 +155,15 @@ class Routes:
         jobs = self._jobs(request, engine, body, token_ids)
         if body.echo:
             shown = _visible_text if body.skip_special_tokens is not False else _full_text
-            echoes = [
-                prompt if isinstance(prompt, str) else await _text(engine, shown, prompt)
-                for prompt in prompts
-            ]
-            for job in jobs:
-                job.echo = echoes[job.index // body.num_choices]
+            for start, prompt in enumerate(prompts):
+                first, *others = jobs[start * body.num_choices :][: body.num_choices]
+                ids = first.prompt_token_ids
+                if isinstance(prompt, str) and len(ids) == len(token_ids[start]):
+                    first.echo = prompt
+                else:
+                    first.echo = await _text(engine, shown, ids)
+                for job in others:
+                    job.echo = first.echo
         return _answer(request, engine, body, model, CompletionChoice, jobs)
 
     async def models(self, request: Request) -> Response:
@@ -229,6 +239,8 @@ class Routes:
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise InvalidRequestError("prompt", "has no tokens.")
+            most = engine.capacity.max_seq_len - (params.max_tokens or 1)
+            prompt = truncated(prompt, body.truncate_prompt_tokens, most)
             room = engine.capacity.max_seq_len - len(prompt)
             fitting = fitted(params, room) if clamp else params
             for k in range(body.num_choices):
@@ -240,6 +252,8 @@ class Routes:
                         params=for_choice(fitting, k),
                         cache_salt=body.cache_salt,
                         tenant=tenant,
+                        return_token_ids=bool(body.return_token_ids),
+                        prompt_logprobs=body.prompt_logprobs,
                     )
                 )
         return jobs
