@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TypeVar
 
@@ -14,21 +15,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.request import check_token_ids
 from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import (
+    SCORES_LIMIT,
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     StrictChatRequest,
     StrictCompletionRequest,
     StrictDetokenizeRequest,
@@ -37,6 +39,7 @@ from minisgl.server.protocol import (
     decode,
     fitted,
     for_choice,
+    scored_room,
 )
 from minisgl.server.replies import (
     ChatChoice,
@@ -138,11 +141,14 @@ class Routes:
         prompts = body.prompts()
         special = body.add_special_tokens is not False
         token_ids = []
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 token_ids.append(await engine.encode(prompt, add_special_tokens=special))
                 await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
             else:
+                if len(prompts) > 1:  # the engine checks too, and sees one prompt at a time
+                    of = f" of prompt {index}"
+                    check_token_ids("prompt", prompt, engine.vocab_size, of=of)
                 token_ids.append(prompt)
         jobs = self._jobs(engine, body, token_ids)
         if body.echo:
@@ -160,6 +166,9 @@ class Routes:
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
+        if not request.path_params["name"].strip("/"):  # as Starlette does with its other routes
+            path = request.url.path.rstrip("/")
+            return RedirectResponse(str(request.url.replace(path=path)))
         return _json(self._model(self._service.model_name(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
@@ -184,8 +193,7 @@ class Routes:
         self._service.model_name(body.model)
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
-        if body.tokens and max(body.tokens) >= engine.vocab_size:
-            raise InvalidRequestError("tokens", f"token ids are from 0 to {engine.vocab_size - 1}.")
+        check_token_ids("tokens", body.tokens, engine.vocab_size)
         return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
@@ -222,12 +230,23 @@ class Routes:
     ) -> list[Job]:
         params = body.sampling(engine.defaults)
         clamp = self._service.config.clamp_max_tokens or body.asked_max_tokens is None
+        num_prompt_tokens = sum(map(len, prompts)) * body.num_choices
+        num_choices = len(prompts) * body.num_choices
+        scored = scored_room(params, num_prompt_tokens, num_choices)
         jobs = []
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise InvalidRequestError("prompt", "has no tokens.")
             room = engine.capacity.max_seq_len - len(prompt)
-            fitting = fitted(params, room) if clamp else params
+            fitting = fitted(params, min(room, scored)) if clamp else params
+            if params.max_tokens is None and scored < room:
+                least = min(params.min_tokens, scored)
+                fitting = replace(params, max_tokens=scored, min_tokens=least)
+            if fitting.max_tokens is not None and scored < fitting.max_tokens <= room:
+                raise InvalidRequestError(
+                    "logprobs",
+                    f"{SCORES_LIMIT}: max_tokens of {num_choices} choices may be up to {scored}.",
+                )
             for k in range(body.num_choices):
                 jobs.append(
                     Job(
@@ -294,7 +313,7 @@ def _num_values(body: bytearray) -> int:
 def _answer(
     request: Request,
     engine: Engine,
-    body: GenerationRequest,
+    body: ChatRequest | CompletionRequest,
     model: str,
     kind: type[Choice],
     jobs: Sequence[Job],
@@ -308,7 +327,8 @@ def _answer(
         continuous_usage=body.continuous_usage,
         id=reply_id(request.scope),
     )
-    return StreamedAnswer(engine, reply) if body.stream else WholeAnswer(engine, reply)
+    answer = StreamedAnswer if body.stream else WholeAnswer
+    return answer(engine, reply, limit_field=body.limit_field)
 
 
 def _visible_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
