@@ -279,11 +279,10 @@ def test_clients_recognise_a_context_that_overflows(http: httpx.Client, path: st
 
 def test_a_trailing_slash_redirects(http: httpx.Client) -> None:
     for path in ("/health", "/v1/models"):
-        for slashes in ("/", "//"):
-            response = http.get(f"{path}{slashes}?a=b")
-            assert response.status_code == 307
-            assert response.headers["location"] == f"{http.base_url.copy_with(path=path)}?a=b"
-            assert http.get(response.headers["location"]).status_code == 200
+        response = http.get(f"{path}/?a=b")
+        assert response.status_code == 307
+        assert response.headers["location"] == f"{http.base_url.copy_with(path=path)}?a=b"
+        assert http.get(response.headers["location"]).status_code == 200
 
 
 # -- keys, full queues, phases --------------------------------------------------------------------

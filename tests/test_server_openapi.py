@@ -29,6 +29,7 @@ from minisgl.server import shapes
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.openapi import describe
+from minisgl.server.protocol import SAMPLER_DETAILS
 from minisgl.server.service import Service
 
 JSON = "application/json"
@@ -274,6 +275,7 @@ def sharpened() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1, "maxLength": 20}
     ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": 20}
     schemas["Message"]["required"] = ["role", "content"]
+    schemas["Message"]["properties"]["refusal"] = {"type": "null"}
     parts = {"type": "array", "items": {"$ref": "#/components/schemas/ContentPart"}}
     schemas["Message"]["properties"]["content"] = {
         "anyOf": [text, {**parts, "minItems": 1, "maxItems": 2}]
@@ -301,8 +303,9 @@ def sharpened() -> dict[str, Any]:
         fields["stream"] = {"const": True}
         fields["logprobs"] = {"const": True} if name == "ChatRequest" else fields["logprobs"]
         schemas[name]["required"] += ["stream", "logprobs"]
-        for useless in ("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"):
-            fields.pop(useless, None)
+        useless = ("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix")
+        for field in (*useless, *(field for group in SAMPLER_DETAILS.values() for field in group)):
+            fields.pop(field, None)
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False

@@ -166,10 +166,12 @@ class Routes:
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        if not request.path_params["name"].strip("/"):  # as Starlette does with its other routes
-            path = request.url.path.rstrip("/")
+        name = request.path_params["name"]
+        # As Starlette does where a slash too many leads to no route. To it, a newline is no name too.
+        if not name and request.scope["path"].endswith("/"):
+            path = request.url.path.removesuffix("/")
             return RedirectResponse(str(request.url.replace(path=path)))
-        return _json(self._model(self._service.model_name(request.path_params["name"])))
+        return _json(self._model(self._service.model_name(name)))
 
     async def tokenize(self, request: Request) -> Response:
         engine = self._service.engine()

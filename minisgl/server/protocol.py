@@ -261,7 +261,7 @@ class Message(Struct):
     def for_template(self, path: str) -> dict[str, Any]:
         named = {} if self.name is None else {"name": self.name}
         if self.role != "assistant":
-            self._check_asked(path)
+            self._check_said(path)
         return {"role": self.role, "content": self._text(), **named}
 
     @property
@@ -273,7 +273,7 @@ class Message(Struct):
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return text + (self.refusal or "")
 
-    def _check_asked(self, path: str) -> None:
+    def _check_said(self, path: str) -> None:
         """Only an assistant may refuse, or say nothing at all."""
         if self.refusal is not None:
             raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)

@@ -65,8 +65,7 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
     if found := BOUND.fullmatch(what):
         off = [type.ge for type in _types_at(kind, path) if _is_off(type)]
         return f"{NOT_SUPPORTED}, or at {off[0]:g}" if off else _out_of_bounds(found)
-    if what.startswith("Invalid "):
-        values = _values_at(kind, path)
+    if what.startswith("Invalid ") and (values := _values_at(kind, path)):
         if values == [""]:
             return NOT_SUPPORTED
         _, _, value = what.partition("value ")
