@@ -167,7 +167,7 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        # As Starlette does where a slash too many leads to no route. To it, a newline is no name too.
+        # As Starlette does where a slash too many leads to no route. It takes "\n" for no name too.
         if not name and request.scope["path"].endswith("/"):
             path = request.url.path.removesuffix("/")
             return RedirectResponse(str(request.url.replace(path=path)))

@@ -25,7 +25,7 @@ from minisgl.request import (
     SamplingParams,
 )
 from minisgl.server.service import Defaults
-from minisgl.server.wording import NOT_SUPPORTED, field_error
+from minisgl.server.wording import GOT_FLOAT, NOT_SUPPORTED, field_error
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
@@ -179,7 +179,9 @@ class GenerationRequest(Struct, kw_only=True):
         )
         for sampler, details in SAMPLER_DETAILS.items():
             if getattr(self, sampler) is None:
-                _check_not_given(**{name: getattr(self, name) for name in details})
+                for name in details:
+                    if getattr(self, name) is not None:
+                        raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
     @property
     def num_choices(self) -> int:
@@ -210,12 +212,6 @@ class GenerationRequest(Struct, kw_only=True):
 SHARED_FIELDS = tuple(
     spec.name for spec in fields(SamplingParams) if spec.name in GenerationRequest.__struct_fields__
 )
-
-
-def _check_not_given(**values: object) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
 
 def _check_off(**values: bool | None) -> None:
@@ -518,31 +514,32 @@ def decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        return _decode_again(body, kind, field_error(str(error), kind))
+        return _decode_again(body, kind, str(error))
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from None
 
 
-def _decode_again(body: bytes, kind: type[Body], refusal: CallerError) -> Body:
-    """Look at all of a body that the decoder refuses at the first thing it dislikes.
+def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
+    """Look at all of a body, of which the decoder names the first thing that it dislikes.
 
-    5.0 is an integer to JSON Schema; and a field that is not supported explains more than what
-    comes with it, as `tools` with `tool_choice`.
+    A field that is not supported explains more than what comes with it, as `tools` with
+    `tool_choice`; and 5.0 is an integer to JSON Schema.
     """
+    refusal = field_error(complaint, kind)
     try:
-        fields = msgspec.json.decode(body)
-        if not isinstance(fields, dict):
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        for field in msgspec.structs.fields(kind):
+            if field.type is NoneType and bytes(fields.get(field.name, b"null")) != b"null":
+                raise InvalidRequestError(field.name, f"{NOT_SUPPORTED}.")
+        if GOT_FLOAT not in complaint:
             raise refusal
-        fields = {name: _with_integers(value) for name, value in fields.items()}
-    except msgspec.ValidationError:  # a number beyond all bounds
+        values = {name: _with_integers(msgspec.json.decode(raw)) for name, raw in fields.items()}
+    except msgspec.ValidationError:  # no object, or a number beyond all bounds
         raise refusal from None
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from None
-    for field in msgspec.structs.fields(kind):
-        if field.type is NoneType:
-            _check_not_given(**{field.name: fields.get(field.name)})
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise field_error(str(error), kind) from None
 

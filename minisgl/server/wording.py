@@ -13,6 +13,7 @@ from minisgl.errors import CallerError, InvalidRequestError, one_of
 MAX_MESSAGE_CHARS = 500
 SEPARATORS = str.maketrans("$[].`", "     ")
 FIELD_OPENINGS = ("Object missing required field `", "Object contains unknown field `")
+GOT_FLOAT = ", got `float`"  # in a message of the decoder
 NOT_SUPPORTED = "is not supported; leave it out"
 # By msgspec's names.
 KINDS = {
