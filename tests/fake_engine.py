@@ -22,7 +22,14 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
-from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.request import (
+    EVERYONE,
+    FinishReason,
+    OutputDelta,
+    SamplingParams,
+    Tenant,
+    TokenLogprobs,
+)
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Process
@@ -174,6 +181,8 @@ class FakeEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> FakeStream:
         if self.failure is not None or self.draining:
             raise EngineStoppedError("The engine takes no more work.")

@@ -428,8 +428,9 @@ def test_max_tokens_is_fitted_to_the_room() -> None:
     [
         {"host": ""},
         {"port": 65536},
-        {"api_key": ""},
-        {"api_key": "schlüssel"},
+        {"api_key": ("",)},
+        {"api_key": ("right", "schlüssel")},
+        {"api_key": "not-a-tuple"},
         {"drain_timeout": -1},
         {"drain_timeout": float("nan")},
         {"cors_origin": ("example.org",)},
@@ -441,8 +442,8 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ServerConfig(**options)
     assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
-    if options.get("api_key"):
-        assert options["api_key"] not in str(caught.value)
+    for key in ("schlüssel", "not-a-tuple"):
+        assert key not in str(caught.value)
 
 
 # -- shapes of answers ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from minisgl.config import check_types, option, refuse
+from minisgl.config import HIDDEN, check_types, option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
@@ -27,8 +27,16 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
     port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
-    api_key: str | None = option(
-        None, "Key that every request must bring as its bearer token.", group=GROUP
+    api_key: tuple[str, ...] = option(
+        (),
+        "Key that requests must bring as their bearer token; repeat for several clients.",
+        group=GROUP,
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with more keys, one a line; a line that begins with # is a comment.",
+        group=GROUP,
     )
     served_model_name: tuple[str, ...] = option(
         (), "Name of the model in requests and answers; repeat for aliases.", group=GROUP
@@ -50,9 +58,8 @@ class ServerConfig:
             refuse(self, "host", "allowed: a host name or an address")
         if not 0 <= self.port <= 65535:
             refuse(self, "port", "allowed: 0 to 65535")
-        # A header carries nothing else, so that any other key would lock everyone out.
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
+        for key in self.api_key:
+            check_key("--api-key", key)
         if any(not name for name in self.served_model_name):
             refuse(self, "served_model_name", "allowed: names that are not empty")
         for name in self.served_model_name:
@@ -64,3 +71,9 @@ class ServerConfig:
                 raise ConfigError(
                     "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
                 )
+
+
+def check_key(source: str, key: str) -> None:
+    """Raise ConfigError for a key that no header can carry, and so nobody could use."""
+    if not re.fullmatch("[!-~]+", key):
+        raise ConfigError(source, HIDDEN, "allowed: ASCII without spaces")

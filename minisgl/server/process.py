@@ -124,7 +124,7 @@ class Process:
         gc.freeze()
         url = _url(listener)
         logger.info("Serving %s at %s", ", ".join(self._service.model_names()), url)
-        logger.info("Try it: %s", _example(url, with_key=self._config.api_key is not None))
+        logger.info("Try it: %s", _example(url, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
 
@@ -222,5 +222,5 @@ def _url(listener: socket.socket) -> str:
 
 def _example(url: str, *, with_key: bool) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
-    key = ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
+    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if with_key else ""
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -18,11 +18,14 @@ from msgspec import Meta, Struct
 
 from minisgl.errors import CallerError, InvalidRequestError
 from minisgl.request import (
+    EVERYONE,
     MAX_INTEGER,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_SALT_CHARS,
     MAX_STOP_STRINGS,
     SamplingParams,
+    Tenant,
 )
 from minisgl.server.service import Defaults
 from minisgl.server.wording import GOT_FLOAT, NOT_SUPPORTED, field_error
@@ -121,6 +124,7 @@ class GenerationRequest(Struct, kw_only=True):
     repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
     logit_bias: LogitBias | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     response_format: TextFormat | None = None
     structured_outputs: Unsupported = None
@@ -161,7 +165,7 @@ class GenerationRequest(Struct, kw_only=True):
     dry_penalty_last_n: Detail = None
     dry_sequence_breakers: Detail = None
 
-    user: Ignored = None
+    user: Any = None  # tells the users of a client apart, where it is a text
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -182,6 +186,14 @@ class GenerationRequest(Struct, kw_only=True):
                 for name in details:
                     if getattr(self, name) is not None:
                         raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
+
+    def tenant(self, client: str) -> Tenant:
+        """Whom the request is from, given the client; it alone says which of its users asks."""
+        if not client:
+            return EVERYONE
+        user = self.user if isinstance(self.user, str) else ""
+        # Clients choose what they call their users, so the queue keeps a short form.
+        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:

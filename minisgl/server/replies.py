@@ -18,7 +18,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from minisgl.errors import EngineStoppedError, MinisglError
-from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.request import (
+    EVERYONE,
+    FinishReason,
+    OutputDelta,
+    SamplingParams,
+    Tenant,
+    TokenLogprobs,
+)
 from minisgl.server.service import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -54,6 +61,8 @@ class Job:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     echo: str | None = None  # the text of the prompt, to begin the answer with
+    cache_salt: str | None = None
+    tenant: Tenant = EVERYONE
 
 
 class Choice(ABC):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from minisgl.config import Capacity
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
-from minisgl.request import OutputDelta, SamplingParams
+from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
 from minisgl.server.config import ServerConfig
 from minisgl.stats import EngineStats
 
@@ -53,6 +53,8 @@ class Engine(Protocol):
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> OutputStream: ...
     def stats(self) -> EngineStats: ...
     async def drain(self, seconds: float, /) -> None: ...
