@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from fake_engine import FakeDefaults, FakeTokenizer
 
+from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.config import ServerConfig
+from minisgl.server.process import Process
 from minisgl.server.protocol import (
     MAX_SCORES,
     ChatRequest,
@@ -444,6 +446,15 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
     assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
     for key in ("schlüssel", "not-a-tuple"):
         assert key not in str(caught.value)
+
+
+def test_a_model_whose_folder_is_not_utf_8_needs_another_name() -> None:
+    engine = EngineConfig(model="caf\udce9")
+    with pytest.raises(ConfigError, match="--served-model-name") as caught:
+        Process(engine, ServerConfig())
+    assert caught.value.param == "--model"
+    assert str(caught.value).isascii()
+    Process(engine, ServerConfig(served_model_name=("café",)))
 
 
 # -- shapes of answers ----------------------------------------------------------------------------
