@@ -13,7 +13,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from minisgl.request import (
     RequestStatus,
     SamplingParams,
     Tenant,
+    check_token_ids,
 )
 from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
@@ -397,13 +398,8 @@ class AsyncEngine:
         """Raises InvalidRequestError where they ask for what this model does not have."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias.keys())
-
-    def _check_ids(self, name: str, ids: Collection[int]) -> None:
-        vocab_size = self.model.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
+        check_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
+        check_token_ids("logit_bias", params.logit_bias.keys(), self.vocab_size)
 
     def _make_request(
         self,
@@ -416,7 +412,7 @@ class AsyncEngine:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._streams:
             raise InvalidRequestError("request_id", f"{request_id} is running already.")
-        self._check_ids("prompt", prompt)
+        check_token_ids("prompt", prompt, self.vocab_size)
         self.check(params)
         max_tokens = params.max_tokens
         if max_tokens is None:

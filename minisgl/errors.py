@@ -49,20 +49,53 @@ class InvalidRequestError(CallerError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and answer do not fit into the longest sequence."""
+    """Prompt and answer do not fit into the longest sequence.
+
+    `param` is the limit where no prompt at all would fit beside it, and the prompt otherwise.
+    Clients know this error by its words, which are OpenAI's.
+    """
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_seq_len: int) -> None:
-        wanted = f"The prompt has {num_prompt_tokens} tokens"
-        if max_tokens is not None:
-            wanted += f" and max_tokens is {max_tokens}"
-        said = f"{wanted}; a sequence holds at most {max_seq_len} tokens."
-        if max_tokens is not None and 0 < (room := max_seq_len - num_prompt_tokens) < max_tokens:
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        max_seq_len: int,
+        *,
+        prompt_field: str = "prompt",
+        limit_field: str = "max_tokens",
+    ) -> None:
+        self._lengths = (num_prompt_tokens, max_tokens, max_seq_len)
+        room = max_seq_len - num_prompt_tokens
+        said = f"This model's maximum context length is {max_seq_len} tokens. However, "
+        shorten = f"Please reduce the length of the {prompt_field}"
+        if max_tokens is None:
             said += (
-                f" Lower max_tokens to {room}; a server with --clamp-max-tokens does so by itself."
+                f"your {prompt_field} resulted in {num_prompt_tokens} tokens, which leaves no room "
+                f"for an answer. {shorten}."
             )
-        super().__init__("prompt", said)
+        else:
+            said += (
+                f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in "
+                f"the {prompt_field}, {max_tokens} in the completion). {shorten} or completion."
+            )
+            if room > 0:
+                said += (
+                    f" With this prompt {limit_field} may be up to {room}; a server with "
+                    "--clamp-max-tokens lowers it by itself."
+                )
+        limit_alone = room > 0 and max_tokens is not None and max_tokens >= max_seq_len
+        super().__init__(limit_field if limit_alone else prompt_field, said)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def with_names(self, *, prompt_field: str, limit_field: str) -> ContextLengthError:
+        """The same error of a caller who knows the fields by these names."""
+        return ContextLengthError(
+            *self._lengths, prompt_field=prompt_field, limit_field=limit_field
+        )
 
 
 class UnsupportedModelError(CallerError):

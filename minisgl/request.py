@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 
@@ -83,32 +83,33 @@ class SamplingParams:
             raise InvalidRequestError("stop", f"at most {MAX_STOP_STRINGS} strings are allowed.")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise InvalidRequestError("stop", "must be non-empty strings.")
-        for token_id in self.stop_token_ids:
-            self._check_integer("stop_token_ids", token_id, 0, MAX_INTEGER)
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 "logit_bias", f"with stop_token_ids at most {MAX_LOGIT_BIAS} entries are allowed."
             )
+        for index, token_id in enumerate(self.stop_token_ids):
+            self._check_integer("stop_token_ids", token_id, 0, MAX_INTEGER, f"entry {index} ")
         for token_id, bias in self.logit_bias.items():
-            self._check_integer("logit_bias", token_id, 0, MAX_INTEGER)
-            self._check_number("logit_bias", bias, -100, 100)
+            self._check_integer("logit_bias", token_id, 0, MAX_INTEGER, "each key ")
+            self._check_number("logit_bias", bias, -100, 100, f"the bias of token {token_id} ")
 
     @staticmethod
-    def _check_number(name: str, value: object, low: float, high: float) -> None:
+    def _check_number(name: str, value: object, low: float, high: float, what: str = "") -> None:
+        """`what` of the field has this value, if not the field itself."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequestError(name, f"must be a number, not {short_repr(value)}.")
+            raise InvalidRequestError(name, f"{what}must be a number, not {short_repr(value)}.")
         if not low <= value <= high:  # NaN fails too
             raise InvalidRequestError(
-                name, f"must be from {low:g} to {high:g}, not {short_repr(value)}."
+                name, f"{what}must be from {low:g} to {high:g}, not {short_repr(value)}."
             )
 
     @staticmethod
-    def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    def _check_integer(name: str, value: object, low: int, high: int, what: str = "") -> None:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(name, f"must be an integer, not {short_repr(value)}.")
+            raise InvalidRequestError(name, f"{what}must be an integer, not {short_repr(value)}.")
         if not low <= value <= high:
             raise InvalidRequestError(
-                name, f"must be from {low} to {high}, not {short_repr(value)}."
+                name, f"{what}must be from {low} to {high}, not {short_repr(value)}."
             )
 
     @property
@@ -143,6 +144,27 @@ def cache_namespace(tenant: Tenant, cache_salt: str | None) -> bytes:
     # A digest, so that what the cache keeps is short and does not show the salt.
     parts = repr((tenant.client, cache_salt)).encode()
     return hashlib.blake2b(parts, digest_size=16).digest()
+
+
+def check_token_ids(
+    name: str, token_ids: Collection[int], vocab_size: int, *, of: str = ""
+) -> None:
+    """Raise InvalidRequestError for field `name` with the first id outside of the vocabulary.
+
+    Its position is counted within `of`, the field itself if not given.
+    """
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return
+    position, wrong = next(
+        (position, token_id)
+        for position, token_id in enumerate(token_ids)
+        if not 0 <= token_id < vocab_size
+    )
+    raise InvalidRequestError(
+        name,
+        f"the token id {short_repr(wrong)} at position {position}{of} is outside of the "
+        f"vocabulary; allowed: 0 to {vocab_size - 1}.",
+    )
 
 
 class RequestStatus(enum.Enum):

@@ -113,7 +113,7 @@ def test_a_seed_fixes_the_output_and_no_seed_does_not(llm: LLM) -> None:
 
 
 def test_a_refused_prompt_is_an_error_and_leaves_nothing_running(llm: LLM) -> None:
-    with pytest.raises(ContextLengthError, match="1600 tokens"):
+    with pytest.raises(ContextLengthError, match="1600 in the prompt"):
         llm.generate([[1], [1] * 1600], GREEDY)
     assert llm.engine.stats().num_running == llm.engine.stats().num_queued == 0
     assert llm.generate("Hello", GREEDY)[0].token_ids

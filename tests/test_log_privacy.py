@@ -138,7 +138,7 @@ def test_no_log_of_a_run_has_a_word_of_prompts_and_answers(tiny_model: Path, str
     )
     assert re.search(r" INFO request \w+: 401\ invalid_api_key$", log, re.M)
     assert re.search(r" INFO request \w+: 404\ model_not_found\ \(model\)$", log, re.M)
-    assert ": 400 messages: The prompt has " in log
+    assert ": 400 This model's maximum context length is " in log
     assert log.count(" INFO request ") >= len(REFUSED)
 
 
@@ -210,7 +210,7 @@ async def test_a_request_is_called_by_the_id_that_it_came_with(
         (InvalidRequestError(f"messages.{SECRET}", SECRET), "INFO", "InvalidRequestError"),
         (CallerError(SECRET), "INFO", "CallerError"),
         (ModelNotFoundError(SECRET), "INFO", "model_not_found"),
-        (ContextLengthError(70, 30, 64), "INFO", "at most 64 tokens."),
+        (ContextLengthError(70, 30, 64), "INFO", "or completion."),
         (StepError("Step 9 ran out of memory."), "WARNING", "Step 9 ran out of memory."),
         (ZeroDivisionError(SECRET), "ERROR", "ZeroDivisionError"),
     ],

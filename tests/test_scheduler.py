@@ -314,7 +314,7 @@ def test_an_aborted_request_is_in_no_later_plan_and_its_pages_are_free() -> None
 def test_what_cannot_be_served_is_refused_at_submission() -> None:
     harness = Harness(num_pages=5, page_size=4, max_queued_requests=2)
     submit = harness.scheduler.submit
-    with pytest.raises(ContextLengthError, match=r"10 tokens and max_tokens is 7.*at most 16"):
+    with pytest.raises(ContextLengthError, match=r"16 tokens.*10 in the prompt, 7 in the"):
         submit(make_request("a", list(range(10)), 7))
     with pytest.raises(InvalidRequestError, match="at least one token"):
         submit(make_request("b", [], 7))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -228,17 +229,60 @@ def test_a_prompt_that_is_too_long(http: httpx.Client, length: int, stream: bool
     for path, body, param in cases:
         response = http.post(path, json={**body, "stream": stream})
         message = check_error(response, 400, param=param, code="context_length_exceeded")
-        assert message.startswith(f"{param}: The prompt has {length} tokens")
-        assert "20 tokens" in message
+        assert message.startswith("This model's maximum context length is 20 tokens. However, ")
+        assert f" {length} " in message or f"({length} in the {param}" in message
 
 
 def test_a_prompt_that_fits_with_too_many_tokens_asked_for(http: httpx.Client) -> None:
     body = {"prompt": "x" * 15, "max_tokens": 6}
     response = http.post(POSTS[1], json=body)
     message = check_error(response, 400, param="prompt", code="context_length_exceeded")
-    assert "15 tokens" in message and "max_tokens is 6" in message and "20 tokens" in message
+    assert message.startswith(
+        "This model's maximum context length is 20 tokens. However, you requested 21 tokens (15 in "
+        "the prompt, 6 in the completion). Please reduce the length of the prompt or completion."
+    )
+    assert "max_tokens may be up to 5" in message
     assert http.post(POSTS[1], json={**body, "max_tokens": 5}).status_code == 200
     assert http.post(POSTS[1], json={"prompt": "x" * 15}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "param"),
+    [
+        (POSTS[0], {"max_tokens": 20}, "max_tokens"),
+        (POSTS[0], {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        (POSTS[0], {"max_completion_tokens": 20, "max_tokens": 5}, "max_completion_tokens"),
+        (POSTS[0], {"max_tokens": 19}, "messages"),
+        (POSTS[1], {"max_tokens": 20}, "max_tokens"),
+        (POSTS[1], {"max_tokens": 18}, "prompt"),
+    ],
+)
+def test_a_limit_that_no_prompt_would_fit_beside_is_named(
+    http: httpx.Client, path: str, limit: dict[str, int], param: str
+) -> None:
+    response = http.post(path, json={**BODIES[path], **limit})
+    message = check_error(response, 400, param=param, code="context_length_exceeded")
+    name, asked = next(iter(limit.items()))
+    assert f"{name} may be up to" in message and f"{asked} in the completion" in message
+
+
+@pytest.mark.parametrize("path", POSTS[:2])
+def test_clients_recognise_a_context_that_overflows(http: httpx.Client, path: str) -> None:
+    """By words that litellm and others search for, and by those of the older `openai`."""
+    response = http.post(path, json={**BODIES[path], "max_tokens": 20})
+    message = response.json()["error"]["message"].lower()
+    assert "this model's maximum context length is" in message
+    part = "messages" if path == POSTS[0] else "prompt"
+    pattern = rf"however, you requested \d+ tokens \(\d+ in the {part}, 20 in the completion\)"
+    assert re.search(pattern, message)
+
+
+def test_a_trailing_slash_redirects(http: httpx.Client) -> None:
+    for path in ("/health", "/v1/models"):
+        response = http.get(f"{path}/?a=b")
+        assert response.status_code == 307
+        assert response.headers["location"] == f"{http.base_url.copy_with(path=path)}?a=b"
+        assert http.get(response.headers["location"]).status_code == 200
 
 
 # -- keys, full queues, phases --------------------------------------------------------------------

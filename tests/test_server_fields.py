@@ -465,9 +465,7 @@ def test_continuous_usage_stats(client: openai.OpenAI) -> None:
     assert last.usage == chunks[-1].usage
 
     alone = [*chat(client, stream=True, stream_options={"continuous_usage_stats": True})]
-    assert alone[0].choices[0].delta.role == "assistant"
-    assert alone[0].usage.completion_tokens == 0
-    assert all(chunk.usage is not None and chunk.choices for chunk in alone)
+    assert all(chunk.usage is None and chunk.choices for chunk in alone)
 
 
 def test_continuous_usage_with_several_choices_is_that_of_the_choice(
@@ -800,9 +798,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for name in (
             *("structured_outputs", "guided_json", "guided_regex", "guided_choice"),
             *("guided_grammar", "regex", "ebnf", "json_schema", "bad_words", "allowed_token_ids"),
-            *("truncate_prompt_tokens", "length_penalty", "prompt_logprobs"),
+            *("truncate_prompt_tokens", "length_penalty", "prompt_logprobs", "grammar"),
+            *("structural_tag", "stop_regex", "logprob_token_ids", "thinking_token_budget"),
+            *("prompt_embeds", "input_ids", "moderation", "prompt_cache_options"),
+            *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length"),
+            *("dry_penalty_last_n", "dry_sequence_breakers"),
         )
     ),
+    *(
+        ({name: 0.5}, name)
+        for name in ("mirostat", "typical_p", "repeat_penalty", "xtc_probability", "dry_multiplier")
+    ),
+    ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"return_token_ids": 1}, "return_token_ids"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
@@ -827,7 +834,7 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
     *(
         ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages.0.content.0.type")
-        for kind in ("image_url", "input_audio", "file", "refusal", "colour")
+        for kind in ("image_url", "input_audio", "file", "colour")
     ),
     ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -916,6 +923,23 @@ def test_a_completion_field_is_refused(
     client: openai.OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     check_refusal(complete, client, fields, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "culprit"),
+    [
+        ({"prompt": [5, 6, 2048]}, "token id 2048 at position 2 is"),
+        ({"prompt": [[5], [6, -1]]}, "token id -1 at position 1 of prompt 1 is"),
+        ({"stop_token_ids": [5, 2048]}, "token id 2048 at position 1 is"),
+        ({"logit_bias": {"5": 1, "2048": 1}}, "token id 2048 at position 1 is"),
+        ({"stop_token_ids": [5, -1]}, "entry 1 must be from 0 to"),
+    ],
+)
+def test_an_id_outside_of_the_vocabulary_is_named(
+    client: openai.OpenAI, fields: dict[str, Any], culprit: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=culprit):
+        complete(client, **fields)
 
 
 @pytest.mark.parametrize(

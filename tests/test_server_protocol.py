@@ -8,17 +8,22 @@ from typing import Any
 import pytest
 from fake_engine import FakeDefaults, FakeTokenizer
 
+from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
-from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.config import ServerConfig
+from minisgl.server.process import Process
 from minisgl.server.protocol import (
+    MAX_SCORES,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     StrictChatRequest,
     StrictCompletionRequest,
     decode,
     fitted,
     for_choice,
+    scored_room,
 )
 from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Job, Reply
 
@@ -58,8 +63,6 @@ def image() -> list[dict[str, Any]]:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
-        ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": "x"}}, "logit_bias"),
         ({"stop": [1]}, "stop.0"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"tools": []}, "tools"),
@@ -121,11 +124,6 @@ def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param
     [
         (b"{}", "prompt: is missing."),
         (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
-        (
-            b'{"prompt": "a", "logit_bias": {"a": 1}}',
-            "logit_bias: each key must be an integer, not a text.",
-        ),
-        (b'{"prompt": "a", "logit_bias": {"5": "a"}}', "logit_bias: must be a number, not a text."),
         (b'{"prompt": "a", "suffix": "3"}', "suffix: is not supported; leave it out."),
         (b'{"prompt": "a", "guided_json": {}}', "guided_json: is not supported; leave it out."),
         (b'{"prompt": 5}', "prompt: must be a text or a list, not an integer."),
@@ -133,6 +131,27 @@ def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param
         (b'{"prompt": [1.5]}', "prompt.0: must be an integer or a text or a list."),
         (b'{"prompt": "a", "temperature": "x"}', "temperature: must be a number, not a text."),
         (b'{"prompt": "a", "best_of": 1.5}', "best_of: must be an integer."),
+        (b'{"prompt": "a", "best_of": 1e999}', "best_of: number out of range."),
+        (b'{"prompt": "a", "n": 2.0, "best_of": "x"}', "best_of: must be an integer, not a text."),
+        (b'{"prompt": "a", "n": 129.0}', "n: must be at most 128."),
+        (
+            b'{"prompt": "a", "min_tokens": true}',
+            "min_tokens: must be an integer, not true or false.",
+        ),
+        (
+            b'{"prompt": "a", "typical_p": 0.9}',
+            "typical_p: is not supported; leave it out, or at 1.",
+        ),
+        (b'{"prompt": "a", "mirostat": 2}', "mirostat: is not supported; leave it out, or at 0."),
+        (b'{"prompt": "a", "xtc_threshold": 1}', "xtc_threshold: is not supported; leave it out."),
+        (
+            b'{"prompt": "a", "stop_token_ids": [%s]}' % b",".join([b"1"] * 1025),
+            "stop_token_ids: must have at most 1024 entries.",
+        ),
+        (
+            b'{"prompt": "a", "logit_bias": {%s}}' % b",".join(b'"%d":1' % k for k in range(1025)),
+            "logit_bias: must have at most 1024 keys.",
+        ),
         (b'{"prompt": "a", "logprobs": 21}', "logprobs: must be at most 20."),
         (b'{"prompt": "a", "max_tokens": -1}', "max_tokens: must be at least 0."),
         (b'{"prompt": "a", "stop": ""}', "stop: must not be empty."),
@@ -161,6 +180,109 @@ def test_a_value_that_is_none_of_a_few_is_told_them() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(tool_choice="auto")
     assert str(caught.value) == "tool_choice: cannot be 'auto'; allowed: none."
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(
+            (key, 1, f"each key must be a token id, which {key!r} is not.")
+            for key in ("abc", "", "05", "5.0", " 5", "+5", "\u0665", "-1", "99999999999")
+        ),
+        ("2147483648", 1, "each key must be from 0 to 2147483647, not 2147483648."),
+        ("5", "a", "the bias of token 5 must be a number, not 'a'."),
+        ("5", None, "the bias of token 5 must be a number, not None."),
+        ("5", -101, "the bias of token 5 must be from -100 to 100, not -101."),
+    ],
+)
+def test_the_culprit_in_logit_bias_is_named(key: str, value: object, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(logit_bias={"7": 1, key: value, "9": 2}).sampling(FakeDefaults())
+    assert str(caught.value) == f"logit_bias: {message}"
+
+
+def test_a_field_that_is_not_supported_comes_before_its_details() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    for fields in (
+        {"tool_choice": "auto", "tools": [tool]},
+        {"tool_choice": {"type": "function"}, "temperature": "hot", "tools": [tool]},
+        {"messages": [{"role": "tool", "content": "x"}], "tools": [tool]},
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            chat(**fields)
+        assert str(caught.value) == "tools: is not supported; leave it out."
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(function_call="auto", functions=[{}], tools=None)
+    assert caught.value.param == "functions"
+
+
+def test_whole_numbers_written_as_floats_are_integers() -> None:
+    counts: dict[str, Any] = {"n": 2.0, "top_k": 3.0, "min_tokens": 4.0, "seed": -5.0}
+    body = completion([[1.0, 2], [3.0]], max_tokens=1e1, logprobs=6.0, best_of=2.0, **counts)
+    assert body.prompts() == [[1, 2], [3]]
+    params = completion(stop_token_ids=[7.0], max_tokens=10.0, **counts).sampling(FakeDefaults())
+    assert params == SamplingParams(
+        temperature=0.5, top_k=3, min_tokens=4, seed=-5, stop_token_ids=(7,), max_tokens=10
+    )
+    assert all(type(token_id) is int for prompt in body.prompts() for token_id in prompt)
+    options = {"a": 2.0, "b": [3.0]}
+    answer = chat(max_completion_tokens=5.0, top_logprobs=1.0, logprobs=True, logit_bias={"1": 2.0})
+    assert answer.sampling(FakeDefaults()).max_tokens == 5
+    kept = chat(n=1.0, chat_template_kwargs=options).template_options()
+    assert str(kept) == str(options)  # they are not ours to change
+    assert decode(b'{"tokens": [5.0, 6]}', DetokenizeRequest).tokens == [5, 6]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"typical_p": 1, "repeat_penalty": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0},
+        {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1},
+        {"xtc_probability": 0.0, "xtc_threshold": 0.1},
+        {
+            "dry_multiplier": 0,
+            "dry_base": 1.75,
+            "dry_allowed_length": 2,
+            "dry_penalty_last_n": -1,
+            "dry_sequence_breakers": ["\n"],
+        },
+        {"return_tokens_as_token_ids": False},
+    ],
+)
+def test_a_sampler_that_is_off_is_off(fields: dict[str, Any]) -> None:
+    for body in (chat(**fields), completion(**fields)):
+        assert body.sampling(FakeDefaults()).temperature == 0.5
+
+
+def test_a_refusal_of_the_assistant_is_its_text() -> None:
+    parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot."}]
+    for message in (
+        {"role": "assistant", "content": None, "refusal": "I cannot."},
+        {"role": "assistant", "refusal": "I cannot."},
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": "I cannot.", "refusal": None},
+    ):
+        assert chat(messages=[message]).template_messages() == [
+            {"role": "assistant", "content": "I cannot."}
+        ]
+    for message, param in (
+        ({"role": "user", "content": "a", "refusal": "b"}, "messages.0.refusal"),
+        ({"role": "user", "content": parts}, "messages.0.content.1.type"),
+    ):
+        with pytest.raises(InvalidRequestError, match="only allowed in") as caught:
+            chat(messages=[message]).template_messages()
+        assert caught.value.param == param
+
+
+def test_an_answer_holds_so_many_logprobs() -> None:
+    params = SamplingParams(logprobs=20, prompt_logprobs=20)
+    assert scored_room(SamplingParams(), 10**9, 1024) == MAX_INTEGER
+    assert scored_room(SamplingParams(logprobs=0), 10**9, 4) == MAX_SCORES // 4
+    assert scored_room(params, 1000, 10) == (MAX_SCORES - 21_000) // 210
+    assert scored_room(SamplingParams(prompt_logprobs=1), MAX_SCORES // 2, 1) == MAX_INTEGER
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_SCORES} .* 1050000") as caught:
+        scored_room(params, 50_000, 1)
+    assert caught.value.param == "logprobs"
 
 
 @pytest.mark.parametrize(
@@ -315,6 +437,7 @@ def test_max_tokens_is_fitted_to_the_room() -> None:
         {"drain_timeout": float("nan")},
         {"cors_origin": ("example.org",)},
         {"served_model_name": ("",)},
+        {"served_model_name": ("fine", "caf\udce9")},
     ],
 )
 def test_server_options_are_checked(options: dict[str, Any]) -> None:
@@ -323,6 +446,15 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
     assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
     for key in ("schlüssel", "not-a-tuple"):
         assert key not in str(caught.value)
+
+
+def test_a_model_whose_folder_is_not_utf_8_needs_another_name() -> None:
+    engine = EngineConfig(model="caf\udce9")
+    with pytest.raises(ConfigError, match="--served-model-name") as caught:
+        Process(engine, ServerConfig())
+    assert caught.value.param == "--model"
+    assert str(caught.value).isascii()
+    Process(engine, ServerConfig(served_model_name=("café",)))
 
 
 # -- shapes of answers ----------------------------------------------------------------------------

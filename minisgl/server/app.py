@@ -15,21 +15,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.request import check_token_ids
 from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import (
+    SCORES_LIMIT,
     Body,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    GenerationRequest,
     StrictChatRequest,
     StrictCompletionRequest,
     StrictDetokenizeRequest,
@@ -38,6 +39,7 @@ from minisgl.server.protocol import (
     decode,
     fitted,
     for_choice,
+    scored_room,
     truncated,
 )
 from minisgl.server.replies import (
@@ -146,11 +148,14 @@ class Routes:
         prompts = body.prompts()
         special = body.add_special_tokens is not False
         token_ids = []
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
                 token_ids.append(await engine.encode(prompt, add_special_tokens=special))
                 await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
             else:
+                if len(prompts) > 1:  # the engine checks too, and sees one prompt at a time
+                    of = f" of prompt {index}"
+                    check_token_ids("prompt", prompt, engine.vocab_size, of=of)
                 token_ids.append(prompt)
         jobs = self._jobs(request, engine, body, token_ids)
         if body.echo:
@@ -171,7 +176,12 @@ class Routes:
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        return _json(self._model(self._service.model_name(request.path_params["name"])))
+        name = request.path_params["name"]
+        # As Starlette does where a slash too many leads to no route. It takes "\n" for no name too.
+        if not name and request.scope["path"].endswith("/"):
+            path = request.url.path.removesuffix("/")
+            return RedirectResponse(str(request.url.replace(path=path)))
+        return _json(self._model(self._service.model_name(name)))
 
     async def tokenize(self, request: Request) -> Response:
         engine = self._service.engine()
@@ -195,8 +205,7 @@ class Routes:
         self._service.model_name(body.model)
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
-        if body.tokens and max(body.tokens) >= engine.vocab_size:
-            raise InvalidRequestError("tokens", f"token ids are from 0 to {engine.vocab_size - 1}.")
+        check_token_ids("tokens", body.tokens, engine.vocab_size)
         return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
@@ -235,6 +244,9 @@ class Routes:
         params = body.sampling(engine.defaults)
         tenant = body.tenant(client_of(request.scope))
         clamp = self._service.config.clamp_max_tokens or body.asked_max_tokens is None
+        num_prompt_tokens = sum(map(len, prompts)) * body.num_choices
+        num_choices = len(prompts) * body.num_choices
+        scored = scored_room(params, num_prompt_tokens, num_choices)
         jobs = []
         for index, prompt in enumerate(prompts):
             if not prompt:
@@ -242,7 +254,15 @@ class Routes:
             most = engine.capacity.max_seq_len - (params.max_tokens or 1)
             prompt = truncated(prompt, body.truncate_prompt_tokens, most)
             room = engine.capacity.max_seq_len - len(prompt)
-            fitting = fitted(params, room) if clamp else params
+            fitting = fitted(params, min(room, scored)) if clamp else params
+            if params.max_tokens is None and scored < room:
+                least = min(params.min_tokens, scored)
+                fitting = replace(params, max_tokens=scored, min_tokens=least)
+            if fitting.max_tokens is not None and scored < fitting.max_tokens <= room:
+                raise InvalidRequestError(
+                    "logprobs",
+                    f"{SCORES_LIMIT}: max_tokens of {num_choices} choices may be up to {scored}.",
+                )
             for k in range(body.num_choices):
                 jobs.append(
                     Job(
@@ -324,7 +344,7 @@ def _num_values(body: bytearray) -> int:
 def _answer(
     request: Request,
     engine: Engine,
-    body: GenerationRequest,
+    body: ChatRequest | CompletionRequest,
     model: str,
     kind: type[Choice],
     jobs: Sequence[Job],
@@ -338,7 +358,8 @@ def _answer(
         continuous_usage=body.continuous_usage,
         id=reply_id(request.scope),
     )
-    return StreamedAnswer(engine, reply) if body.stream else WholeAnswer(engine, reply)
+    answer = StreamedAnswer if body.stream else WholeAnswer
+    return answer(engine, reply, limit_field=body.limit_field)
 
 
 def _visible_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:

@@ -12,6 +12,15 @@ from minisgl.errors import ConfigError
 GROUP = "Server"
 
 
+def check_utf8(option: str, name: str, hint: str = "") -> None:
+    """Refuse a model's name that no answer can hold: the shell passes any bytes on."""
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(option, ascii(name), f"the name is not UTF-8{hint}") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """The options as the user gave them. Raises ConfigError on a value that can never be right."""
@@ -53,6 +62,8 @@ class ServerConfig:
             check_key("--api-key", key)
         if any(not name for name in self.served_model_name):
             refuse(self, "served_model_name", "allowed: names that are not empty")
+        for name in self.served_model_name:
+            check_utf8("--served-model-name", name)
         if not 0 <= self.drain_timeout < math.inf:
             refuse(self, "drain_timeout", "allowed: 0 or more seconds")
         for origin in self.cors_origin:

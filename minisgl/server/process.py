@@ -21,7 +21,7 @@ from minisgl.errors import ConfigError
 from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
-from minisgl.server.config import ServerConfig
+from minisgl.server.config import ServerConfig, check_utf8
 from minisgl.server.connection import Connection, limit_unsent, raise_file_limit
 from minisgl.server.report import report
 from minisgl.server.service import Engine, Service
@@ -58,6 +58,8 @@ class Process:
         config: ServerConfig,
         start: Callable[[EngineConfig], Awaitable[Engine]] = start_engine,
     ) -> None:
+        if not config.served_model_name:
+            check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
         self._start = start

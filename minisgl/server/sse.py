@@ -26,9 +26,11 @@ MANY_SCORED = 256
 class Answer(ABC):
     """An ASGI response that generates the choices of `reply`."""
 
-    def __init__(self, engine: Engine, reply: Reply) -> None:
+    def __init__(self, engine: Engine, reply: Reply, *, limit_field: str = "max_tokens") -> None:
+        """`limit_field` is the client's name for max_tokens."""
         self._engine = engine
         self._reply = reply
+        self._limit_field = limit_field
         self._left = False  # the client, before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,8 +57,10 @@ class Answer(ABC):
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:
-            error.param = self._reply.kind.prompt_field
-            raise
+            prompt_field = self._reply.kind.prompt_field
+            raise error.with_names(
+                prompt_field=prompt_field, limit_field=self._limit_field
+            ) from None
         except EngineStoppedError:
             if not self._left:  # else nobody is there to be told
                 raise

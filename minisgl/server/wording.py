@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from msgspec import Struct, inspect
 
 from minisgl.errors import CallerError, InvalidRequestError, one_of
 
 MAX_MESSAGE_CHARS = 500
+SEPARATORS = str.maketrans("$[].`", "     ")
+FIELD_OPENINGS = ("Object missing required field `", "Object contains unknown field `")
+GOT_FLOAT = ", got `float`"  # in a message of the decoder
 NOT_SUPPORTED = "is not supported; leave it out"
 # By msgspec's names.
 KINDS = {
@@ -21,8 +25,9 @@ KINDS = {
     "object": "an object",
     "str": "a text",
 }
-PARTS = {"array": "entries", "object": "fields", "str": "characters"}
-TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`, got `(?P<got>\w+)`")
+PARTS = {"array": "entries", "object": "keys", "str": "characters"}
+# They match messages in the decoder's words alone, never one that quotes the client.
+TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`(, got `(?P<got>\w+)`)?")
 BOUND = re.compile(
     r"Expected `(?P<kind>\w+)` (?P<length>of length )?(?P<sign>[<>]=) (?P<bound>\S+)"
 )
@@ -34,18 +39,18 @@ ENUM_WORDS = {
 
 def field_error(message: str, kind: type[Struct]) -> CallerError:
     """From msgspec's words: "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    # Both may quote the client, who can write at length, and much like the decoder.
     what, found, where = message.rpartition(" - at `")
     if not found:
         what, where = where, ""
-    path = re.findall(r"\w+", where.removeprefix("key` in `"))
-    if field := re.search("field `(.*)`$", what, re.DOTALL):
-        path.append(field[1])
+    what, where = what[:MAX_MESSAGE_CHARS], where[:MAX_MESSAGE_CHARS]
+    path = where.translate(SEPARATORS).split()
+    for opening in FIELD_OPENINGS:
+        if what.startswith(opening):
+            path.append(what.removeprefix(opening).removesuffix("`"))
     if not path:
         return CallerError(f"The body is not a request: {what}.")
-    said = _said(what[:MAX_MESSAGE_CHARS], path, kind)
-    if where.startswith("key` in `"):
-        said = f"each key {said}"
-    return InvalidRequestError(".".join(path), f"{said}.")
+    return InvalidRequestError(".".join(path), f"{_said(what, path, kind)}.")
 
 
 def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
@@ -59,20 +64,21 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
     if found := TYPE.fullmatch(what):
         return _wrong_type(found["wanted"].split(" | "), found["got"])
     if found := BOUND.fullmatch(what):
-        return _out_of_bounds(found)
-    if what.startswith("Invalid enum value"):
-        values = _values_at(kind, path)
+        off = [type.ge for type in _types_at(kind, path) if _is_off(type)]
+        return f"{NOT_SUPPORTED}, or at {off[0]:g}" if off else _out_of_bounds(found)
+    if what.startswith("Invalid ") and (values := _values_at(kind, path)):
         if values == [""]:
             return NOT_SUPPORTED
-        value = what.removeprefix("Invalid enum value ")
+        _, _, value = what.partition("value ")
         return ENUM_WORDS.get(".".join(path), f"cannot be {value}; {one_of(values)}")
     return what[:1].lower() + what[1:]
 
 
-def _wrong_type(wanted: Sequence[str], got: str) -> str:
+def _wrong_type(wanted: Sequence[str], got: str | None) -> str:
     # null stands for a field that is not given.
     must_be = " or ".join(KINDS.get(name, name) for name in wanted if name != "null")
-    if got == "float":  # where an integer is wanted, it would be odd to hear of a number
+    # Where an integer is wanted, it would be odd to hear of a number.
+    if got is None or got == "float":
         return f"must be {must_be}"
     return f"must be {must_be}, not {KINDS.get(got, got)}"
 
@@ -89,18 +95,26 @@ def _out_of_bounds(found: re.Match[str]) -> str:
 
 def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
     """The literals that a field allows."""
-    types = _alternatives(inspect.type_info(kind))
-    for name in path:
-        types = [inner for outer in types for inner in _members(outer, name)]
+    types = _types_at(kind, path)
     return [
         value for type in types if isinstance(type, inspect.LiteralType) for value in type.values
     ]
+
+
+def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:
+    """What a field may be."""
+    types = _alternatives(inspect.type_info(kind))
+    for name in path:
+        types = [inner for outer in types for inner in _members(outer, name)]
+    return types
 
 
 def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
     if isinstance(type, inspect.ListType):
         return _alternatives(type.item_type)
     if isinstance(type, inspect.StructType):
+        if name == type.tag_field:
+            return [inspect.LiteralType((type.tag,))]
         return [
             inner
             for field in type.fields
@@ -108,6 +122,11 @@ def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
             for inner in _alternatives(field.type)
         ]
     return []
+
+
+def _is_off(type: inspect.Type) -> TypeGuard[inspect.FloatType]:
+    """Whether one number alone is allowed: the one that turns the field off."""
+    return isinstance(type, inspect.FloatType) and type.ge is not None and type.ge == type.le
 
 
 def _alternatives(type: inspect.Type) -> list[inspect.Type]:
