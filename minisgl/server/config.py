@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
@@ -18,6 +18,23 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
     port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
+    uds: str = option(
+        "", "Path of a Unix socket to listen on, instead of an address and a port.", group=GROUP
+    )
+    ssl_certfile: str = option(
+        "", "Certificate (PEM, with its chain): the server then speaks HTTPS.", group=GROUP
+    )
+    ssl_keyfile: str = option(
+        "", "Private key of the certificate (PEM), if it is not in the same file.", group=GROUP
+    )
+    root_path: str = option(
+        "", "Path below which a proxy offers the server, such as /llm.", group=GROUP
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Further host name that requests may be addressed to, *.NAME or *; repeatable.",
+        group=GROUP,
+    )
     api_key: str | None = option(
         None, "Key that every request must bring as its bearer token.", group=GROUP
     )
@@ -41,6 +58,14 @@ class ServerConfig:
             refuse(self, "host", "allowed: a host name or an address")
         if not 0 <= self.port <= 65535:
             refuse(self, "port", "allowed: 0 to 65535")
+        self._check_socket()
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            refuse(self, "root_path", "allowed: a path that begins with / and does not end with it")
+        for name in self.allowed_host:
+            if not name or "/" in name or re.search(r":\d+$", name.rpartition("]")[2]):
+                raise ConfigError(
+                    "--allowed-host", name, "allowed: a host name without scheme and port"
+                )
         # A header carries nothing else, so that any other key would lock everyone out.
         if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
@@ -53,3 +78,13 @@ class ServerConfig:
                 raise ConfigError(
                     "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
                 )
+
+    def _check_socket(self) -> None:
+        """Refuse what does not go together in where and how to listen."""
+        if self.ssl_keyfile and not self.ssl_certfile:
+            refuse(self, "ssl_keyfile", "is of no use without --ssl-certfile")
+        if self.uds:
+            for spec in fields(self):
+                value = getattr(self, spec.name)
+                if spec.name in ("host", "port", "ssl_certfile") and value != spec.default:
+                    refuse(self, spec.name, "cannot be combined with --uds")
