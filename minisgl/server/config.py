@@ -10,6 +10,9 @@ from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
+# A name, or an IPv6 address with its brackets or without.
+HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
+PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +62,10 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             refuse(self, "port", "allowed: 0 to 65535")
         self._check_socket()
-        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+        if not PATH.fullmatch(self.root_path):
             refuse(self, "root_path", "allowed: a path that begins with / and does not end with it")
         for name in self.allowed_host:
-            if not name or "/" in name or re.search(r":\d+$", name.rpartition("]")[2]):
+            if not HOST.fullmatch(name):
                 raise ConfigError(
                     "--allowed-host", name, "allowed: a host name without scheme and port"
                 )

@@ -351,8 +351,8 @@ class AnyLength(int):
 
 def _head_too_large() -> HTTPError:
     message = (
-        f"The URL and the headers exceed {MAX_HEAD_BYTES >> 10} KiB, or are more than "
-        f"{MAX_HEADERS} headers."
+        f"URL, headers and trailers of a request, or the extensions of a chunk, are larger than "
+        f"{MAX_HEAD_BYTES >> 10} KiB or more than {MAX_HEADERS} headers."
     )
     return HTTPError(431, message, "head_too_large")
 

@@ -100,7 +100,8 @@ class Process:
 
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         app = create_app(self._service, hosts_of(self._config, listener))
-        server = Server(http_settings(app, self._config), self._service)
+        settings = http_settings(app, self._config)
+        server = Server(settings, self._service, room_for_connections(0))
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
@@ -113,8 +114,7 @@ class Process:
                 leaving.close()
                 os._exit(0)
             engine = loading.result()
-            connections = server.server_state
-            connections.most = room_for_connections(len(connections.connections))
+            server.server_state.most = room_for_connections(len(server.server_state.connections))
             self._begin(engine, listener)
             with_graphs = engine.capacity.max_graph_batch > 0
             reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
