@@ -356,7 +356,7 @@ async def test_a_body_that_comes_slowly_but_steadily_passes() -> None:
             client.send(part)
             if start + window < len(body):
                 await until(partial(has_arrived, connection, arrived), 20)
-            here.pass_seconds(BODY_SECONDS)
+                here.pass_seconds(BODY_SECONDS)
         assert (await client.answer()).status == 200
 
 
@@ -374,6 +374,21 @@ async def test_a_connection_that_waits_for_us_has_all_the_time() -> None:
         here.pass_seconds(1000)
         client.send(QUESTION[4:])
         engine.gate.set()
+        for _ in range(2):
+            assert (await client.answer()).status == 200
+
+
+async def test_little_is_read_of_a_body_that_nobody_asks_for() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with site(engine) as here, here.client() as client:
+        client.post()
+        await here.only(Phase.ANSWER)
+        client.post(QUESTION + b" " * (8 << 20))
+        connection = await here.only(Phase.BODY)
+        await until(lambda: connection.flow.read_paused)
+        engine.gate.set()
+        assert len(connection.cycle.body) < 1 << 20
         for _ in range(2):
             assert (await client.answer()).status == 200
 

@@ -46,7 +46,7 @@ async def client(url: str = "http://localhost", **options: Any) -> AsyncIterator
     service = Service(config, FakeEngine())
     with bind(config) as listener:
         app = create_app(service, hosts_of(config, listener))
-        server = Server(http_settings(app, config), service)
+        server = Server(http_settings(app, config.ssl_certfile, config.ssl_keyfile), service)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         if config.uds:
             transport = httpx.AsyncHTTPTransport(uds=config.uds)
@@ -212,15 +212,16 @@ def test_the_process_says_https() -> None:
     ("options", "message"),
     [
         ({"ssl_certfile": "/nowhere.pem"}, "--ssl-certfile /nowhere.pem: No such file"),
-        ({"ssl_certfile": CERTIFICATE}, "--ssl-certfile .*: .*a certificate and its key"),
+        ({"ssl_certfile": CERTIFICATE}, "--ssl-certfile .*pem: .*a certificate and its own key"),
         (
             {"ssl_certfile": CERTIFICATE, "ssl_keyfile": "/nowhere.key"},
             "--ssl-keyfile /nowhere.key: No such file",
         ),
         (
             {"ssl_certfile": CERTIFICATE, "ssl_keyfile": OTHER_KEY},
-            "--ssl-certfile .*localhost.pem with .*other.key: ",
+            "--ssl-certfile .*pem with .*other.key: .*its own key",
         ),
+        ({"ssl_certfile": __file__}, "--ssl-certfile .*py: .*a certificate and its own key"),
         (
             {"ssl_certfile": CERTIFICATE, "ssl_keyfile": LOCKED_KEY},
             "--ssl-keyfile .*locked.key: has a password",

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 # reader. What the engine produces meanwhile is merged, at a few bytes a token.
 MAX_UNSENT_BYTES = 16 << 10
 WANTED_FILES = 1 << 16
-SPARE_FILES = 64  # for what the process opens while it serves
+OWN_FILES = 100  # that the process has open besides connections, where it cannot count them
+SPARE_FILES = 64  # for what it opens while it serves
 
 MAX_HEAD_BYTES = 64 << 10  # of the URL, the headers and the trailers of a request
 MAX_HEADERS = 100
@@ -376,5 +377,8 @@ def raise_file_limit() -> int:
 
 def room_for_connections(num_open: int) -> int:
     """Connections that this process may have, where it has `num_open` of them now."""
-    others = len(os.listdir("/dev/fd")) - num_open
+    try:
+        others = len(os.listdir("/dev/fd")) - num_open
+    except OSError:
+        others = OWN_FILES
     return max(1, raise_file_limit() - others - SPARE_FILES)

@@ -27,6 +27,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.connection import (
     HEAD_SECONDS,
     KEEP_ALIVE_SECONDS,
+    OWN_FILES,
     WANTED_FILES,
     Connection,
     Connections,
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 # What a connection gets to take its last events, when all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
-OWN_FILES = 100  # that the process has open besides connections
 
 Progress = Callable[[str, float], None]
 
@@ -99,8 +99,9 @@ class Process:
                 return runner.run(self._serve(listener, leaving))
 
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
-        app = create_app(self._service, hosts_of(self._config, listener))
-        settings = http_settings(app, self._config)
+        config = self._config
+        app = create_app(self._service, hosts_of(config, listener))
+        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
         server = Server(settings, self._service, room_for_connections(0))
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -148,8 +149,8 @@ class Process:
             logger.info("%s", DEMO_NOTE)
 
 
-def http_settings(app: ASGIApp, config: ServerConfig | None = None) -> uvicorn.Config:
-    """What uvicorn is told; `config` has the certificate, if there is one."""
+def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+    """Settings of uvicorn, which speaks HTTPS if it has a certificate."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -162,8 +163,8 @@ def http_settings(app: ASGIApp, config: ServerConfig | None = None) -> uvicorn.C
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
-        ssl_certfile=(config and config.ssl_certfile) or None,
-        ssl_keyfile=(config and config.ssl_keyfile) or None,
+        ssl_certfile=certfile or None,
+        ssl_keyfile=keyfile or None,
     )
 
 

@@ -8,20 +8,12 @@ from minisgl.errors import ConfigError
 
 
 def check_certificate(certfile: str, keyfile: str) -> None:
-    """Raise ConfigError unless the server can use these files; without a `keyfile` one holds both.
+    """Raise ConfigError unless the server can use these files; without `keyfile` one has both."""
+    _check_readable("--ssl-certfile", certfile)
+    if keyfile:
+        _check_readable("--ssl-keyfile", keyfile)
 
-    A key with a password would otherwise be asked for at the terminal.
-    """
-    for option, path in (("--ssl-certfile", certfile), ("--ssl-keyfile", keyfile)):
-        try:
-            with open(path or certfile, "rb") as file:
-                file.read(1)
-        except OSError as error:
-            raise ConfigError(
-                option, path, f"{error.strerror}; allowed: a PEM file that can be read"
-            ) from error
-
-    def refuse_password() -> str:
+    def refuse_password() -> str:  # which would be asked for at the terminal
         raise ConfigError(
             "--ssl-keyfile", keyfile or certfile, "has a password; allowed: a key without one"
         )
@@ -34,5 +26,15 @@ def check_certificate(certfile: str, keyfile: str) -> None:
         raise ConfigError(
             "--ssl-certfile",
             files,
-            f"{error.reason or error}; allowed: a certificate and its key, as PEM",
+            f"cannot be used ({error.reason or 'no PEM'}); "
+            "allowed: a certificate and its own key, in PEM",
         ) from error
+
+
+def _check_readable(option: str, path: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError as error:
+        reason = f"{error.strerror}; allowed: a PEM file that can be read"
+        raise ConfigError(option, path, reason) from error
