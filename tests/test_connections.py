@@ -144,13 +144,13 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def site(
-    engine: FakeEngine | None = None, most: int = 100, **options: Any
+    engine: FakeEngine | None = None, max_open: int = 100, **options: Any
 ) -> AsyncIterator[Site]:
     engine = engine or FakeEngine()
     service = Service(ServerConfig(port=0, **options), engine)
     app = create_app(service)
     with bind(service.config) as listener:
-        server = Server(http_settings(app), service, most)
+        server = Server(http_settings(app), service, max_open)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         yield Site(server, app, engine, listener.getsockname()[1])
@@ -488,7 +488,7 @@ async def test_a_body_that_does_not_say_its_length_is_counted_as_it_comes() -> N
 async def test_silent_connections_make_room_and_busy_ones_stay() -> None:
     engine = FakeEngine(answer_length=5)
     engine.gate.clear()
-    async with site(engine, most=4) as here, contextlib.AsyncExitStack() as stack:
+    async with site(engine, max_open=4) as here, contextlib.AsyncExitStack() as stack:
         connections = here.server.server_state.connections
 
         async def opened() -> Client:

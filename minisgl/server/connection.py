@@ -66,12 +66,12 @@ SECONDS = {
 class Connections(ServerState):
     """All open connections of a server. When there are too many, those without a request go."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_open: int) -> None:
         super().__init__()
-        self.most = most
-        # In the order in which they came here; all others have a request in flight.
-        self.new: dict[Connection, None] = {}  # none of their requests has had a whole head
-        self.idle: dict[Connection, None] = {}  # all that they asked is answered
+        self.max_open = max_open
+        # The longest here first. All other connections have a request in flight.
+        self.new: dict[Connection, None] = {}  # have not sent a whole head yet
+        self.idle: dict[Connection, None] = {}  # have an answer to each of their requests
         self._num_shed = 0
 
     def sweep(self) -> None:
@@ -83,13 +83,13 @@ class Connections(ServerState):
                 "Closed %d connections without a request: more than %d at once would exceed the "
                 "limit of open files (ulimit -n).",
                 self._num_shed,
-                self.most,
+                self.max_open,
             )
             self._num_shed = 0
 
     def make_room(self, newcomer: Connection) -> None:
         """Close the least useful connection, `newcomer` at worst, if there are too many."""
-        if len(self.connections) <= self.most:
+        if len(self.connections) <= self.max_open:
             return
         closed = next(iter(self.new))
         if closed is newcomer:
@@ -347,8 +347,6 @@ class AnyLength(int):
     def __sub__(self, other: object) -> AnyLength:
         return self
 
-    __hash__ = None  # type: ignore[assignment]
-
 
 def _head_too_large() -> HTTPError:
     message = (
@@ -360,7 +358,7 @@ def _head_too_large() -> HTTPError:
 
 def limit_unsent(listener: socket.socket) -> None:
     """Let the kernel keep little of what a reader does not take. Its connections inherit it."""
-    if listener.family != socket.AF_UNIX and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 

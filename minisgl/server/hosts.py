@@ -18,7 +18,7 @@ from minisgl.server.faults import HTTPError
 
 
 class Hosts:
-    """Loopback names and addresses, and `names`, of which `*.` begins one with any subdomain."""
+    """Loopback names and addresses, and `names`, where `*.NAME` stands for all below it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         lowered = {_normal(name) for name in names}
@@ -32,13 +32,12 @@ class Hosts:
 
 
 def hosts_of(config: ServerConfig, listener: socket.socket) -> Hosts | None:
-    """What a server on `listener` answers to; None: to everything.
+    """The names that a server on `listener` answers to; None: all.
 
-    What needs a key, and what others can reach anyway, is guarded only if asked to.
+    A server that asks for a key, or that is not on loopback alone, is guarded only by options.
     """
-    internet = listener.family != socket.AF_UNIX
-    exposed = not internet or not is_loopback(listener.getsockname()[0])
-    if not config.allowed_host and (exposed or config.api_key):
+    on_loopback = listener.family != socket.AF_UNIX and is_loopback(listener.getsockname()[0])
+    if not config.allowed_host and (config.api_key or not on_loopback):
         return None
     return Hosts((*config.allowed_host, config.host, socket.gethostname()))
 

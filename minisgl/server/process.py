@@ -115,7 +115,9 @@ class Process:
                 leaving.close()
                 os._exit(0)
             engine = loading.result()
-            server.server_state.most = room_for_connections(len(server.server_state.connections))
+            server.server_state.max_open = room_for_connections(
+                len(server.server_state.connections)
+            )
             self._begin(engine, listener)
             with_graphs = engine.capacity.max_graph_batch > 0
             reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
@@ -177,10 +179,10 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, most_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, service: Service, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
-        self.server_state = Connections(most_connections)
+        self.server_state = Connections(max_connections)
         self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
