@@ -22,7 +22,7 @@ class ChatConfig:
         "engine of its own; --model then names one of its models.",
         group=GROUP,
     )
-    api_key: str = option("", "Key for the server at --url.", group=GROUP)
+    api_key: str = option("", "Key for the server at --url.", group=GROUP, secret=True)
     system: str = option("", "System prompt.", group=GROUP)
     temperature: float | None = option(
         None, "Sampling temperature; the model's own if not given.", group=GROUP

@@ -44,14 +44,24 @@ MAX_CPU_RANKS = 8
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
 
+HIDDEN = "(not shown)"  # in place of a secret
 
-def option(default: Any, help: str, *, names: tuple[str, ...] = (), group: str = "Engine") -> Any:
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    names: tuple[str, ...] = (),
+    group: str = "Engine",
+    secret: bool = False,
+) -> Any:
     """A dataclass field that the command line offers as an option.
 
     The option is spelled after the field (`page_size` → `--page-size`) unless `names` says
-    otherwise; the first name is the one that messages use.
+    otherwise; the first name is the one that messages use. A secret's value is in no message.
     """
-    return field(default=default, metadata={"help": help, "names": names, "group": group})
+    metadata = {"help": help, "names": names, "group": group, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 def option_names(spec: Field[Any]) -> tuple[str, ...]:
@@ -162,7 +172,8 @@ class EngineConfig:
 def refuse(config: Any, name: str, allowed: str) -> NoReturn:
     """Raise ConfigError for field `name`, made with `option`, of the dataclass `config`."""
     spec = next(spec for spec in fields(config) if spec.name == name)
-    raise ConfigError(option_names(spec)[0], getattr(config, name), allowed)
+    shown = HIDDEN if spec.metadata["secret"] else getattr(config, name)
+    raise ConfigError(option_names(spec)[0], shown, allowed)
 
 
 def refuse_engine_options(config: EngineConfig) -> None:

@@ -42,12 +42,14 @@ from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
 from minisgl.request import (
+    EVERYONE,
     MAX_EDITS,
     FinishReason,
     OutputDelta,
     Request,
     RequestStatus,
     SamplingParams,
+    Tenant,
 )
 from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
@@ -363,14 +365,17 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> OutputStream:
         """Queue a request.
 
+        It shares cached prefixes with the requests of the same client and `cache_salt` alone.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         if self._refusal is not None:
             raise EngineStoppedError(self._refusal)
-        request = self._make_request(prompt_token_ids, params, request_id)
+        request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = Detokenizer(
@@ -401,7 +406,12 @@ class AsyncEngine:
             raise InvalidRequestError(name, f"token ids are from 0 to {vocab_size - 1}.")
 
     def _make_request(
-        self, prompt: Sequence[int], params: SamplingParams, request_id: str | None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        cache_salt: str | None,
+        tenant: Tenant,
     ) -> Request:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._streams:
@@ -420,6 +430,8 @@ class AsyncEngine:
             max_tokens=max_tokens,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             eos_token_ids=self.defaults.eos_token_ids,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(
@@ -433,9 +445,13 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> AsyncIterator[OutputDelta]:
         """The deltas of one request. Closing the iterator aborts it."""
-        stream = self.submit(prompt_token_ids, params, request_id=request_id)
+        stream = self.submit(
+            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+        )
         try:
             async for delta in stream:
                 yield delta

@@ -61,12 +61,14 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids), in their order.
 
         `sampling_params`: one for all or one each; the checkpoint's own defaults if None. Without
         max_tokens an answer may take all the room that its prompt leaves.
+        `cache_salt`: cached prefixes are shared with calls of the same one alone.
         `progress` draws a bar on stderr where that is a terminal. Raises MinisglError for the first
         prompt that is refused or fails, and then ends the others.
         """
@@ -81,17 +83,20 @@ class LLM:
             raise InvalidRequestError(
                 "sampling_params", f"{len(sampling_params)} for {len(batch)} prompts."
             )
-        return self._wait_for(self._run(batch, sampling_params, progress))
+        return self._wait_for(self._run(batch, sampling_params, cache_salt, progress))
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
         **template_options: Any,
     ) -> RequestOutput:
         """Answer a conversation, a list of {"role": ..., "content": ...}."""
         prompt = self._wait_for(self.engine.encode_chat(messages, **template_options))
-        return self.generate([prompt], sampling_params, progress=False)[0]
+        [output] = self.generate([prompt], sampling_params, cache_salt=cache_salt, progress=False)
+        return output
 
     def close(self) -> None:
         """End what is running and free the device. Idempotent."""
@@ -134,7 +139,11 @@ class LLM:
             raise
 
     async def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        cache_salt: str | None,
+        progress: bool,
     ) -> list[RequestOutput]:
         encoded = [
             await self.engine.encode(prompt) if isinstance(prompt, str) else prompt
@@ -146,7 +155,8 @@ class LLM:
         tokens_column = TextColumn("{task.fields[rate]:.0f} tok/s")
         try:
             for prompt_ids, request_params in zip(encoded, params, strict=True):
-                streams.append(self.engine.submit(prompt_ids, request_params))
+                stream = self.engine.submit(prompt_ids, request_params, cache_salt=cache_salt)
+                streams.append(stream)
             with Progress(
                 *columns,
                 tokens_column,

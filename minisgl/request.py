@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Tokens of a request that are biased or masked: logit_bias, stop_token_ids and the model's EOS set.
 MAX_EDITS = MAX_LOGIT_BIAS + 64
 MAX_INTEGER = 2**31 - 1  # what a device table holds
+MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,34 @@ class SamplingParams:
         return self.temperature < 1e-5
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whom a request is from, where callers are told apart. The names are opaque.
+
+    Clients take turns in the queue and share no cached prefixes; the users of one client take turns
+    within its turns.
+    """
+
+    client: str = ""
+    user: str = ""
+
+
+EVERYONE = Tenant()
+
+
+def cache_namespace(tenant: Tenant, cache_salt: str | None) -> bytes:
+    """Requests with the same namespace share cached prefixes. Raises InvalidRequestError."""
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidRequestError("cache_salt", "must be a text.")
+    if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
+        raise InvalidRequestError("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters.")
+    if not tenant.client and cache_salt is None:
+        return b""
+    # A digest, so that what the cache keeps is short and does not show the salt.
+    parts = repr((tenant.client, cache_salt)).encode()
+    return hashlib.blake2b(parts, digest_size=16).digest()
+
+
 class RequestStatus(enum.Enum):
     """The only states of a request. RUNNING goes back to WAITING when it is retracted."""
 
@@ -147,6 +177,7 @@ class Request:
         "logprobs",
         "max_len",
         "max_tokens",
+        "namespace",
         "num_cached_tokens",
         "num_prompt_tokens",
         "params",
@@ -155,6 +186,7 @@ class Request:
         "status",
         "stop_token_ids",
         "submitted_s",
+        "tenant",
         "token_ids",
     )
 
@@ -167,9 +199,16 @@ class Request:
         max_tokens: int,
         seed: int,
         eos_token_ids: Iterable[int] = (),
+        tenant: Tenant = EVERYONE,
+        cache_salt: str | None = None,
     ) -> None:
-        """`max_tokens` is what `params` asks for or the room left, never None; `seed` likewise."""
+        """`max_tokens` is what `params` asks for or the room left, never None; `seed` likewise.
+
+        Raises InvalidRequestError for a `cache_salt` that is empty or too long.
+        """
         self.id = id
+        self.tenant = tenant
+        self.namespace = cache_namespace(tenant, cache_salt)  # of the prefix cache
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed

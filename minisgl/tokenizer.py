@@ -88,14 +88,23 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **template_options: Any,
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template.
 
         A content that is a list of text parts is joined as it stands, and `developer` becomes
-        `system` for a template that does not know the role. Raises InvalidRequestError.
+        `system` for a template that does not know the role. With `continue_final_message` the last
+        message stays open, and no generation prompt follows, which else is there unless refused.
+        Raises InvalidRequestError.
         """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message", "is not allowed with add_generation_prompt: true."
+            )
         if not self.has_chat_template:
             raise InvalidRequestError(
                 "messages", f"{self._name} has no chat template; /v1/completions takes plain text."
@@ -109,11 +118,18 @@ class Tokenizer:
                 [_plain_message(message, "developer" in template) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **template_options,
             )
         except InvalidRequestError:
             raise
         except Exception as error:  # a template is the model author's code and raises what it likes
+            if continue_final_message and isinstance(error, ValueError):
+                # The library's own words, which quote the whole conversation.
+                raise InvalidRequestError(
+                    "continue_final_message",
+                    "is not possible: the model's chat template changes the end of the message.",
+                ) from None
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error

@@ -33,7 +33,7 @@ from demo.data import END_ID, END_OF_TEXT_ID
 from demo.evaluation import FROZEN_HASH, SPLITS, TokenizedCase, evaluation_hash, tokenized_cases
 from demo.model import Model, Shape, hugging_face_config, named_weights
 from demo.muon import Muon
-from demo.tables import tables
+from demo.tables import SNAPSHOT, snapshot
 from demo.tokenizer import make_tokenizer
 
 BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
@@ -309,8 +309,7 @@ def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
         "pad_token_id": END_OF_TEXT_ID,
     }
     write("generation_config.json", generation, indent=2)
-    described = {"evaluation": evaluation_hash(), "tables": tables()}
-    write("minisgl.json", described, indent=1)
+    write(SNAPSHOT.name, snapshot() | {"evaluation": evaluation_hash()}, indent=1)
     progress = trainer.progress
     write(
         FINISHED,

@@ -22,7 +22,14 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
-from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.request import (
+    EVERYONE,
+    FinishReason,
+    OutputDelta,
+    SamplingParams,
+    Tenant,
+    TokenLogprobs,
+)
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Process
@@ -33,6 +40,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class FakeTokenizer:
+    drops_first_space = False
+
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
         known = bytes(token_id for token_id in token_ids if 0 <= token_id < VOCAB_SIZE)
         return known.decode(errors="replace")
@@ -42,6 +51,9 @@ class FakeTokenizer:
 
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
+
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return {token_id: bytes([token_id]) for token_id in range(VOCAB_SIZE)}
 
 
 class FakeDefaults:
@@ -174,6 +186,8 @@ class FakeEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> FakeStream:
         if self.failure is not None or self.draining:
             raise EngineStoppedError("The engine takes no more work.")

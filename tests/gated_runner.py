@@ -101,6 +101,7 @@ async def gated_server(
     *,
     overlap: bool = True,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    api_key: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[Gated]:
     """A server whose books are checked when it has served."""
@@ -112,16 +113,18 @@ async def gated_server(
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     defaults = GenerationDefaults(frozenset({EOS}))
     loaded = Loaded(runner, config, capacity, facts, tokenizer, defaults, "gated")
-    async with AsyncEngine(loaded) as engine, served(engine, wrap) as (server, port):
+    async with AsyncEngine(loaded) as engine, served(engine, wrap, api_key) as (server, port):
         yield Gated(engine, runner, server, port)
 
 
 @asynccontextmanager
 async def served(
-    engine: AsyncEngine, wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app
+    engine: AsyncEngine,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    api_key: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[Server, int]]:
     """A server on the test's own loop, and its port. Looks at the engine's books at the end."""
-    service = Service(ServerConfig(port=0), engine)
+    service = Service(ServerConfig(port=0, api_key=api_key), engine)
     with bind(service.config) as listener:
         server = Server(http_settings(wrap(create_app(service))), service)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))

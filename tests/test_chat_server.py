@@ -232,7 +232,7 @@ async def test_our_own_server_is_one_of_them() -> None:
 
     set_all = {name: getattr(SamplingParams(), name) for name in NAMES}
     sampling = {**set_all, "max_tokens": 4, "seed": 0}
-    with served(start, api_key="secret", strict_fields=True) as ours:
+    with served(start, api_key=("secret",), strict_fields=True) as ours:
         model = await ServerModel.connect(ours.url, "secret")
         assert model.max_seq_len == ours.engine.capacity.max_seq_len
         messages = [{"role": "user", "content": "hi"}]

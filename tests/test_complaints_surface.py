@@ -101,7 +101,7 @@ def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
     """A8: both reasons are right, and the counts are those of the tokenizer."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "stop"),
-        ({"stop": "="}, "stop"),
+        ({"stop": " ="}, "stop"),
         ({"max_tokens": 3}, "length"),
         ({"max_tokens": 3, "ignore_eos": True}, "length"),
     ]
@@ -112,7 +112,8 @@ def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
         answer = read(http.post("/v1/chat/completions", json=body), stream)
         assert answer["finish_reason"] == reason
         assert answer["usage"]["prompt_tokens"] == len(tokenizer.chat(SUM))
-        num_output = len(answer["tokens"])
+        # The token that ended it counts, and is not in the content.
+        num_output = len(answer["tokens"]) + (reason == "stop")
         assert answer["usage"]["completion_tokens"] == num_output
         assert answer["usage"]["total_tokens"] == len(tokenizer.chat(SUM)) + num_output
 

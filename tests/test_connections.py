@@ -243,7 +243,7 @@ def resident(pid: int) -> int:
 
 async def test_a_trailer_is_no_header() -> None:
     body = b"%x\r\n%s\r\n" % (len(QUESTION), QUESTION)
-    async with site(api_key="secret") as here, here.client() as client:
+    async with site(api_key=("secret",)) as here, here.client() as client:
         client.send(CHUNKED, body, b"0\r\nauthorization: Bearer secret\r\n\r\n")
         assert (await client.answer()).status == 401
 
@@ -394,7 +394,7 @@ async def test_little_is_read_of_a_body_that_nobody_asks_for() -> None:
 
 
 async def test_the_rest_of_a_refused_body_has_to_come_too() -> None:
-    async with site(api_key="secret") as here, here.client() as client:
+    async with site(api_key=("secret",)) as here, here.client() as client:
         client.post(sent=4)
         assert (await client.answer()).status == 401
         await here.only(Phase.BODY)
@@ -417,10 +417,10 @@ async def test_a_refused_client_that_does_not_leave_is_left() -> None:
 
 
 async def test_the_key_comes_before_the_body() -> None:
-    async with site(api_key="secret") as here, here.client() as client:
+    async with site(api_key=("secret",)) as here, here.client() as client:
         client.post(b" " * 1000, b"expect: 100-continue", sent=0)
         assert (await client.answer()).status == 401  # and no 100 before it
-    async with site(api_key="secret") as here, here.client() as client:
+    async with site(api_key=("secret",)) as here, here.client() as client:
         client.post(b" " * 1000, b"expect: 100-continue", b"authorization: Bearer secret", sent=0)
         assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
         client.send(b" " * 1000)

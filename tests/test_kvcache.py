@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
 
 
@@ -17,17 +17,17 @@ def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> 
     return KVCacheManager(num_pages=num_pages, page_size=page_size, cache_type=cache_type)
 
 
-def run_once(kv: KVCacheManager, tokens: list[int], step: int = 1) -> Lease:
+def run_once(kv: KVCacheManager, tokens: list[int], step: int = 1, namespace: bytes = b"") -> Lease:
     """What a request does: lease, reserve, compute, commit. The caller releases."""
     key = pack_tokens(tokens)
-    lease = kv.acquire(key, len(tokens))
+    lease = kv.acquire(key, len(tokens), namespace)
     assert kv.reserve(lease, len(tokens)) is not None
     kv.commit(lease, key, len(tokens), step)
     return lease
 
 
-def cached_tokens(kv: KVCacheManager, tokens: list[int]) -> int:
-    return kv.match(pack_tokens(tokens), len(tokens))
+def cached_tokens(kv: KVCacheManager, tokens: list[int], namespace: bytes = b"") -> int:
+    return kv.match(pack_tokens(tokens), len(tokens), namespace)
 
 
 def test_a_second_request_finds_the_first_ones_pages() -> None:
@@ -120,6 +120,51 @@ def test_what_a_failed_step_wrote_is_forgotten() -> None:
     kv.audit(2)
 
 
+def test_namespaces_share_nothing() -> None:
+    kv = make(page_size=2)
+    tokens = [1, 2, 3, 4, 5]
+    for namespace in (b"", b"a", b"b"):
+        assert cached_tokens(kv, tokens, namespace) == 0
+        lease = run_once(kv, tokens, namespace=namespace)
+        assert lease.owned == lease.pages[2:]
+        kv.close(lease, pack_tokens(tokens), 5, 1)
+        kv.audit(1)
+        assert cached_tokens(kv, tokens, namespace) == 4
+    assert kv.num_cached == 6
+
+
+def test_the_least_recently_used_leaf_of_all_namespaces_goes_first() -> None:
+    kv = make(num_pages=7, page_size=1)
+    for namespace in (b"a", b"", b"b"):
+        kv.close(run_once(kv, [1, 2], namespace=namespace))
+    kv.close(kv.acquire(pack_tokens([1, 2, 3]), 3, b"a"))  # used again
+    lease = kv.acquire(b"", 1)
+    for needed, left in ((2, [2, 0, 2]), (4, [2, 0, 0]), (6, [0, 0, 0])):
+        kv.reserve(lease, needed)
+        assert [cached_tokens(kv, [1, 2, 3], ns) for ns in (b"a", b"", b"b")] == left
+        kv.audit(1)
+
+
+def test_a_namespace_of_its_own_for_each_request_leaves_nothing_behind() -> None:
+    """A client may send a fresh salt each time, whether its prompts fill a page or not."""
+    kv = make(num_pages=32, page_size=4)
+    cache = kv._cache
+    assert isinstance(cache, RadixCache)
+    for index in range(2000):
+        namespace = index.to_bytes(4, "big")
+        assert cached_tokens(kv, list(range(9)), namespace) == 0
+        for length in (3, 9):
+            tokens = list(range(length))
+            lease = run_once(kv, tokens, namespace=namespace)
+            kv.close(lease, pack_tokens(tokens), length, 1)
+        assert len(cache._roots) <= 31
+        assert len(cache._leaves) <= 64 + 2 * 31
+    kv.audit(1)
+    kv.drop_written_since(0)
+    assert not cache._roots
+    assert kv.num_free == 31
+
+
 def test_reuse_can_be_refused() -> None:
     kv = make(page_size=2)
     kv.close(run_once(kv, [1, 2, 3, 4]))
@@ -137,6 +182,8 @@ def test_reuse_can_be_refused() -> None:
         lambda kv, lease: setattr(lease.node, "num_users", lease.node.num_users + 1),
         lambda kv, lease: kv._written_by.__setitem__(lease.pages[0], 99),
         lambda kv, lease: setattr(kv._cache, "_num_evictable", 3),
+        lambda kv, lease: kv._cache._roots.update({b"x": Node(key=b"x", pages=[], parent=None)}),
+        lambda kv, lease: kv._cache._roots.update({b"x": kv._cache._roots.pop(b"")}),
     ],
 )
 def test_the_audit_finds_damage(damage: object) -> None:
@@ -155,35 +202,40 @@ def test_any_sequence_of_leases_keeps_every_page_accounted_for(
 ) -> None:
     kv = make(num_pages, page_size)
     prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6 * page_size)
-    seen: set[tuple[int, ...]] = set()  # page-aligned prefixes ever committed
-    leases: list[tuple[Lease, list[int]]] = []
+    namespaces = st.sampled_from([b"", b"a", b"b"])
+    seen: set[tuple[bytes, tuple[int, ...]]] = set()  # page-aligned prefixes ever committed
+    leases: list[tuple[Lease, list[int], bytes]] = []
     for step in range(1, data.draw(st.integers(1, 25)) + 1):
         if leases and data.draw(st.booleans()):
-            lease, tokens = leases.pop(data.draw(st.integers(0, len(leases) - 1)))
+            lease, tokens, namespace = leases.pop(data.draw(st.integers(0, len(leases) - 1)))
             if data.draw(st.booleans()):
                 seen |= {
-                    tuple(tokens[:end]) for end in range(page_size, len(tokens) + 1, page_size)
+                    (namespace, tuple(tokens[:end]))
+                    for end in range(page_size, len(tokens) + 1, page_size)
                 }
                 kv.close(lease, pack_tokens(tokens), len(tokens), step)
             else:
                 kv.close(lease)
         else:
-            tokens = data.draw(prompts)
+            tokens, namespace = data.draw(prompts), data.draw(namespaces)
             key = pack_tokens(tokens)
-            expected = kv.match(key, len(tokens))
-            lease = kv.acquire(key, len(tokens))
+            expected = kv.match(key, len(tokens), namespace)
+            lease = kv.acquire(key, len(tokens), namespace)
             assert len(lease.pages) * page_size == expected < len(tokens)
-            assert not expected or tuple(tokens[:expected]) in seen
+            assert not expected or (namespace, tuple(tokens[:expected])) in seen
             kv.audit(step)
             if kv.reserve(lease, len(tokens)) is None:
                 kv.close(lease)
             else:
-                leases.append((lease, tokens))
+                leases.append((lease, tokens, namespace))
                 half = len(tokens) // 2
                 kv.commit(lease, key, half, step)
-                seen |= {tuple(tokens[:end]) for end in range(page_size, half + 1, page_size)}
+                seen |= {
+                    (namespace, tuple(tokens[:end]))
+                    for end in range(page_size, half + 1, page_size)
+                }
         kv.audit(step)
-    for lease, _ in leases:
+    for lease, _, _ in leases:
         kv.close(lease)
     kv.audit(1 << 30)
     assert kv.num_available == num_pages - 1

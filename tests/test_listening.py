@@ -144,13 +144,13 @@ async def test_a_page_of_an_allowed_origin_sees_why_its_host_is_refused() -> Non
 @pytest.mark.parametrize(
     ("options", "status"),
     [
-        ({"api_key": "secret"}, 200),
+        ({"api_key": ("secret",)}, 200),
         ({"host": "0.0.0.0"}, 200),
         ({"allowed_host": ("*",)}, 200),
         ({}, 403),
         ({"host": "localhost"}, 403),
         ({"host": "127.0.0.2"}, 403),
-        ({"api_key": "secret", "allowed_host": ("other.example",)}, 403),
+        ({"api_key": ("secret",), "allowed_host": ("other.example",)}, 403),
         ({"host": "0.0.0.0", "allowed_host": ("other.example",)}, 403),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_stale_socket_is_replaced_and_anything_else_is_not(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 async def test_routes_are_found_with_the_prefix_and_without(prefix: str) -> None:
-    async with client(root_path="/llm", api_key="secret") as http:
+    async with client(root_path="/llm", api_key=("secret",)) as http:
         assert (await http.get(f"{prefix}/health")).status_code == 200
         assert (await http.get(f"{prefix}/v1/models")).status_code == 401
         http.headers["authorization"] = "Bearer secret"
@@ -327,7 +327,7 @@ async def test_routes_are_found_with_the_prefix_and_without(prefix: str) -> None
 
 
 async def test_nothing_is_open_by_a_prefix_that_is_not_one() -> None:
-    async with client(root_path="/llm", api_key="secret") as http:
+    async with client(root_path="/llm", api_key=("secret",)) as http:
         for path in ("/llm/llm/health", "/llmhealth", "/llm", "/health/llm", "/llm/nowhere"):
             assert (await http.get(path)).status_code == 401, path
 

@@ -34,6 +34,22 @@ def test_texts_and_token_ids_one_or_many(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_a_salt_has_a_prefix_cache_of_its_own(llm: LLM) -> None:
+    prompt = [*range(3, 60)]
+
+    def cached(**options: Any) -> int:
+        return llm.generate(prompt, GREEDY, **options)[0].num_cached_tokens
+
+    assert [cached(), cached(cache_salt="a"), cached(cache_salt="b")] == [0, 0, 0]
+    assert cached() == cached(cache_salt="a") == cached(cache_salt="b") > 0
+    question = [{"role": "user", "content": "What is the capital of France, if I may ask?"}]
+    for salt, found in (("a", False), ("b", False), ("a", True)):
+        answer = llm.chat(question, GREEDY, cache_salt=salt)
+        assert (answer.num_cached_tokens > 0) == found
+    with pytest.raises(InvalidRequestError, match=r"cache_salt: must have 1 to 256 characters"):
+        cached(cache_salt="")
+
+
 def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=1 + n % 5, ignore_eos=True) for n in range(40)

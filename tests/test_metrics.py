@@ -209,7 +209,7 @@ async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
 
 
 async def test_every_phase_answers_without_a_key() -> None:
-    service = Service(ServerConfig(api_key="secret"))
+    service = Service(ServerConfig(api_key=("secret",)))
     transport = httpx.ASGITransport(create_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         loading = await scrape(client)

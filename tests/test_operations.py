@@ -50,7 +50,7 @@ ENDLESS = {"messages": HELLO, "ignore_eos": True}
 
 
 async def test_only_probes_are_open_without_the_key() -> None:
-    service = Service(ServerConfig(api_key="secret"), FakeEngine())
+    service = Service(ServerConfig(api_key=("secret",)), FakeEngine())
     app = create_app(service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -71,20 +71,21 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
         compared.append((given, expected))
         return True
 
-    async with http_client(FakeEngine(), api_key="secret") as client:
+    async with http_client(FakeEngine(), api_key=("secret", "other")) as client:
         wrong = {"authorization": "Bearer wrong"}
         assert (await client.get("/v1/models", headers=wrong)).status_code == 401
         monkeypatch.setattr(hmac, "compare_digest", agree)
         assert (await client.get("/v1/models", headers=wrong)).status_code == 200
         assert (await client.get("/v1/models")).status_code == 200
-    assert compared == [(b"bearer wrong", b"bearer secret"), (b"", b"bearer secret")]
+    keys = (b"bearer secret", b"bearer other")
+    assert compared == [(given, key) for given in (b"bearer wrong", b"") for key in keys]
 
 
 # -- web pages ------------------------------------------------------------------------------------
 
 
 async def test_a_page_of_an_allowed_origin_can_ask_and_read_every_answer() -> None:
-    options: dict[str, Any] = {"api_key": "secret", "cors_origin": (ORIGIN,)}
+    options: dict[str, Any] = {"api_key": ("secret",), "cors_origin": (ORIGIN,)}
     async with http_client(FakeEngine(answer_length=3), **options) as client:
         # What a browser sends before a JSON body with a key goes out, and what it needs to see.
         asked = {

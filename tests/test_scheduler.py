@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_runner import FakeRunner, expected_output
@@ -16,15 +17,32 @@ from hypothesis import strategies as st
 
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.request import FinishReason, Request, SamplingParams
+from minisgl.request import (
+    EVERYONE,
+    MAX_SALT_CHARS,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Tenant,
+    cache_namespace,
+)
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.scheduler.scheduler import Scheduler, Settled
+from minisgl.scheduler.queue import Line, Turns
+from minisgl.scheduler.scheduler import LPM_WINDOW, Scheduler, Settled
+from minisgl.scheduler.state import Waiting
 
 EOS = 7
 
 
 def make_request(
-    id: str, prompt: list[int], max_tokens: int = 8, *, seed: int = 0, **params: object
+    id: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    seed: int = 0,
+    tenant: Tenant = EVERYONE,
+    cache_salt: str | None = None,
+    **params: object,
 ) -> Request:
     return Request(
         id,
@@ -33,6 +51,8 @@ def make_request(
         max_tokens=max_tokens,
         seed=seed,
         eos_token_ids=(EOS,),
+        tenant=tenant,
+        cache_salt=cache_salt,
     )
 
 
@@ -66,6 +86,8 @@ class Harness:
         self.runner = FakeRunner(page_size=self.page_size)
         self.in_flight: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
+        self.slot_namespaces: dict[int, bytes] = {}
+        self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
 
     def launch(self) -> StepPlan | None:
         retractions = self.scheduler.counters.num_retractions
@@ -75,8 +97,23 @@ class Harness:
         if plan is not None:
             self.in_flight.append(self.runner.launch(plan))
             self.plans.append(plan)
+            self.check_namespaces(plan)
         self.scheduler.audit()
         return plan
+
+    def check_namespaces(self, plan: StepPlan) -> None:
+        """A request is given no page with what another namespace has computed."""
+        for running in self.scheduler._running.values():
+            self.slot_namespaces[running.slot] = running.request.namespace
+        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
+        joined = {join.slot for join in plan.joins}
+        for grant in plan.grants:
+            namespace = self.slot_namespaces[grant.slot]
+            num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
+            for page in grant.pages[:num_cached]:
+                assert self.page_namespaces[page] == namespace
+            for page in grant.pages[num_cached:]:
+                self.page_namespaces[page] = namespace
 
     def settle(self) -> Settled:
         settled = self.scheduler.settle(self.in_flight.popleft())
@@ -112,7 +149,11 @@ def check_output(request: Request) -> None:
         assert [entry.token_id for entry in request.logprobs] == request.output_token_ids
 
 
-def random_requests(rng: random.Random, count: int, longest: int = 40) -> list[Request]:
+def random_requests(
+    rng: random.Random, count: int, longest: int = 40, num_clients: int = 0
+) -> list[Request]:
+    """Of everybody, without salts, unless there are clients."""
+    clients = [f"{index}" for index in range(num_clients)]
     prefix = [rng.randrange(50) for _ in range(20)]
     return [
         make_request(
@@ -122,6 +163,8 @@ def random_requests(rng: random.Random, count: int, longest: int = 40) -> list[R
             seed=rng.randrange(2),
             logprobs=rng.choice([None, 0]),
             ignore_eos=rng.random() < 0.7,
+            tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
+            cache_salt=rng.choice([None, "salt", "pepper", f"{index}"]) if clients else None,
         )
         for index in range(count)
     ]
@@ -308,26 +351,31 @@ def test_pages_that_equal_cached_ones_do_not_keep_those_from_being_evicted(depth
 def test_waiting_costs_a_step_nothing() -> None:
     """Steps and departures must not go through the queue."""
 
-    class CountingList(list[object]):
+    class CountingDeque(deque[Waiting]):
         visits = 0
 
-        def __iter__(self) -> Iterator[object]:
+        def __iter__(self) -> Iterator[Waiting]:
             for item in super().__iter__():
-                CountingList.visits += 1
+                CountingDeque.visits += 1
                 yield item
 
     harness = Harness(num_slots=2, max_queued_requests=10_000)
     requests = [make_request(str(i), [i % 50, 1], 3) for i in range(2000)]
     for request in requests:
         harness.scheduler.submit(request)
-    queue = harness.scheduler._waiting = CountingList(harness.scheduler._waiting)  # type: ignore
+    queue = harness.scheduler._waiting
+    (user,) = queue._parts.values()
+    assert isinstance(user, Turns)
+    (line,) = user._parts.values()
+    assert isinstance(line, Line)
+    waiting = line._waiting = CountingDeque(line._waiting)
     for request in requests[1000:1100]:
         harness.scheduler.cancel(request)
     for _ in range(50):
         harness.in_flight.append(harness.runner.launch(harness.scheduler.plan()))  # type: ignore
         harness.scheduler.settle(harness.in_flight.popleft())
-    assert len(queue) < 1900 and harness.scheduler._waiting is queue
-    assert CountingList.visits < 500
+    assert len(queue) == len(waiting) < 1900 and line._waiting is waiting
+    assert CountingDeque.visits < 500
 
 
 def test_longest_cached_prefix_goes_first_but_nobody_starves() -> None:
@@ -407,6 +455,232 @@ def test_the_newest_is_retracted_but_not_one_that_just_resumed() -> None:
     assert harness.scheduler._victim() is running["3"]
 
 
+# -- several clients ------------------------------------------------------------------------------
+
+
+def of(client: str, count: int, user: str = "", prompt: tuple[int, ...] = (1, 2)) -> list[Request]:
+    tenant = Tenant(client, user)
+    ids = [f"{client}{user}{index}" for index in range(count)]
+    return [make_request(id, list(prompt), 1, tenant=tenant) for id in ids]
+
+
+def order_of(harness: Harness, *requests: Request) -> list[str]:
+    """In which they end, one after the other."""
+    for request in requests:
+        harness.scheduler.submit(request)
+    order: list[str] = []
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        harness.launch()
+        order += [request.id for request in harness.settle().finished]
+    return order
+
+
+def one_at_a_time(**options: Any) -> Harness:
+    return Harness(num_slots=1, **options)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_clients_take_turns(policy: str) -> None:
+    harness = one_at_a_time(policy=policy)
+    order = order_of(harness, *of("a", 5), *of("b", 2), *of("c", 3))
+    assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_several_admitted_in_one_step_are_turns_too(policy: str) -> None:
+    harness = Harness(num_slots=4, policy=policy)
+    for request in (*of("a", 6), *of("b", 3)):
+        harness.scheduler.submit(request)
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a0", "b0", "a1", "b1"]
+    harness.settle()
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a2", "b2", "a3", "a4"]
+
+
+def test_users_of_one_client_share_its_turns() -> None:
+    harness = one_at_a_time()
+    order = order_of(harness, *of("a", 3, "x"), *of("a", 2, "y"), *of("b", 3))
+    assert order == ["ax0", "b0", "ay0", "b1", "ax1", "b2", "ay1", "ax2"]
+
+
+def test_who_comes_goes_before_who_just_had_a_turn() -> None:
+    harness = one_at_a_time()
+    for request in of("a", 50):
+        harness.scheduler.submit(request)
+    harness.launch()  # a0
+    assert order_of(harness, *of("b", 1))[:2] == ["a0", "b0"]
+
+
+def test_nobody_is_overtaken_for_ever_by_those_who_come_and_go() -> None:
+    harness = one_at_a_time(max_queued_requests=10_000)
+    for request in of("a", 20):
+        harness.scheduler.submit(request)
+    ended: list[str] = []
+    for index in range(60):  # a new client in front of every step
+        (newcomer,) = of(f"n{index}", 1)
+        harness.scheduler.submit(newcomer)
+        harness.launch()
+        ended += [request.id for request in harness.settle().finished]
+    assert sum(id.startswith("a") for id in ended) >= 5
+    harness.run()
+
+
+def test_a_request_that_waits_for_room_keeps_its_turn() -> None:
+    harness = Harness(num_slots=4, num_pages=9, page_size=4, max_prefill_length=64)
+    for request in (*of("a", 1, prompt=tuple(range(20))), *of("b", 1, prompt=tuple(range(24)))):
+        harness.scheduler.submit(request)
+    for request in of("c", 5):
+        harness.scheduler.submit(request)
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a0"]  # b0 has no room, and c waits behind it
+    harness.settle()
+    harness.launch()
+    assert next(iter(harness.scheduler._running)) == "b0"
+    harness.run()
+
+
+def test_longest_cached_prefix_goes_first_within_each_clients_turns() -> None:
+    harness = one_at_a_time(policy="lpm", max_prefill_length=64)
+    warm = [
+        make_request(f"warm {client}", list(range(20)), 1, tenant=Tenant(client))
+        for client in ("a", "b")
+    ]
+    harness.run(*warm)
+    cold = [of(client, 2)[index] for index in (0, 1) for client in ("a", "b")]
+    hot = [
+        make_request(f"{client}hot{i}", [*range(20), 20 + i], 1, tenant=Tenant(client))
+        for i in range(2)
+        for client in ("a", "b")
+    ]
+    order = order_of(harness, *cold, *hot)
+    assert order == ["ahot0", "bhot0", "ahot1", "bhot1", "a0", "b0", "a1", "b1"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_choosing_costs_the_same_however_many_wait(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients share the window of lpm, and only heads of lines are looked at otherwise."""
+    harness = one_at_a_time(policy=policy, max_queued_requests=10_000)
+    for client in "abcd":
+        for index in range(300):  # the first with a user for each request
+            for request in of(client, 1, f"{index}" if client == "a" else ""):
+                request.id += f" {index}"
+                harness.scheduler.submit(request)
+    looked_at: list[Waiting] = []
+    lines: list[Line] = []
+    in_order = Line.in_order
+
+    def ready(waiting: Waiting) -> bool:
+        looked_at.append(waiting)
+        return True
+
+    def counted(line: Line, *args: Any) -> Any:
+        lines.append(line)
+        return in_order(line, *args)
+
+    monkeypatch.setattr(Waiting, "ready", property(ready))
+    monkeypatch.setattr(Line, "in_order", counted)
+    harness.scheduler.plan()
+    assert len(lines) <= 4
+    assert harness.scheduler.num_running == 1
+    assert len(looked_at) <= (LPM_WINDOW if policy == "lpm" else 4)
+
+
+def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
+    harness = Harness(max_queued_requests=10)
+    submit = harness.scheduler.submit
+    for request in of("a", 10):
+        submit(request)
+    with pytest.raises(QueueFullError, match="10 requests are waiting"):
+        submit(make_request("a more", [1], tenant=Tenant("a")))
+    for request in of("b", 5):  # a half
+        submit(request)
+    for request in of("c", 3):  # a third
+        submit(request)
+    for client in "abc":
+        with pytest.raises(QueueFullError):
+            submit(make_request(f"{client} more", [1], tenant=Tenant(client, "another user")))
+    for index in range(20):  # however many there are, each may ask
+        submit(make_request(f"n{index}", [1], tenant=Tenant(f"n{index}")))
+    harness.run()
+
+
+def test_who_runs_most_is_retracted_first() -> None:
+    harness = Harness()
+    tenants = [Tenant("a")] * 3 + [Tenant("b")]
+    for index, tenant in enumerate(tenants):
+        request = make_request(str(index), [index, 1], 30, ignore_eos=True, tenant=tenant)
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    assert harness.scheduler._victim() is harness.scheduler._running["2"]
+
+
+def test_a_retracted_request_is_the_next_of_its_client() -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05)
+    requests = [
+        make_request(f"{client}{i}", [i, i + 1, i + 2], 40, ignore_eos=True, tenant=Tenant(client))
+        for i in range(8)
+        for client in ("a", "b")
+    ]
+    for request in requests:
+        harness.scheduler.submit(request)
+    began: set[str] = set()
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        if (plan := harness.launch()) is not None and plan.joins:
+            running = harness.scheduler._running.keys()
+            came = running - began
+            waiting = harness.scheduler._queued.values()
+            for client in {id[0] for id in came}:  # nothing new passes what was retracted
+                assert not any(w.retracted and w.request.id[0] == client for w in waiting)
+            began |= running
+        while harness.in_flight:
+            harness.settle()
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+
+
+def test_only_the_same_salt_finds_a_prefix() -> None:
+    harness = Harness()
+    everyone, a, b = EVERYONE, Tenant("a", "x"), Tenant("b", "x")
+    views = [(tenant, salt) for tenant in (everyone, a, b) for salt in (None, "salt", "pepper")]
+    prompt = list(range(12))
+    for index, (tenant, salt) in enumerate(views * 2):
+        request = make_request(f"{index}", prompt, 12, tenant=tenant, cache_salt=salt)
+        harness.run(request)
+        again = make_request(f"{index}+", request.token_ids, 1, tenant=tenant, cache_salt=salt)
+        harness.run(again)  # finds what was generated, too
+        assert request.num_cached_tokens == (8 if index >= len(views) else 0)
+        assert again.num_cached_tokens >= 12
+    of_another_user = make_request("user", prompt, 1, tenant=Tenant("a", "y"))
+    harness.run(of_another_user)
+    assert of_another_user.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1), b"salt", 5])
+def test_a_salt_is_a_short_text(salt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"cache_salt: must"):
+        cache_namespace(EVERYONE, salt)
+
+
+def test_a_namespace_is_short_and_has_no_other_name() -> None:
+    assert cache_namespace(EVERYONE, None) == cache_namespace(Tenant("", "user"), None) == b""
+    views = [
+        *(
+            (Tenant(client), salt)
+            for client in ("", "1", "2")
+            for salt in ("1", "\ud800", "é" * 256)
+        ),
+        *((Tenant(client), None) for client in ("1", "2", "None")),
+    ]
+    found = {cache_namespace(*view) for view in views}
+    assert len(found) == len(views)
+    assert {len(namespace) for namespace in found} == {16}
+
+
 @settings(max_examples=1500, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> None:
@@ -422,7 +696,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
     )
-    waiting = random_requests(rng, rng.randint(1, 20))
+    waiting = random_requests(rng, rng.randint(1, 20), num_clients=rng.randint(0, 3))
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3)

@@ -165,11 +165,11 @@ async def test_many_logprobs_are_written_beside_the_loop(
 ) -> None:
     threads: set[threading.Thread] = set()
 
-    def token_text(self: FakeTokenizer, token_id: int, /) -> str:
+    def token_bytes(self: FakeTokenizer, token_id: int, /) -> bytes:
         threads.add(threading.current_thread())
-        return chr(token_id)
+        return bytes([token_id])
 
-    monkeypatch.setattr(FakeTokenizer, "token_text", token_text)
+    monkeypatch.setattr(FakeTokenizer, "token_bytes", token_bytes)
     asked = {"prompt": "a" * length, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
     async with http_client(FakeEngine()) as client:
         answer = (await client.post("/v1/completions", json=asked)).text
@@ -325,7 +325,7 @@ async def test_a_full_queue_is_429_and_leaves_nothing_behind() -> None:
 
 
 async def test_the_key() -> None:
-    async with http_client(FakeEngine(), api_key="secret") as client:
+    async with http_client(FakeEngine(), api_key=("secret",)) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await client.get("/v1/models", headers=headers)
             assert response.status_code == 401
@@ -337,7 +337,7 @@ async def test_the_key() -> None:
 
 async def test_cors_answers_preflights_without_the_key() -> None:
     origin = "https://example.org"
-    async with http_client(FakeEngine(), api_key="secret", cors_origin=(origin,)) as client:
+    async with http_client(FakeEngine(), api_key=("secret",), cors_origin=(origin,)) as client:
         asked = {"origin": origin, "access-control-request-method": "POST"}
         response = await client.options("/v1/chat/completions", headers=asked)
         assert response.status_code == 200
@@ -657,18 +657,27 @@ def serve(model: Path, port: int, *options: str) -> list[str]:
     ]
 
 
-def test_the_command_serves_a_model(tiny_model: Path) -> None:
+def test_the_command_serves_a_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     options = ("--api-key", "secret", "--served-model-name", "tiny", "--served-model-name", "t")
+    monkeypatch.setenv("MINISGL_API_KEY", "secret-2, secret-3")
+    (tmp_path / "keys").write_text("# of the team\nsecret-4\n")
+    options += ("--api-key", "secret-5", "--api-key-file", str(tmp_path / "keys"))
     with running(*serve(tiny_model, port, *options)) as process:
         wait_for_health(url, 200, seconds=60)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             check_answers(client)
+        for key, status in (*((f"secret-{n}", 200) for n in range(2, 6)), ("#", 401)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=10)
     assert process.returncode == 0
     assert f"Serving tiny, t at {url}" in log
+    assert '-H "Authorization: Bearer $MINISGL_API_KEY"' in log
     assert "secret" not in log
     assert "Traceback" not in log
 

@@ -248,7 +248,7 @@ def test_keys() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 
-    with served(start, api_key="secret") as locked, locked.http() as http:
+    with served(start, api_key=("secret",)) as locked, locked.http() as http:
         for authorization in (
             *("", "Bearer", "Bearer wrong", "Bearer secrets", "secret", "Bearer ü"),
             *("Basic secret", "Bearer  secret"),
@@ -404,7 +404,7 @@ def test_even_where_browsers_and_keys_are_concerned() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 
-    with served(start, api_key="k", cors_origin=("*",)) as found, found.http() as http:
+    with served(start, api_key=("k",), cors_origin=("*",)) as found, found.http() as http:
         asked = {"origin": "https://a.org", "access-control-request-method": "POST"}
         preflight = http.options(POSTS[0], headers=asked)
         assert preflight.status_code == 200

@@ -25,6 +25,7 @@ MAX_SEQ_LEN = 128
 # What the model has learned, in a completion: its answers are the same after each training.
 HELLO_PROMPT = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
 HELLO_ANSWER = "Hello! How can I help you?"
+SUM_PROMPT = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.fixture(scope="module")
@@ -331,9 +332,9 @@ def test_stop(client: openai.OpenAI, stop: Any, text: str) -> None:
 def test_a_stop_string_ends_the_count_at_the_token_that_completed_it(
     client: openai.OpenAI,
 ) -> None:
-    scored = chat(client, SUM, temperature=0, stop="=", logprobs=True)
-    tokens = [item.token for item in scored.choices[0].logprobs.content]
-    assert "=" in tokens.pop()
+    scored = complete(client, temperature=0, stop="=", prompt=SUM_PROMPT, logprobs=0)
+    *tokens, last = scored.choices[0].logprobs.tokens
+    assert "=" in last
     assert "=" not in "".join(tokens)
     assert scored.usage.completion_tokens == len(tokens) + 1
 
@@ -376,8 +377,8 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     answer = chat(client, temperature=0, logprobs=True, top_logprobs=20)
     choice = answer.choices[0]
     scored = choice.logprobs.content
-    assert "".join(item.token for item in scored).startswith(choice.message.content)
-    assert len(scored) == answer.usage.completion_tokens
+    assert "".join(item.token for item in scored) == choice.message.content
+    assert len(scored) == answer.usage.completion_tokens - 1  # the one that ended it
     for item in scored:
         assert bytes(item.bytes).decode() == item.token
         assert len(item.top_logprobs) == 20
@@ -517,6 +518,140 @@ def test_the_events_of_a_stream(demo: Served[AsyncEngine]) -> None:
     assert final["choices"][0]["finish_reason"] == "stop"
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] > 0
+
+
+# -- what vLLM's users know -----------------------------------------------------------------------
+
+OPEN: Any = [*SUM, {"role": "assistant", "content": "17 + 25"}]
+
+
+def extra(answer: Any, name: str) -> Any:
+    """A member that the client has no type for."""
+    return (answer.model_extra or {}).get(name)
+
+
+def test_continue_final_message(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "continue_final_message": True}
+    answer = chat(client, OPEN, **asked)
+    assert answer.choices[0].message.content == " = 42."
+    again = chat(client, OPEN, **asked, add_generation_prompt=False, return_token_ids=True)
+    assert again.choices[0].message.content == " = 42."
+    open_ids = token_ids(demo, SUM_PROMPT + "17 + 25")
+    assert extra(again, "prompt_token_ids") == open_ids
+    with demo.http() as http:
+        body = {"messages": OPEN, "continue_final_message": True}
+        assert http.post("/tokenize", json=body).json()["tokens"] == open_ids
+    parts = [*SUM, {"role": "assistant", "content": [{"type": "text", "text": "17 + 25"}]}]
+    assert chat(client, parts, **asked).choices[0].message.content == " = 42."
+
+
+def test_echo_of_a_chat(client: openai.OpenAI) -> None:
+    """As in vLLM: the last message, where the answer is by the same role."""
+    asked: dict[str, Any] = {"temperature": 0, "continue_final_message": True, "echo": True}
+    answer = chat(client, OPEN, **asked, logprobs=True)
+    assert answer.choices[0].message.content == "17 + 25 = 42."
+    assert "".join(item.token for item in answer.choices[0].logprobs.content) == " = 42."
+    chunks = [*chat(client, OPEN, **asked, stream=True)]
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(texts) == "17 + 25 = 42."
+    new = chat(client, SUM, temperature=0, echo=True)
+    assert new.choices[0].message.content == "17 + 25 = 42."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("call", [chat, complete])
+def test_return_token_ids(
+    demo: Served[AsyncEngine], client: openai.OpenAI, call: Any, stream: bool
+) -> None:
+    """Every token that was sampled, the one that ended the answer and those held back included."""
+    asked: dict[str, Any] = {"temperature": 0, "n": 2, "return_token_ids": True}
+    whole = call(client, **asked, stop="help")
+    answers = [*call(client, **asked, stop="help", stream=True)] if stream else [whole]
+    in_choice = call is complete
+    for index in range(2):
+        choices = [
+            (answer, choice)
+            for answer in answers
+            for choice in answer.choices
+            if choice.index == index
+        ]
+        answer, first = choices[0]
+        assert extra(first if in_choice else answer, "prompt_token_ids") == token_ids(
+            demo, HELLO_PROMPT
+        )
+        ids = [id for _, choice in choices for id in extra(choice, "token_ids")]
+        assert len(ids) * 2 == whole.usage.completion_tokens
+        tokenizer = demo.engine.tokenizer
+        assert tokenizer is not None
+        assert tokenizer.decode(ids).startswith("Hello! How can I help")
+    plain = call(client, temperature=0, max_tokens=1)
+    assert extra(plain, "prompt_token_ids") is extra(plain.choices[0], "token_ids") is None
+
+
+@pytest.mark.parametrize("call", [chat, complete])
+@pytest.mark.parametrize("count", [0, 3])
+def test_prompt_logprobs(
+    demo: Served[AsyncEngine], client: openai.OpenAI, call: Any, count: int
+) -> None:
+    answer = call(client, temperature=0, n=2, prompt_logprobs=count)
+    reports = [answer] if call is chat else answer.choices
+    ids = token_ids(demo, HELLO_PROMPT)
+    tokenizer = demo.engine.tokenizer
+    assert tokenizer is not None
+    for report in reports:
+        first, *others = extra(report, "prompt_logprobs")
+        assert first is None
+        assert len(others) == len(ids) - 1
+        for token_id, found in zip(ids[1:], others, strict=True):
+            own = found[str(token_id)]
+            assert own["decoded_token"] == tokenizer.token_text(token_id)
+            assert own["logprob"] <= 0
+            assert count <= len(found) <= count + 1
+            ranked = {entry["rank"]: entry["logprob"] for entry in found.values() if entry["rank"]}
+            assert [*range(1, count + 1)] == sorted(ranked)
+            assert [*ranked.values()] == sorted(ranked.values(), reverse=True) or own["rank"]
+    scored = complete(client, echo=True, logprobs=1, temperature=0, prompt_logprobs=3, max_tokens=0)
+    assert all(len(top) <= 2 for top in scored.choices[0].logprobs.top_logprobs[1:])
+    likeliest = extra(scored.choices[0], "prompt_logprobs")[1:]
+    assert [found[str(id)]["logprob"] for id, found in zip(ids[1:], likeliest, strict=True)] == (
+        scored.choices[0].logprobs.token_logprobs[1:]
+    )
+
+
+def test_truncate_prompt_tokens(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+    ids = token_ids(demo, HELLO_PROMPT)
+    cut = complete(client, ids, truncate_prompt_tokens=4, echo=True, max_tokens=1)
+    assert cut.usage.prompt_tokens == 4
+    tokenizer = demo.engine.tokenizer
+    assert tokenizer is not None
+    for prompt in (HELLO_PROMPT, ids):
+        asked: dict[str, Any] = {"truncate_prompt_tokens": 4, "echo": True, "max_tokens": 0}
+        answer = complete(client, prompt, **asked, return_token_ids=True, logprobs=0)
+        assert extra(answer.choices[0], "prompt_token_ids") == ids[-4:]
+        assert answer.choices[0].text == tokenizer.decode(ids[-4:])
+        assert len(answer.choices[0].logprobs.tokens) == 4
+    assert complete(client, temperature=0, truncate_prompt_tokens=99).choices[0].text == (
+        HELLO_ANSWER
+    )
+    assert chat(client, truncate_prompt_tokens=5, max_tokens=1).usage.prompt_tokens == 5
+
+
+def test_truncate_prompt_tokens_to_the_room(client: openai.OpenAI) -> None:
+    """-1: what the context has room for beside the tokens that are asked for."""
+    long: Any = [{"role": "user", "content": "Hello! " * 200}]
+    for fields, num_prompt in (({}, MAX_SEQ_LEN - 1), ({"max_tokens": 9}, MAX_SEQ_LEN - 9)):
+        answer = chat(client, long, truncate_prompt_tokens=-1, ignore_eos=True, **fields)
+        assert answer.usage.prompt_tokens == num_prompt
+        assert answer.usage.total_tokens == MAX_SEQ_LEN
+    short = complete(client, "Hello! " * 200, truncate_prompt_tokens=-1, ignore_eos=True)
+    assert short.usage.completion_tokens == 16
+    assert (
+        chat(client, SUM, truncate_prompt_tokens=-1, temperature=0).choices[0].message.content
+        == "17 + 25 = 42."
+    )
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(client, long, truncate_prompt_tokens=MAX_SEQ_LEN)
+    assert caught.value.code == "context_length_exceeded"
 
 
 # -- templates ------------------------------------------------------------------------------------
@@ -669,7 +804,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         )
     ),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"return_token_ids": True}, "return_token_ids"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
 ]
 REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
@@ -724,8 +864,11 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ),
     ({"chat_template": "x"}, "chat_template"),
     ({"documents": []}, "documents"),
-    ({"echo": True}, "echo"),
-    ({"continue_final_message": True}, "continue_final_message"),
+    ({"echo": "yes"}, "echo"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+    ),
 ]
 REFUSED_IN_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "prompt"),

@@ -191,8 +191,13 @@ def test_answers_are_what_the_types_say(
         ("/v1/chat/completions", chat, shapes.ChatCompletion, shapes.ChatCompletionChunk),
         ("/v1/completions", text, shapes.Completion, shapes.CompletionChunk),
     ]
+    for body in (chat, text):
+        body["return_token_ids"] = scored
     for path, body, whole, chunk in cases:
-        check_shape(http.post(path, json=body).content, whole)
+        prompt_logprobs = 2 if scored else None
+        check_shape(
+            http.post(path, json={**body, "prompt_logprobs": prompt_logprobs}).content, whole
+        )
         response = http.post(path, json={**body, "stream": True, "stream_options": usage})
         *events, done = response.text.removesuffix("\n\n").split("\n\n")
         assert done == "data: [DONE]"
@@ -301,7 +306,10 @@ def sharpened() -> dict[str, Any]:
         fields["stream"] = {"const": True}
         fields["logprobs"] = {"const": True} if name == "ChatRequest" else fields["logprobs"]
         schemas[name]["required"] += ["stream", "logprobs"]
-        for useless in ("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"):
+        for useless in (
+            *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
+            *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
+        ):
             fields.pop(useless, None)
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         del schemas[name]["properties"]["model"]

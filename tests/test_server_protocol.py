@@ -308,8 +308,9 @@ def test_max_tokens_is_fitted_to_the_room() -> None:
     [
         {"host": ""},
         {"port": 65536},
-        {"api_key": ""},
-        {"api_key": "schlüssel"},
+        {"api_key": ("",)},
+        {"api_key": ("right", "schlüssel")},
+        {"api_key": "not-a-tuple"},
         {"drain_timeout": -1},
         {"drain_timeout": float("nan")},
         {"cors_origin": ("example.org",)},
@@ -320,8 +321,8 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ServerConfig(**options)
     assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
-    if options.get("api_key"):
-        assert options["api_key"] not in str(caught.value)
+    for key in ("schlüssel", "not-a-tuple"):
+        assert key not in str(caught.value)
 
 
 # -- shapes of answers ----------------------------------------------------------------------------
@@ -377,13 +378,13 @@ def test_chunks_mention_no_usage_unless_asked() -> None:
     assert all("usage" not in chunk for chunk in events(reply, delta("a", FinishReason.STOP)))
 
 
-def test_held_back_text_makes_no_event_but_its_logprobs_do() -> None:
+def test_held_back_text_makes_no_event_and_its_logprobs_come_with_it() -> None:
     scored = TokenLogprobs(ord("a"), -float("inf"), ((ord("b"), -0.25),))
-    reply = reply_of(ChatChoice, job(), include_usage=False)
-    reply.choices[0].events(delta("x"))
-    assert reply.choices[0].events(delta("")) == b""
-    (chunk,) = events(reply, delta("", logprobs=[scored]))
-    assert chunk["choices"][0]["delta"] == {"content": ""}
+    reply = reply_of(ChatChoice, job(params=SamplingParams(logprobs=1)), include_usage=False)
+    assert reply.choices[0].events(delta("x", logprobs=[TokenLogprobs(ord("x"), -1.0)])) != b""
+    assert reply.choices[0].events(delta("", logprobs=[scored])) == b""
+    (chunk,) = events(reply, delta("a"))
+    assert chunk["choices"][0]["delta"] == {"content": "a"}
     assert chunk["choices"][0]["logprobs"]["content"] == [
         {
             "token": "a",

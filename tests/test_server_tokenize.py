@@ -81,7 +81,14 @@ def test_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": HELLO, "tools": []}, "tools"),
-        ({"messages": HELLO, "continue_final_message": True}, "continue_final_message"),
+        (
+            {
+                "messages": HELLO,
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "continue_final_message",
+        ),
         ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
         ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": HELLO, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),

@@ -248,6 +248,19 @@ def test_the_templates_own_reason_is_passed_on() -> None:
         byte_level().chat([])
 
 
+def test_a_message_is_left_open_or_not_quoted_in_the_refusal() -> None:
+    assert chat_text(HELLO, continue_final_message=True) == "<s>user: Hello!"
+    assert chat_text(HELLO, continue_final_message=False).endswith("</s><s>assistant: ")
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt: true") as caught:
+        chat_text(HELLO, continue_final_message=True, add_generation_prompt=True)
+    assert caught.value.param == "continue_final_message"
+    forgetful = Tokenizer(wrap(byte_level_backend(), "{{ messages[0].content[:3] }}"))
+    with pytest.raises(InvalidRequestError, match="changes the end") as caught:
+        forgetful.chat(HELLO, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+    assert "Hel" not in str(caught.value) and caught.value.__cause__ is None
+
+
 def test_a_model_without_a_template_says_so() -> None:
     tokenizer = Tokenizer(wrap(byte_level_backend(), None), "base-model")
     assert not tokenizer.has_chat_template

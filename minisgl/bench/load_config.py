@@ -45,7 +45,7 @@ class LoadConfig:
         "name in requests. Without it a server is started.",
         group=LOAD_GROUP,
     )
-    api_key: str | None = option(None, "Bearer token for --url.", group=LOAD_GROUP)
+    api_key: str | None = option(None, "Bearer token for --url.", group=LOAD_GROUP, secret=True)
     endpoint: str = option(
         "auto",
         "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",

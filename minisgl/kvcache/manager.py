@@ -58,13 +58,20 @@ class KVCacheManager:
         """Pages that `reserve` could hand out now."""
         return self._allocator.num_free + self._cache.num_evictable
 
-    def match(self, key: bytes, num_tokens: int) -> int:
+    def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
         """Tokens of `key` (packed, `num_tokens` of them) that a lease would find in the cache."""
-        return self._cache.match_pages(key, self._max_match(num_tokens)) * self.page_size
+        max_pages = self._max_match(num_tokens)
+        return self._cache.match_pages(key, max_pages, namespace) * self.page_size
 
-    def acquire(self, key: bytes, num_tokens: int, *, reuse: bool = True) -> Lease:
-        """Open a lease on the cached prefix; at least one token is left to compute."""
-        match = self._cache.acquire(key, self._max_match(num_tokens) if reuse else 0)
+    def acquire(
+        self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
+    ) -> Lease:
+        """Open a lease on the cached prefix; at least one token is left to compute.
+
+        It finds only what leases of the same namespace have shared.
+        """
+        max_pages = self._max_match(num_tokens) if reuse else 0
+        match = self._cache.acquire(key, max_pages, namespace)
         lease = Lease(match.pages, match.node, len(match.pages))
         self._leases.add(lease)
         return lease

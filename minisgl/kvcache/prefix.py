@@ -36,18 +36,21 @@ class Match:
 
 
 class PrefixCache(Protocol):
-    """Pages found again by the tokens that they hold. Keys are packed tokens."""
+    """Pages found again by the tokens that they hold. Keys are packed tokens.
+
+    Nothing is shared between namespaces. All of them compete for the same pages.
+    """
 
     @property
     def num_evictable(self) -> int:
         """Pages that `evict` could give back now."""
         ...
 
-    def match_pages(self, key: bytes, max_pages: int) -> int:
+    def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
         """Pages of `key` in the cache, at most `max_pages`. Changes nothing. O(key)."""
         ...
 
-    def acquire(self, key: bytes, max_pages: int) -> Match:
+    def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key)."""
         ...
 
@@ -100,10 +103,10 @@ class NaiveCache:
     def num_evictable(self) -> int:
         return 0
 
-    def match_pages(self, key: bytes, max_pages: int) -> int:
+    def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
         return 0
 
-    def acquire(self, key: bytes, max_pages: int) -> Match:
+    def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         return Match(self._root, [])
 
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:

@@ -3,6 +3,10 @@
 A node is in use while a lease ends at it or at a node below, and only leaves without users are
 evicted, least recently used first. Both counts are kept up to date where they change, so matching
 costs O(prompt) and eviction O(evicted pages · log leaves), whatever the size of the tree.
+
+Each namespace is a tree of its own under a root of its own. A root exists while there are pages or
+leases below it, so that a namespace in which nothing is cached takes no memory. Eviction knows no
+namespaces.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ _HeapEntry = tuple[int, int, Node]
 class RadixCache:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._root = Node(key=b"", pages=[], parent=None)
+        self._roots: dict[bytes, Node] = {}  # by namespace, which is also the root's key
         self._num_evictable = 0
         self._num_nodes = 0
         self._clock = 0
@@ -32,8 +36,11 @@ class RadixCache:
 
     # -- finding -----------------------------------------------------------------------------------
 
-    def match_pages(self, key: bytes, max_pages: int) -> int:
-        node, found = self._root, 0
+    def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        node, found = root, 0
         while found < max_pages:
             child = self._child(node, key, found)
             if child is None:
@@ -45,9 +52,12 @@ class RadixCache:
             node = child
         return found
 
-    def acquire(self, key: bytes, max_pages: int) -> Match:
+    def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         self._clock += 1
-        node, pages = self._root, list[int]()
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
+        node, pages = root, list[int]()
         while len(pages) < max_pages:
             child = self._child(node, key, len(pages))
             if child is None:
@@ -94,7 +104,7 @@ class RadixCache:
         while at < end:
             child = self._child(node, key, at)
             if child is None:
-                self._offer(self._add(node, key, at, pages[at - start :]))
+                self._let_go(self._add(node, key, at, pages[at - start :]))
                 break
             common = self._common_pages(child, key, at, end)
             node = child if common == len(child.pages) else self._split(child, common)
@@ -149,14 +159,17 @@ class RadixCache:
             if at.num_users:
                 return
             self._num_evictable += len(at.pages)
-            self._offer(at)
+            self._let_go(at)
             at = at.parent
 
     # -- eviction ----------------------------------------------------------------------------------
 
-    def _offer(self, node: Node) -> None:
-        """Put `node` up for eviction if it is a leaf without users."""
-        if node.num_users or node.children or node.parent is None:
+    def _let_go(self, node: Node) -> None:
+        """Once `node` is a leaf without users, put it up for eviction; drop it if it is a root."""
+        if node.num_users or node.children:
+            return
+        if node.parent is None:
+            del self._roots[node.key]
             return
         self._num_offers += 1
         heapq.heappush(self._leaves, (node.last_used, self._num_offers, node))
@@ -198,7 +211,7 @@ class RadixCache:
         del parent.children[self._first_page(node.key, 0)]
         node.parent = None
         self._num_nodes -= 1
-        self._offer(parent)
+        self._let_go(parent)
 
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         dropped: list[int] = []
@@ -218,8 +231,8 @@ class RadixCache:
     # -- looking at it -----------------------------------------------------------------------------
 
     def _nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents before children."""
-        pending = list(self._root.children.values())
+        """Every node but the roots, parents before children."""
+        pending = [child for root in self._roots.values() for child in root.children.values()]
         while pending:
             node = pending.pop()
             yield node
@@ -232,7 +245,7 @@ class RadixCache:
         users: dict[Node, int] = {}
         for node in locked:
             users[node] = users.get(node, 0) + 1
-        nodes = [self._root, *self._nodes()]
+        nodes = [*self._roots.values(), *self._nodes()]
         assert set(users) <= set(nodes), "a lease ends outside the tree"
         evictable = 0
         offered = {entry[2] for entry in self._leaves if self._is_fresh(entry)}
@@ -243,11 +256,13 @@ class RadixCache:
             assert node.num_users == num_users, "a user count is wrong"
             for first, child in node.children.items():
                 assert child.parent is node and first == self._first_page(child.key, 0)
-            if node is self._root:
+            if node.parent is None:
+                assert self._roots.get(node.key) is node and not node.pages
+                assert num_users or node.children, "the root of an empty namespace is left"
                 continue
             assert node.pages and len(node.key) >= len(node.pages) * self._page_bytes
             if not num_users:
                 evictable += len(node.pages)
                 assert node.children or node in offered, "a leaf cannot be evicted"
         assert evictable == self._num_evictable, "the number of evictable pages is wrong"
-        assert len(nodes) - 1 == self._num_nodes
+        assert len(nodes) - len(self._roots) == self._num_nodes

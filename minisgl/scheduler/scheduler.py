@@ -10,11 +10,10 @@ may be in flight.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from minisgl.errors import (
     ContextLengthError,
@@ -27,9 +26,10 @@ from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import NewTokenRatio
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan, StepResult
+from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.state import Launched, Running, Waiting
 
-LPM_WINDOW = 128  # waiting requests that lpm compares
+LPM_WINDOW = 128  # waiting requests that lpm compares, those of all clients together
 MAX_PASSED = 32  # after being passed over so often a request goes first
 
 
@@ -80,11 +80,11 @@ class Scheduler:
         self._max_seq_len = max_seq_len
         self._max_prefill_length = max_prefill_length
         self._max_queued = max_queued_requests
-        self._longest_prefix_first = policy == "lpm"
+        self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
         self._ratio = NewTokenRatio(conservativeness)
 
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._waiting: list[Waiting] = []  # by arrival
+        self._waiting = WaitingQueue()
         self._queued: dict[str, Waiting] = {}  # the same, by request id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
@@ -127,13 +127,13 @@ class Scheduler:
             raise ContextLengthError(
                 request.num_prompt_tokens, request.max_tokens, self._max_seq_len
             )
-        if len(self._waiting) >= self._max_queued:
+        if self._waiting.is_full_for(request.tenant.client, self._max_queued):
             raise QueueFullError(
                 f"{len(self._waiting)} requests are waiting already; try again later."
             )
         self._arrivals += 1
         waiting = Waiting(request, self._arrivals, len(request.token_ids))
-        self._waiting.append(waiting)
+        self._waiting.put(waiting)
         self._queued[request.id] = waiting
 
     def cancel(self, request: Request, error: MinisglError | None = None) -> bool:
@@ -165,8 +165,7 @@ class Scheduler:
         if running is not None:
             self._leave(running, keep=error is None)
         else:
-            waiting = self._queued.pop(request.id)
-            del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
+            self._waiting.remove(self._queued.pop(request.id))
 
     def _leave(self, running: Running, *, keep: bool) -> None:
         """Give up slot and pages; `keep` what is computed in the prefix cache."""
@@ -314,9 +313,12 @@ class Scheduler:
         self._wants_page = []
 
     def _victim(self) -> Running:
-        """The newest request, but not the oldest, which must get on, and rather none that has just
-        resumed: one of those is spared until it has made a page of progress."""
+        """The newest request of the client that has most, but not the oldest of all, which must get
+        on, and rather none that has just resumed: one of those is spared until it has made a page
+        of progress."""
         newest = sorted(self._running.values(), key=_arrival, reverse=True)[:-1]
+        num_running = Counter(map(_client, self._running.values()))
+        newest.sort(key=lambda running: -num_running[_client(running)])  # stable
         return next((running for running in newest if self._has_progressed(running)), newest[0])
 
     def _has_progressed(self, running: Running) -> bool:
@@ -339,7 +341,7 @@ class Scheduler:
             num_expected=max(len(request.token_ids), min(sampled, request.max_len)),
             retracted=True,
         )
-        insort(self._waiting, waiting, key=_arrival)
+        self._waiting.put(waiting)
         self._queued[request.id] = waiting
 
     # -- admission ---------------------------------------------------------------------------------
@@ -349,7 +351,7 @@ class Scheduler:
             return
         admitted: list[Waiting] = []
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
-        for waiting in self._admission_order():
+        for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
             running = self._start(waiting, reserved, draft)
@@ -360,33 +362,31 @@ class Scheduler:
             self._add_chunk(running, draft)
             self._prefilling.append(running)
             del self._queued[waiting.request.id]
-        if admitted:  # all of them stood in the window
-            last = max(waiting.arrival for waiting in admitted)
-            window = self._waiting[: max(LPM_WINDOW, len(admitted))]
-            passed = [waiting for waiting in window if waiting.request.id in self._queued]
-            for waiting in passed:
-                waiting.num_passed += waiting.arrival < last
-            self._waiting[: len(window)] = passed
+        if admitted:
+            self._waiting.admitted(admitted)
 
-    def _admission_order(self) -> Iterable[Waiting]:
-        if not self._longest_prefix_first:
-            return takewhile(_ready, self._waiting)
+    @staticmethod
+    def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
+        return takewhile(_ready, waiting)
 
+    def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
         def rank(waiting: Waiting) -> tuple[bool, int]:
             request, matched = waiting.request, 0
             if not request.wants_prompt_logprobs:  # those take no hit
-                matched = self.kv.match(waiting.pack(), len(request.token_ids))
+                num_tokens = len(request.token_ids)
+                matched = self.kv.match(waiting.pack(), num_tokens, request.namespace)
             return waiting.num_passed < MAX_PASSED, -matched
 
         # Sorting is stable: by arrival where the rank is equal.
-        return sorted(filter(_ready, self._waiting[:LPM_WINDOW]), key=rank)
+        return sorted(filter(_ready, islice(waiting, window)), key=rank)
 
     def _start(self, waiting: Waiting, reserved: float, draft: _Draft) -> Running | None:
         """Give a request slot and pages for all it knows; None if pages are short."""
         request = waiting.request
         key = waiting.pack()
         num_known = len(request.token_ids)
-        lease = self.kv.acquire(key, num_known, reuse=not request.wants_prompt_logprobs)
+        reuse = not request.wants_prompt_logprobs
+        lease = self.kv.acquire(key, num_known, request.namespace, reuse=reuse)
         num_cached = len(lease.pages) * self.kv.page_size
         if self._running:  # alone it always fits: submit has seen to that
             wanted = num_known - num_cached + reserved + self._ratio.expected(request)
@@ -498,13 +498,17 @@ class Scheduler:
             assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
             prefilling = running.num_scheduled < running.num_known
             assert self._prefilling.count(running) == int(prefilling)
-        assert all(w.request.status is RequestStatus.WAITING for w in self._waiting)
-        arrivals: Sequence[int] = [waiting.arrival for waiting in self._waiting]
-        assert list(arrivals) == sorted(arrivals)
+        queued = self._waiting.check()
+        assert all(waiting.request.status is RequestStatus.WAITING for waiting in queued)
+        assert set(queued) == set(self._queued.values()), "the queue and its index disagree"
 
 
 def _arrival(entry: Waiting | Running) -> int:
     return entry.arrival
+
+
+def _client(running: Running) -> str:
+    return running.request.tenant.client
 
 
 def _ready(waiting: Waiting) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import TypeVar
 
@@ -40,6 +41,7 @@ from minisgl.server.protocol import (
     decode,
     fitted,
     for_choice,
+    truncated,
 )
 from minisgl.server.replies import (
     ChatChoice,
@@ -59,6 +61,7 @@ MAX_BODY_BYTES = 16 << 20
 # Numbers, texts, lists and objects in a body: decoding so many holds the loop for some 50 ms.
 MAX_VALUES = 1 << 19
 MANY_TOKENS = 4096  # whose texts are put together in a thread
+CLIENT = "client"  # in the state of a scope
 OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which carry no key
 
 Put = TypeVar("Put")
@@ -76,7 +79,7 @@ def create_app(service: Service, hosts: Hosts | None = None) -> Starlette:
     if hosts is not None:
         middleware.append(Middleware(CheckHost, hosts=hosts, error_response=_error_response))
     if config.api_key:
-        middleware.append(Middleware(RequireKey, key=config.api_key))
+        middleware.append(Middleware(RequireKey, keys=config.api_key))
     if config.cors_origin:
         # Outside of all, because browsers send no key with their preflight, and show a page only
         # those errors that have the headers too.
@@ -133,7 +136,12 @@ class Routes:
         body = await _read(request, self._chat_request)
         model = self._service.model_name(body.model)
         prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
-        jobs = self._jobs(engine, body, [prompt])
+        jobs = self._jobs(request, engine, body, [prompt])
+        echo = body.echoed
+        for job in jobs:
+            job.echo = echo
+        for job in jobs[1:]:  # the prompt is reported once
+            job.params = replace(job.params, prompt_logprobs=None)
         return _answer(request, engine, body, model, ChatChoice, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
@@ -149,15 +157,18 @@ class Routes:
                 await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
             else:
                 token_ids.append(prompt)
-        jobs = self._jobs(engine, body, token_ids)
+        jobs = self._jobs(request, engine, body, token_ids)
         if body.echo:
             shown = _visible_text if body.skip_special_tokens is not False else _full_text
-            echoes = [
-                prompt if isinstance(prompt, str) else await _text(engine, shown, prompt)
-                for prompt in prompts
-            ]
-            for job in jobs:
-                job.echo = echoes[job.index // body.num_choices]
+            for start, prompt in enumerate(prompts):
+                first, *others = jobs[start * body.num_choices :][: body.num_choices]
+                ids = first.prompt_token_ids
+                if isinstance(prompt, str) and len(ids) == len(token_ids[start]):
+                    first.echo = prompt
+                else:
+                    first.echo = await _text(engine, shown, ids)
+                for job in others:
+                    job.echo = first.echo
         return _answer(request, engine, body, model, CompletionChoice, jobs)
 
     async def models(self, request: Request) -> Response:
@@ -204,7 +215,7 @@ class Routes:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, request: Request) -> Response:
-        with_key = self._service.config.api_key is not None
+        with_key = bool(self._service.config.api_key)
         routes = request.app.routes
         root_path = self._service.config.root_path
         return _json(
@@ -224,16 +235,20 @@ class Routes:
 
     def _jobs(
         self,
+        request: Request,
         engine: Engine,
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[list[int]],
     ) -> list[Job]:
         params = body.sampling(engine.defaults)
+        tenant = body.tenant(client_of(request.scope))
         clamp = self._service.config.clamp_max_tokens or body.asked_max_tokens is None
         jobs = []
         for index, prompt in enumerate(prompts):
             if not prompt:
                 raise InvalidRequestError("prompt", "has no tokens.")
+            most = engine.capacity.max_seq_len - (params.max_tokens or 1)
+            prompt = truncated(prompt, body.truncate_prompt_tokens, most)
             room = engine.capacity.max_seq_len - len(prompt)
             fitting = fitted(params, room) if clamp else params
             for k in range(body.num_choices):
@@ -243,17 +258,21 @@ class Routes:
                         k=k,
                         prompt_token_ids=prompt,
                         params=for_choice(fitting, k),
+                        cache_salt=body.cache_salt,
+                        tenant=tenant,
+                        return_token_ids=bool(body.return_token_ids),
+                        prompt_logprobs=body.prompt_logprobs,
                     )
                 )
         return jobs
 
 
 class RequireKey:
-    """Middleware that lets only requests with the key pass."""
+    """Middleware that lets only requests with a key pass, and tells several keys apart."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = b"bearer " + key.encode()
+        self._expected = [b"bearer " + key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -261,11 +280,22 @@ class RequireKey:
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, space, key = given.partition(b" ")
             # The case of a scheme's name does not matter (RFC 9110, 11.1).
-            if not hmac.compare_digest(scheme.lower() + space + key, self._expected):
+            given = scheme.lower() + space + key
+            # All are compared, so that the time does not tell which one it was.
+            found = [hmac.compare_digest(given, expected) for expected in self._expected]
+            if len(found) > 1 and True in found:
+                scope["state"][CLIENT] = str(found.index(True))
+            if True not in found:
                 error = HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
                 log_failure(request_id(scope), 401, error)
                 app = _error_response(error, {"www-authenticate": "Bearer"})
         await app(scope, receive, send)
+
+
+def client_of(scope: Scope) -> str:
+    """Says which of several keys a request came with; empty where there is one or none."""
+    client: str = scope["state"].get(CLIENT, "")
+    return client
 
 
 async def _read(request: Request, kind: type[Body]) -> Body:

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, fields
 
-from minisgl.config import check_types, option, refuse
+from minisgl.config import HIDDEN, check_types, option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
@@ -38,8 +38,16 @@ class ServerConfig:
         "Further host name that requests may be addressed to, *.NAME or *; repeatable.",
         group=GROUP,
     )
-    api_key: str | None = option(
-        None, "Key that every request must bring as its bearer token.", group=GROUP
+    api_key: tuple[str, ...] = option(
+        (),
+        "Key that requests must bring as their bearer token; repeat for several clients.",
+        group=GROUP,
+        secret=True,
+    )
+    api_key_file: str | None = option(
+        None,
+        "File with more keys, one a line; a line that begins with # is a comment.",
+        group=GROUP,
     )
     served_model_name: tuple[str, ...] = option(
         (), "Name of the model in requests and answers; repeat for aliases.", group=GROUP
@@ -69,9 +77,8 @@ class ServerConfig:
                 raise ConfigError(
                     "--allowed-host", name, "allowed: a host name without scheme and port"
                 )
-        # A header carries nothing else, so that any other key would lock everyone out.
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
+        for key in self.api_key:
+            check_key("--api-key", key)
         if any(not name for name in self.served_model_name):
             refuse(self, "served_model_name", "allowed: names that are not empty")
         if not 0 <= self.drain_timeout < math.inf:
@@ -91,3 +98,9 @@ class ServerConfig:
                 value = getattr(self, spec.name)
                 if spec.name in ("host", "port", "ssl_certfile") and value != spec.default:
                     refuse(self, spec.name, "cannot be combined with --uds")
+
+
+def check_key(source: str, key: str) -> None:
+    """Raise ConfigError for a key that no header can carry, and so nobody could use."""
+    if not re.fullmatch("[!-~]+", key):
+        raise ConfigError(source, HIDDEN, "allowed: ASCII without spaces")

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # What a connection gets to take its last events, when all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
+UNIX = "unix:"  # before the path of a socket
 
 Progress = Callable[[str, float], None]
 
@@ -143,10 +144,9 @@ class Process:
         # What was loaded stays for good; the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        place, url, options = _address(listener, self._config)
+        place = _place(listener, self._config)
         logger.info("Serving %s at %s", ", ".join(self._service.model_names()), place)
-        with_key = self._config.api_key is not None
-        logger.info("Try it: %s", _example(url, options, with_key=with_key))
+        logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
 
@@ -270,20 +270,19 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket, config: ServerConfig) -> tuple[str, str, str]:
-    """Where the server is, the URL to ask there, and the option that curl needs for it."""
+def _place(listener: socket.socket, config: ServerConfig) -> str:
+    """The URL of the server, or `unix:` and its path."""
     if listener.family == socket.AF_UNIX:
-        return f"unix:{config.uds}", "http://localhost", f"--unix-socket {shlex.quote(config.uds)} "
-    host, port = listener.getsockname()[:2]
+        return UNIX + config.uds
     scheme = "https" if config.ssl_certfile else "http"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    return url, url, ""
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _example(url: str, options: str, *, with_key: bool) -> str:
+def _example(place: str, *, with_key: bool) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
-    key = ' -H "Authorization: Bearer $API_KEY"' if with_key else ""
-    return (
-        f"curl {options}{url}/v1/chat/completions -H 'Content-Type: application/json'{key} "
-        f"-d '{body}'"
-    )
+    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if with_key else ""
+    url = place
+    if place.startswith(UNIX):
+        url = f"--unix-socket {shlex.quote(place.removeprefix(UNIX))} http://localhost"
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

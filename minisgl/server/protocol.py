@@ -15,7 +15,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.request import MAX_INTEGER, MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from minisgl.request import (
+    EVERYONE,
+    MAX_INTEGER,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+    Tenant,
+)
 from minisgl.server.service import Defaults
 from minisgl.server.wording import NOT_SUPPORTED, field_error
 
@@ -30,6 +38,7 @@ Ignored: TypeAlias = Any
 Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 # What a template knows besides its own options: a field of the request says it, or nobody.
 TEMPLATE_FIELDS = frozenset(
@@ -82,6 +91,10 @@ class GenerationRequest(Struct, kw_only=True):
     repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
     logit_bias: dict[int, Annotated[float, _range(-100, 100)]] | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool | None = None
 
     response_format: TextFormat | None = None
     structured_outputs: Unsupported = None
@@ -94,13 +107,10 @@ class GenerationRequest(Struct, kw_only=True):
     json_schema: Unsupported = None
     bad_words: Unsupported = None
     allowed_token_ids: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
     length_penalty: Unsupported = None
-    prompt_logprobs: Unsupported = None
     use_beam_search: Off | None = None
-    return_token_ids: Off | None = None
 
-    user: Ignored = None
+    user: Any = None  # tells the users of a client apart, where it is a text
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -111,7 +121,19 @@ class GenerationRequest(Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true.")
-        _check_off(use_beam_search=self.use_beam_search, return_token_ids=self.return_token_ids)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens", "must be -1 or at least 1.")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs", "is not allowed with stream: true.")
+        _check_off(use_beam_search=self.use_beam_search)
+
+    def tenant(self, client: str) -> Tenant:
+        """Whom the request is from, given the client; it alone says which of its users asks."""
+        if not client:
+            return EVERYONE
+        user = self.user if isinstance(self.user, str) else ""
+        # Clients choose what they call their users, so the queue keeps a short form.
+        return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:
@@ -200,8 +222,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Unsupported = None
     documents: Unsupported = None
-    continue_final_message: Off | None = None
-    echo: Off | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
 
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
@@ -216,7 +238,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_off(continue_final_message=self.continue_final_message, echo=self.echo)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
 
@@ -227,11 +248,21 @@ class ChatRequest(GenerationRequest, kw_only=True):
     def template_messages(self) -> list[dict[str, Any]]:
         return _template_messages(self.messages)
 
+    @property
+    def echoed(self) -> str | None:
+        """What the answer begins with: the last message, where the answer is by the same role."""
+        *_, last = self.template_messages()
+        same_role = last["role"] == "assistant" or self.add_generation_prompt is False
+        if self.echo and (same_role or self.continue_final_message):
+            return str(last["content"])
+        return None
+
     def template_options(self) -> dict[str, Any]:
         return _template_options(
             self.chat_template_kwargs,
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message or None,
         )
 
     def sampling(self, defaults: Defaults) -> SamplingParams:
@@ -284,12 +315,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # A request for no tokens has to ask for something: the scores of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)
-        return defaults.sampling(
-            **self.sampling_fields(),
-            max_tokens=max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=(self.logprobs or 0) if scored else None,
-        )
+        wanted = [self.prompt_logprobs, (self.logprobs or 0) if scored else None]
+        given = self.sampling_fields() | {
+            "max_tokens": max_tokens,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": max((count for count in wanted if count is not None), default=None),
+        }
+        return defaults.sampling(**given)
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -303,12 +335,11 @@ class TokenizeRequest(Struct, kw_only=True):
     return_token_strs: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     tools: Unsupported = None
     chat_template: Unsupported = None
-    continue_final_message: Off | None = None
 
     def __post_init__(self) -> None:
-        _check_off(continue_final_message=self.continue_final_message)
         if self.prompt is None and self.messages is None:
             raise InvalidRequestError("prompt", "is missing; allowed: prompt or messages.")
         if self.prompt is not None and self.messages is not None:
@@ -326,6 +357,7 @@ class TokenizeRequest(Struct, kw_only=True):
             self.chat_template_kwargs,
             reasoning_effort=self.reasoning_effort,
             add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message or None,
         )
 
 
@@ -365,6 +397,13 @@ def fitted(params: SamplingParams, room: int) -> SamplingParams:
     if params.max_tokens is None or params.max_tokens <= room or room < 1:
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
+    """The last `num_kept` tokens of a prompt, for -1 the last `most`, or one at least."""
+    if num_kept is None:
+        return prompt
+    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:

@@ -12,13 +12,20 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import msgspec
 
 from minisgl.errors import EngineStoppedError, MinisglError
-from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.request import (
+    EVERYONE,
+    FinishReason,
+    OutputDelta,
+    SamplingParams,
+    Tenant,
+    TokenLogprobs,
+)
+from minisgl.server.alignment import Alignment, PlacedToken, place_prompt
 from minisgl.server.service import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -53,7 +60,11 @@ class Job:
     k: int  # which of the n choices of its prompt
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    echo: str | None = None  # the text of the prompt, to begin the answer with
+    echo: str | None = None  # the text to begin the answer with
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
+    cache_salt: str | None = None
+    tenant: Tenant = EVERYONE
 
 
 class Choice(ABC):
@@ -64,6 +75,11 @@ class Choice(ABC):
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]  # of the request
     no_content: ClassVar[bytes]  # what `_content` is in the chunk that ends the choice
+    # Logprobs are of every token, those of an echo and those without a text included; else they
+    # are of exactly the tokens that the generated text is made of.
+    scores_all: ClassVar[bool]
+    # What is reported of the prompt stands in the reply, beside its choices; else in each of them.
+    prompt_in_reply: ClassVar[bool]
 
     def __init__(
         self,
@@ -82,21 +98,25 @@ class Choice(ABC):
         self._head = head + b'{"index":%d,' % job.index
         self._tail = tail
         self._continuous_usage = continuous_usage
-        self._plain_tail = b',"logprobs":null,"finish_reason":null}' + tail
+        self._scored = job.params.logprobs is not None
+        self._plain = not (continuous_usage or self._scored or job.return_token_ids)
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}]' + tail
         self._started = False
         self._finish_reason: str | None = None
         self._texts: list[str] = []
-        self._logprobs: list[TokenLogprobs | None] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._token_ended = False  # by a token, which is the last and no part of the text
+        self._alignment: Alignment | None = None
 
     def events(self, delta: OutputDelta) -> bytes:
         """The events that tell a client of `delta`; none while its text is held back."""
         self.num_cached_tokens = delta.num_cached_tokens
         events = b"" if self._started else self._opening()
-        text, logprobs = self._take(delta)
-        if logprobs:
-            events += self._event(self._content(text), encode(self._show(logprobs)))
-        elif text and self._continuous_usage:
-            events += self._event(self._content(text))
+        text = self._take(delta)
+        if not self._plain:
+            events += self._full_event(text, delta)
         elif text:
             events += self._head + self._content(text) + self._plain_tail
         if self._finish_reason is not None:
@@ -104,56 +124,136 @@ class Choice(ABC):
         return events
 
     def keep(self, delta: OutputDelta) -> None:
-        text, logprobs = self._take(delta)
-        self._texts.append(text)
-        self._logprobs += logprobs
+        self._texts.append(self._take(delta))
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._prompt_logprobs += delta.prompt_logprobs
 
     @property
     def num_scored(self) -> int:
         """Tokens kept with their logprobs."""
-        return len(self._logprobs)
+        return len(self._logprobs) + len(self._prompt_logprobs)
 
     def whole(self) -> dict[str, Any]:
-        wanted = self.job.params.logprobs is not None
-        return {
+        text = "".join(self._texts)
+        logprobs = None
+        if self._scored:
+            logprobs = self._show(self._place(text, self._logprobs, self._prompt_logprobs))
+        choice = {
             "index": self.job.index,
-            **self._whole_content("".join(self._texts)),
-            "logprobs": self._show(self._logprobs) if wanted else None,
+            **self._whole_content(text),
+            "logprobs": logprobs,
             "finish_reason": self._finish_reason,
         }
+        if not self.prompt_in_reply:
+            choice |= self.about_prompt()
+        if self.job.return_token_ids:
+            choice["token_ids"] = self._token_ids
+        return choice
+
+    def about_prompt(self) -> dict[str, Any]:
+        """What a whole answer reports of the prompt."""
+        about: dict[str, Any] = {}
+        if self.job.return_token_ids:
+            about["prompt_token_ids"] = self.job.prompt_token_ids
+        if self.job.prompt_logprobs is not None:
+            about["prompt_logprobs"] = [None, *map(self._prompt_token, self._prompt_logprobs)]
+        return about
 
     def check_finished(self) -> None:
         """Called when the stream has ended; raises EngineStoppedError if that came too early."""
         if self._finish_reason is None:
             raise EngineStoppedError("The request was stopped before it had finished.")
 
-    def _take(self, delta: OutputDelta) -> tuple[str, list[TokenLogprobs | None]]:
-        """The text and the logprobs that `delta` adds to the answer."""
+    def _take(self, delta: OutputDelta) -> str:
+        """The text that `delta` adds to the answer."""
         self.num_output_tokens = delta.num_output_tokens
         self.num_cached_tokens = delta.num_cached_tokens
         if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._finish_reason = delta.finish_reason.value
-        text = delta.text
-        logprobs: list[TokenLogprobs | None] = [*delta.logprobs]
-        if self.job.echo is not None and not self._started:
-            text = self.job.echo + text
-            if self.job.params.logprobs is not None:
+            self._token_ended = isinstance(delta.stop_reason, int)
+        started, self._started = self._started, True
+        return delta.text if started else (self.job.echo or "") + delta.text
+
+    def _place(
+        self, text: str, logprobs: Sequence[TokenLogprobs], prompt_logprobs: Sequence[TokenLogprobs]
+    ) -> list[PlacedToken]:
+        """The tokens to report with `text`, given those that came with it; the first time with the
+        echo."""
+        job, tokenizer = self.job, self._tokenizer
+        placed: list[PlacedToken] = []
+        skip = job.params.skip_special_tokens
+        table = tokenizer.byte_table(skip_special_tokens=skip) if tokenizer else {}
+        if self._alignment is None:
+            echo = job.echo or ""
+            text = text[len(echo) :]
+            if self.scores_all and job.echo is not None:
                 # The first token of a prompt follows nothing, so it has no probability.
-                logprobs = [None, *delta.prompt_logprobs, *logprobs]
-        self._started = True
-        return text, logprobs
+                scored = [None, *prompt_logprobs]
+                placed = place_prompt(tokenizer, job.prompt_token_ids, scored, echo)
+            self._alignment = Alignment(
+                start=len(echo),
+                # As when decoding: a space is dropped only where the text begins.
+                drops_first_space=tokenizer is not None
+                and tokenizer.drops_first_space
+                and not any(table[token_id] for token_id in job.prompt_token_ids),
+            )
+        num_tokens = len(logprobs) - self._token_ended
+        for place, token in enumerate(logprobs):
+            has_text = place < num_tokens and tokenizer is not None
+            self._alignment.add(token, table[token.token_id] if has_text else b"")
+        placed += self._alignment.show(text, finished=self._finish_reason is not None)
+        return placed if self.scores_all else [token for token in placed if token.data]
+
+    def _full_event(self, text: str, delta: OutputDelta) -> bytes:
+        placed = self._place(text, delta.logprobs, delta.prompt_logprobs) if self._scored else None
+        token_ids = delta.token_ids if self.job.return_token_ids else []
+        if not (text or placed or token_ids):
+            return b""
+        logprobs = encode(self._show(placed)) if placed else b"null"
+        return self._event(self._content(text), logprobs, token_ids=token_ids)
 
     def _event(
-        self, content: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null"
+        self,
+        content: bytes,
+        logprobs: bytes = b"null",
+        finish_reason: bytes = b"null",
+        *,
+        token_ids: Sequence[int] = (),
+        own: bytes = b"",
+        beside: bytes = b"",
     ) -> bytes:
-        own = b'%s,"logprobs":%s,"finish_reason":%s}' % (content, logprobs, finish_reason)
+        """`own` are further members of the choice, `beside` of the chunk."""
+        if self.job.return_token_ids:
+            own += b',"token_ids":' + encode(token_ids)
+        start = b'%s%s,"logprobs":%s,"finish_reason":%s%s}]%s' % (
+            *(self._head, content, logprobs, finish_reason, own, beside),
+        )
         if self._continuous_usage:
-            return self._head + own + b'],"usage":' + encode(usage([self])) + b"}\n\n"
-        return self._head + own + self._tail
+            return start + b',"usage":' + encode(usage([self])) + b"}\n\n"
+        return start + self._tail
+
+    def _prompt_ids(self) -> bytes:
+        return b',"prompt_token_ids":' + encode(self.job.prompt_token_ids)
+
+    def _prompt_token(self, scored: TokenLogprobs) -> dict[int, Any]:
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(scored.top, 1)}
+        found = {scored.token_id: scored.logprob} | dict(scored.top[: self.job.prompt_logprobs])
+        return {
+            token_id: {
+                "logprob": max(logprob, LOWEST_LOGPROB),
+                "rank": ranks.get(token_id),
+                "decoded_token": self._token_text(token_id),
+            }
+            for token_id, logprob in found.items()
+        }
 
     def _token_text(self, token_id: int) -> str:
         tokenizer = self._tokenizer
         return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        return self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
 
     def _opening(self) -> bytes:
         """The event before all others."""
@@ -168,8 +268,8 @@ class Choice(ABC):
         """The same of a whole answer."""
 
     @abstractmethod
-    def _show(self, logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """Logprobs as clients get them; None stands for the first token of an echoed prompt."""
+    def _show(self, placed: Sequence[PlacedToken]) -> dict[str, Any]:
+        """Logprobs as clients get them."""
 
 
 class ChatChoice(Choice):
@@ -178,9 +278,12 @@ class ChatChoice(Choice):
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
     no_content = b'"delta":{}'
+    scores_all = False
+    prompt_in_reply = True
 
     def _opening(self) -> bytes:
-        return self._event(b'"delta":{"role":"assistant","content":""}')
+        beside = self._prompt_ids() if self.job.return_token_ids else b""
+        return self._event(b'"delta":{"role":"assistant","content":""}', beside=beside)
 
     def _content(self, text: str) -> bytes:
         return b'"delta":{"content":' + encode(text) + b"}"
@@ -188,21 +291,22 @@ class ChatChoice(Choice):
     def _whole_content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _show(self, logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        content = [
-            self._token(scored.token_id, scored.logprob)
-            | {"top_logprobs": [self._token(*rival) for rival in scored.top]}
-            for scored in logprobs
-            if scored is not None
-        ]
-        return {"content": content, "refusal": None}
+    def _show(self, placed: Sequence[PlacedToken]) -> dict[str, Any]:
+        return {"content": [*map(self._placed_token, placed)], "refusal": None}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._token_text(token_id),
-            "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None,
-        }
+    def _placed_token(self, token: PlacedToken) -> dict[str, Any]:
+        scored = token.scored
+        assert scored is not None
+        own = _ranked(token.text, scored.logprob, token.data)
+        top = [own if id == scored.token_id else self._rival(id, lp) for id, lp in scored.top]
+        return own | {"top_logprobs": top}
+
+    def _rival(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return _ranked(self._token_text(token_id), logprob, self._token_bytes(token_id))
+
+
+def _ranked(text: str, logprob: float, data: bytes) -> dict[str, Any]:
+    return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(data)}
 
 
 class CompletionChoice(Choice):
@@ -211,8 +315,8 @@ class CompletionChoice(Choice):
     chunk_object = "text_completion"
     prompt_field = "prompt"
     no_content = b'"text":""'
-
-    _offset = 0  # in characters of token texts, of the next token to show
+    scores_all = True
+    prompt_in_reply = False
 
     def _content(self, text: str) -> bytes:
         return b'"text":' + encode(text)
@@ -220,23 +324,51 @@ class CompletionChoice(Choice):
     def _whole_content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _show(self, logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+    def _opening(self) -> bytes:
+        if not self.job.return_token_ids:
+            return b""
+        return self._event(self.no_content, own=self._prompt_ids())
+
+    def _show(self, placed: Sequence[PlacedToken]) -> dict[str, Any]:
         first = self.job.prompt_token_ids[0]
-        tokens = [self._token_text(scored.token_id if scored else first) for scored in logprobs]
-        *offsets, self._offset = accumulate(map(len, tokens), initial=self._offset)
         return {
-            "tokens": tokens,
-            "token_logprobs": [
-                scored and max(scored.logprob, LOWEST_LOGPROB) for scored in logprobs
+            "tokens": [
+                self._name(token.scored.token_id if token.scored else first) for token in placed
             ],
-            "top_logprobs": [scored and self._rivals(scored) for scored in logprobs],
-            "text_offset": offsets,
+            "token_logprobs": [
+                token.scored and max(token.scored.logprob, LOWEST_LOGPROB) for token in placed
+            ],
+            "top_logprobs": [token.scored and self._top(token.scored) for token in placed],
+            "text_offset": [token.start for token in placed],
         }
 
-    def _rivals(self, scored: TokenLogprobs) -> dict[str, float]:
-        # The token itself belongs to them, even where it is not among the likeliest.
-        found = dict(scored.top) | {scored.token_id: scored.logprob}
-        return {self._token_text(id): max(logprob, LOWEST_LOGPROB) for id, logprob in found.items()}
+    def _name(self, token_id: int) -> str:
+        """The token's text; its bytes if that is none of its own, its id if it has neither."""
+        data = self._token_bytes(token_id)
+        try:
+            return data.decode() or f"token_id:{token_id}"
+        except UnicodeDecodeError:
+            return _spelled(data)
+
+    def _top(self, scored: TokenLogprobs) -> dict[str, float]:
+        """By name, where no two have the same. The token itself is among them in any case."""
+        own = self._name(scored.token_id)
+        found = dict(scored.top[: self.job.params.logprobs]) | {scored.token_id: scored.logprob}
+        named: dict[str, float] = {}
+        for token_id, logprob in found.items():
+            name = self._name(token_id)
+            if name in named or (name == own and token_id != scored.token_id):
+                # It is the text of another one, too.
+                name = _spelled(self._token_bytes(token_id))
+                if name in named:
+                    name = f"token_id:{token_id}"
+            named[name] = max(logprob, LOWEST_LOGPROB)
+        return named
+
+
+def _spelled(data: bytes) -> str:
+    """Bytes as OpenAI writes those of a token that is no text of its own."""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Reply:
@@ -261,7 +393,7 @@ class Reply:
         self._include_usage = include_usage
         head = event(self._envelope(kind.chunk_object)).removesuffix(b"}\n\n") + b',"choices":['
         # Clients that ask for the usage find it in the last event and null in all others.
-        tail = b"]%s}\n\n" % (b',"usage":null' if include_usage else b"")
+        tail = b"%s}\n\n" % (b',"usage":null' if include_usage else b"")
         self.choices = [
             kind(job, tokenizer, head, tail, continuous_usage=continuous_usage) for job in jobs
         ]
@@ -269,8 +401,11 @@ class Reply:
     def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
         choices = [choice.whole() for choice in self.choices]
-        envelope = self._envelope(self.kind.whole_object)
-        return encode(envelope | {"choices": choices, "usage": usage(self.choices)})
+        body = self._envelope(self.kind.whole_object)
+        body |= {"choices": choices, "usage": usage(self.choices)}
+        if self.kind.prompt_in_reply:
+            body |= self.choices[0].about_prompt()
+        return encode(body)
 
     def last_events(self) -> bytes:
         if not self._include_usage:

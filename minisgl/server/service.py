@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from minisgl.config import Capacity
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
-from minisgl.request import OutputDelta, SamplingParams
+from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
 from minisgl.server.config import ServerConfig
 from minisgl.stats import EngineStats
 
@@ -16,6 +16,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
     def token_text(self, token_id: int, /) -> str: ...
     def token_bytes(self, token_id: int, /) -> bytes: ...
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
+    @property
+    def drops_first_space(self) -> bool: ...
 
 
 class Defaults(Protocol):
@@ -53,6 +56,8 @@ class Engine(Protocol):
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
     ) -> OutputStream: ...
     def stats(self) -> EngineStats: ...
     async def drain(self, seconds: float, /) -> None: ...

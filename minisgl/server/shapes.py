@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -38,13 +38,23 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
+class PromptToken(Struct):
+    logprob: float
+    rank: int | None  # 1 for the likeliest; null for a token of the prompt that is not in the top
+    decoded_token: str
+
+
+# Of each token of the prompt but the first: it and the likeliest at its place, by token id.
+PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
+
+
 # -- chat -----------------------------------------------------------------------------------------
 
 
 class RankedToken(Struct):
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]
 
 
 class ScoredToken(RankedToken):
@@ -52,6 +62,8 @@ class ScoredToken(RankedToken):
 
 
 class ChatLogprobs(Struct):
+    """Of exactly the tokens that the content is made of, their part in it."""
+
     content: list[ScoredToken]
     refusal: None
 
@@ -67,6 +79,7 @@ class ChatAnswerChoice(Struct):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -76,6 +89,8 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatAnswerChoice]
     usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class ChatDelta(Struct, omit_defaults=True):
@@ -88,6 +103,7 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -99,16 +115,19 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
 
 
 # -- completions ----------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Struct):
+    """Of every token. Those that are no text of their own are called by their bytes or their id."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    text_offset: list[int]  # where each begins in the text, in characters
 
 
 class CompletionAnswerChoice(Struct):
@@ -116,6 +135,9 @@ class CompletionAnswerChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -132,6 +154,8 @@ class CompletionChunkChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(Struct):

@@ -41,7 +41,14 @@ class Answer(ABC):
             for choice in self._reply.choices:
                 job = choice.job
                 id = f"{self._reply.id}-{job.index}"
-                streams.append(self._engine.submit(job.prompt_token_ids, job.params, request_id=id))
+                stream = self._engine.submit(
+                    job.prompt_token_ids,
+                    job.params,
+                    request_id=id,
+                    cache_salt=job.cache_salt,
+                    tenant=job.tenant,
+                )
+                streams.append(stream)
                 if time.monotonic() - turn_began_s > MAX_TURN_S:
                     await asyncio.sleep(0)
                     turn_began_s = time.monotonic()

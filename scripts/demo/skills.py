@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from demo.tables import tables
@@ -103,14 +102,9 @@ def _fixed(world: World, skill: str) -> Exchange:
     return asked(world.phrase(f"{skill}.{intent}"), ANSWERS[skill][intent])
 
 
-@cache
-def known_tables() -> dict[str, Any]:
-    return tables()
-
-
 def option(world: World) -> Exchange:
     # One that means other things to other commands comes as often as it has meanings.
-    entry = world.pick([item for item in known_tables()["options"] for _ in item["helps"]])
+    entry = world.pick([item for item in tables()["options"] for _ in item["helps"]])
     name = entry["names"][0]
     asked_for = world.pick(("does", "does", "default", "which", "commands_of", "how"))
     if asked_for == "which":
@@ -165,7 +159,7 @@ def _default(option: str, default: str) -> str:
 
 
 def command(world: World) -> Exchange:
-    commands, chat_commands = known_tables()["commands"], known_tables()["chat_commands"]
+    commands, chat_commands = tables()["commands"], tables()["chat_commands"]
     asked_for = world.pick(("does", "does", "does", "does_chat", "does_chat", "how", "how", "all"))
     match asked_for:
         case "does":

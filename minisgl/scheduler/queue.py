@@ -1,0 +1,167 @@
+"""The waiting requests, in the order in which they may be admitted.
+
+Clients take turns, each request admitted being one, and so do the users of a client; among the
+requests of one user the policy decides. A step looks at those clients and users alone whose turn it
+is, and nothing here goes through all that wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from typing import TypeAlias
+
+from minisgl.scheduler.state import Waiting
+
+# Puts requests, given by arrival, in the order of admission; it compares at most so many of them.
+Policy: TypeAlias = Callable[[Iterable[Waiting], int], Iterable[Waiting]]
+
+
+class Line:
+    """Requests among which the policy alone decides."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Waiting] = deque()  # by arrival
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, waiting: Waiting) -> None:
+        if self._waiting and self._waiting[-1].arrival > waiting.arrival:
+            insort(self._waiting, waiting, key=_arrival)
+        else:
+            self._waiting.append(waiting)
+
+    def remove(self, waiting: Waiting) -> None:
+        if self._waiting[0] is waiting:
+            self._waiting.popleft()
+        else:
+            del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
+
+    def admitted(self, requests: Sequence[Waiting]) -> None:
+        """Remove them, and remember which requests they have passed."""
+        for waiting in requests:
+            self.remove(waiting)
+        last = max(map(_arrival, requests))
+        for waiting in takewhile(lambda other: other.arrival < last, self._waiting):
+            waiting.num_passed += 1
+
+    def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
+        yield from policy(self._waiting, window)
+
+    def check(self) -> list[Waiting]:
+        """Every request, by arrival; AssertionError if they are not in order."""
+        arrivals = [waiting.arrival for waiting in self._waiting]
+        assert arrivals and arrivals == sorted(arrivals), "a line is empty or out of order"
+        return list(self._waiting)
+
+
+class Turns:
+    """Requests in parts that take turns. A part is a line, or has parts itself."""
+
+    def __init__(self, name_of: Callable[[Waiting], str], make: Callable[[], Turns | Line]) -> None:
+        self._name_of = name_of
+        self._make = make
+        self._parts: OrderedDict[str, Turns | Line] = OrderedDict()  # none empty; next turn first
+        self._last: str | None = None  # whose turn it was last
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def num_of(self, name: str) -> int:
+        part = self._parts.get(name)
+        return 0 if part is None else len(part)
+
+    def put(self, waiting: Waiting) -> None:
+        name = self._name_of(waiting)
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = self._make()
+            if self._last is not None and self._last in self._parts:
+                self._parts.move_to_end(self._last)  # it just had its turn, a newcomer had none
+        part.put(waiting)
+        self._num_waiting += 1
+
+    def remove(self, waiting: Waiting) -> None:
+        name = self._name_of(waiting)
+        part = self._parts[name]
+        part.remove(waiting)
+        self._num_waiting -= 1
+        if not len(part):
+            del self._parts[name]
+
+    def admitted(self, requests: Sequence[Waiting]) -> None:
+        """Remove requests that `in_order` gave, in that order: they were these parts' turns."""
+        by_name: dict[str, list[Waiting]] = {}
+        for waiting in requests:
+            name = self._last = self._name_of(waiting)
+            self._parts.move_to_end(name)
+            by_name.setdefault(name, []).append(waiting)
+        for name, theirs in by_name.items():
+            part = self._parts[name]
+            part.admitted(theirs)
+            if not len(part):
+                del self._parts[name]
+        self._num_waiting -= len(requests)
+
+    def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
+        """All that may be admitted now; the parts share the window.
+
+        Looks at a part when its turn comes. Nothing may come or leave meanwhile.
+        """
+        share = max(1, window // max(1, len(self._parts)))
+        orders = deque[Iterator[Waiting]]()
+        for part in self._parts.values():
+            order = part.in_order(policy, share)
+            if (waiting := next(order, None)) is not None:
+                yield waiting
+                orders.append(order)
+        while orders:
+            order = orders.popleft()
+            if (waiting := next(order, None)) is not None:
+                yield waiting
+                orders.append(order)
+
+    def check(self) -> list[Waiting]:
+        """Every request; AssertionError if an invariant fails."""
+        found: list[Waiting] = []
+        for name, part in self._parts.items():
+            theirs = part.check()
+            assert all(self._name_of(waiting) == name for waiting in theirs), "in a wrong line"
+            found += theirs
+        assert found or not self._parts, "an empty line is left"
+        assert len(found) == self._num_waiting, "the number of waiting requests is wrong"
+        return found
+
+
+class WaitingQueue(Turns):
+    """All waiting requests: clients take turns, and so do the users of each client."""
+
+    def __init__(self) -> None:
+        super().__init__(_client, lambda: Turns(_user, Line))
+
+    def is_full_for(self, client: str, limit: int) -> bool:
+        """Whether a new request of `client` has to be refused.
+
+        Once `limit` requests wait, a client with fewer than its share of that may still come, so
+        that none can keep the others out. The share is equal among all that wait and the newcomer.
+        """
+        if len(self) < limit:
+            return False
+        num_clients = len(self._parts.keys() | {client})
+        return self.num_of(client) >= max(1, limit // num_clients)
+
+
+def _arrival(waiting: Waiting) -> int:
+    return waiting.arrival
+
+
+def _client(waiting: Waiting) -> str:
+    return waiting.request.tenant.client
+
+
+def _user(waiting: Waiting) -> str:
+    return waiting.request.tenant.user

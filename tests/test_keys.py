@@ -1,0 +1,97 @@
+"""Where a server's API keys come from."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from minisgl.bench.load_config import LoadConfig
+from minisgl.errors import ConfigError
+from minisgl.server.config import ServerConfig
+from minisgl.server.keys import MAX_FILE_BYTES, VARIABLE, with_all_keys
+from minisgl_cli.config import ChatConfig
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file for nobody else, and no key in the environment."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    path = tmp_path / "keys"
+    path.touch(0o600)
+    return path
+
+
+def test_without_a_key_there_is_none(file: Path) -> None:
+    assert with_all_keys(ServerConfig()) == ServerConfig()
+
+
+def test_keys_come_from_everywhere_and_count_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(VARIABLE, " b,c\n\td, ,a ")
+    file.write_bytes(b"\xef\xbb\xbf# ours\r\ne\r\n\n   # theirs\n  f#,g  # of Ada\nb\n")
+    config = with_all_keys(ServerConfig(api_key=("a", "a"), api_key_file=str(file)))
+    assert config.api_key == ("a", "b", "c", "d", "e", "f#,g")
+    assert not caplog.records
+    assert "f#,g" not in repr(config)
+
+
+@pytest.mark.parametrize("value", ["", " ", ",\n,"])
+def test_a_variable_without_a_key_does_not_open_the_server(
+    file: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(ConfigError, match=r"MINISGL_API_KEY \(without a key\): allowed: one or"):
+        with_all_keys(ServerConfig())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"\(without a key\): allowed: one or more keys"),
+        (b"# a comment\n", r"\(without a key\): allowed: one or more keys"),
+        (b"fine\nsecret and more\n", "line 2 is more than one word; allowed: a key a line"),
+        ("fine\nsecrèt\n".encode(), r"\(not shown\): allowed: ASCII without spaces"),
+        ("secrèt\n".encode("latin-1"), "not UTF-8; allowed: a text of up to 1024 KiB"),
+        (b"secret\n" * (MAX_FILE_BYTES // 7 + 1), "too large; allowed: a text of up to 1024 KiB"),
+    ],
+)
+def test_a_file_without_keys_is_refused_and_not_shown(
+    file: Path, content: bytes, message: str
+) -> None:
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        with_all_keys(ServerConfig(api_key_file=str(file)))
+    assert str(caught.value).startswith("--api-key-file ")
+    assert "secr" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(file: Path) -> None:
+    missing = f"{file}.txt"
+    with pytest.raises(ConfigError, match=rf"--api-key-file {missing}: No such file"):
+        with_all_keys(ServerConfig(api_key_file=missing))
+    with pytest.raises(ConfigError, match="Is a directory"):
+        with_all_keys(ServerConfig(api_key_file=str(file.parent)))
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_file_that_everybody_can_read_is_worth_a_warning(
+    file: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text("secret\n")
+    file.chmod(mode)
+    assert with_all_keys(ServerConfig(api_key_file=str(file))).api_key == ("secret",)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == warned
+    assert "secret" not in caplog.text
+
+
+def test_no_configuration_shows_its_key() -> None:
+    shown = [
+        repr(ServerConfig(api_key=("secret",))),
+        repr(ChatConfig(api_key="secret")),
+        repr(LoadConfig(url="http://x", api_key="secret")),
+    ]
+    assert not any("secret" in text for text in shown)
