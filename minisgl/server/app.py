@@ -23,6 +23,9 @@ from minisgl.errors import CallerError, InvalidRequestError, MinisglError
 from minisgl.request import check_token_ids
 from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
+from minisgl.server.bodies import BodyBudget
+from minisgl.server.faults import AnswerFaults, HTTPError, raise_fault
+from minisgl.server.hosts import CheckHost, Hosts
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import (
@@ -52,6 +55,7 @@ from minisgl.server.replies import (
     error_body,
 )
 from minisgl.server.request_ids import HEADER, RequestIds, reply_id
+from minisgl.server.root_path import RootPath, route_path
 from minisgl.server.service import Engine, Service, Tokenizer
 from minisgl.server.sse import StreamedAnswer, WholeAnswer
 
@@ -65,20 +69,17 @@ OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which
 Put = TypeVar("Put")
 
 
-class HTTPError(CallerError):
-    """A fault of the HTTP request, rather than of a field in it."""
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.http_status = status
-        self.code = code
-
-
-def create_app(service: Service) -> Starlette:
+def create_app(service: Service, hosts: Hosts | None = None) -> Starlette:
+    """The application. With `hosts` it answers only requests that name one of them."""
     metrics = Metrics(service)
     routes = Routes(service, metrics)
     config = service.config
-    middleware = [Middleware(Observe, metrics=metrics, error_response=_error_response)]
+    middleware = [
+        Middleware(Observe, metrics=metrics, error_response=_error_response),
+        Middleware(AnswerFaults, error_response=_error_response),
+    ]
+    if hosts is not None:
+        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=_error_response))
     if config.api_key:
         middleware.append(Middleware(RequireKey, keys=config.api_key))
     if config.cors_origin:
@@ -93,7 +94,9 @@ def create_app(service: Service) -> Starlette:
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
-    return Starlette(
+    if config.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -113,6 +116,8 @@ def create_app(service: Service) -> Starlette:
             ClientDisconnect: _answer_nobody,
         },
     )
+    app.state.bodies = BodyBudget()
+    return app
 
 
 class Routes:
@@ -221,7 +226,10 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         with_key = bool(self._service.config.api_key)
         routes = request.app.routes
-        return _json(describe(routes, open_paths=OPEN_PATHS, with_key=with_key))
+        root_path = self._service.config.root_path
+        return _json(
+            describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
+        )
 
     def _model(self, name: str) -> dict[str, object]:
         engine = self._service.engine()
@@ -288,7 +296,7 @@ class RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, space, key = given.partition(b" ")
             # The case of a scheme's name does not matter (RFC 9110, 11.1).
@@ -320,15 +328,20 @@ async def _read(request: Request, kind: type[Body]) -> Body:
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise too_large
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
-    if _num_values(body) > MAX_VALUES:
-        limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
-        raise HTTPError(413, limit, "request_too_large")
-    return decode(bytes(body), kind)
+    bodies: BodyBudget = request.app.state.bodies
+    with bodies.share() as share:
+        share.grow_to(int(announced) if announced.isdecimal() else 0)
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large
+            share.grow_to(len(body))
+        raise_fault(request.scope)  # then it is cut off
+        if _num_values(body) > MAX_VALUES:
+            limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
+            raise HTTPError(413, limit, "request_too_large")
+        return decode(bytes(body), kind)
 
 
 def _num_values(body: bytearray) -> int:
@@ -403,7 +416,8 @@ def _error_response(error: Exception, headers: Mapping[str, str] | None = None) 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """What our own code raises. Observe answers what it did not mean to."""
     assert isinstance(error, MinisglError)
-    if request.url.path not in OPEN_PATHS:  # a probe that asks early gets its 503 and no line
+    # A probe that asks early gets its 503 and no line.
+    if route_path(request.scope) not in OPEN_PATHS:
         log_failure(request_id(request.scope), error.http_status, error)
     return _error_response(error, {"retry-after": "1"} if error.http_status == 429 else None)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from minisgl.config import HIDDEN, check_types, option, refuse
 from minisgl.errors import ConfigError
 
 GROUP = "Server"
+# A name, or an IPv6 address with its brackets or without.
+HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
+PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def check_utf8(option: str, name: str, hint: str = "") -> None:
@@ -27,6 +30,23 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
     port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
+    uds: str = option(
+        "", "Path of a Unix socket to listen on, instead of an address and a port.", group=GROUP
+    )
+    ssl_certfile: str = option(
+        "", "Certificate (PEM, with its chain): the server then speaks HTTPS.", group=GROUP
+    )
+    ssl_keyfile: str = option(
+        "", "Private key of the certificate (PEM), if it is not in the same file.", group=GROUP
+    )
+    root_path: str = option(
+        "", "Path below which a proxy offers the server, such as /llm.", group=GROUP
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Further host name that requests may be addressed to, *.NAME or *; repeatable.",
+        group=GROUP,
+    )
     api_key: tuple[str, ...] = option(
         (),
         "Key that requests must bring as their bearer token; repeat for several clients.",
@@ -58,6 +78,14 @@ class ServerConfig:
             refuse(self, "host", "allowed: a host name or an address")
         if not 0 <= self.port <= 65535:
             refuse(self, "port", "allowed: 0 to 65535")
+        self._check_socket()
+        if not PATH.fullmatch(self.root_path):
+            refuse(self, "root_path", "allowed: a path that begins with / and does not end with it")
+        for name in self.allowed_host:
+            if not HOST.fullmatch(name):
+                raise ConfigError(
+                    "--allowed-host", name, "allowed: a host name without scheme and port"
+                )
         for key in self.api_key:
             check_key("--api-key", key)
         if any(not name for name in self.served_model_name):
@@ -71,6 +99,16 @@ class ServerConfig:
                 raise ConfigError(
                     "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
                 )
+
+    def _check_socket(self) -> None:
+        """Refuse what does not go together in where and how to listen."""
+        if self.ssl_keyfile and not self.ssl_certfile:
+            refuse(self, "ssl_keyfile", "is of no use without --ssl-certfile")
+        if self.uds:
+            for spec in fields(self):
+                value = getattr(self, spec.name)
+                if spec.name in ("host", "port", "ssl_certfile") and value != spec.default:
+                    refuse(self, spec.name, "cannot be combined with --uds")
 
 
 def check_key(source: str, key: str) -> None:

@@ -1,30 +1,359 @@
-"""The connection of one client, and how much of its answers may wait for it to read."""
+"""The connection of one client: what it may send, how slowly, and how much may wait for it.
+
+uvicorn's parser collects the head of a request, however long, and waits for the rest of one for
+ever. Here both have limits. What a client owes is counted in seconds by one sweep over all
+connections; a second that the event loop was stuck, or in which nothing was read, is not counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import resource
 import socket
+from enum import Enum, auto
+from typing import Any, cast
 
+import httptools
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from minisgl.server.faults import KEY, HTTPError
+
+logger = logging.getLogger(__name__)
 
 # Bytes that wait in this process, and again as many in the kernel, before `send` waits for the
 # reader. What the engine produces meanwhile is merged, at a few bytes a token.
 MAX_UNSENT_BYTES = 16 << 10
 WANTED_FILES = 1 << 16
+OWN_FILES = 100  # that the process has open besides connections, where it cannot count them
+SPARE_FILES = 64  # for what it opens while it serves
+
+MAX_HEAD_BYTES = 64 << 10  # of the URL, the headers and the trailers of a request
+MAX_HEADERS = 100
+MAX_PIPELINED = 32  # requests that wait for the answer to an earlier one on their connection
+# The parser is fed with so much at a time, which bounds what it collects before we look.
+PIECE_BYTES = 16 << 10
+
+HEAD_SECONDS = 10
+BODY_SECONDS = 20  # a window of the body's transmission, in each of which it needs its rate
+BODY_BYTES_PER_SECOND = 1 << 10
+# Longer than the pools of clients keep a connection, so that none is closed under a new request.
+KEEP_ALIVE_SECONDS = 75
+LINGER_SECONDS = 5
+
+
+class Phase(Enum):
+    """What is expected of a client, and for how many seconds at most."""
+
+    HEAD = auto()  # of the first request, or the rest of a later one's
+    BODY = auto()
+    ANSWER = auto()  # nothing: it waits for us
+    IDLE = auto()
+    LINGER = auto()  # to read its last answer and to close
+
+
+SECONDS = {
+    Phase.HEAD: HEAD_SECONDS,
+    Phase.BODY: BODY_SECONDS,
+    Phase.IDLE: KEEP_ALIVE_SECONDS,
+    Phase.LINGER: LINGER_SECONDS,
+}
+
+
+class Connections(ServerState):
+    """All open connections of a server. When there are too many, those without a request go."""
+
+    def __init__(self, max_open: int) -> None:
+        super().__init__()
+        self.max_open = max_open
+        # The longest here first. All other connections have a request in flight.
+        self.new: dict[Connection, None] = {}  # have not sent a whole head yet
+        self.idle: dict[Connection, None] = {}  # have an answer to each of their requests
+        self._num_shed = 0
+
+    def sweep(self) -> None:
+        """Count one second for every connection, and close those that exceed their time."""
+        for connection in tuple(self.connections):
+            cast(Connection, connection).count_second()
+        if self._num_shed:
+            logger.warning(
+                "Closed %d connections without a request: more than %d at once would exceed the "
+                "limit of open files (ulimit -n).",
+                self._num_shed,
+                self.max_open,
+            )
+            self._num_shed = 0
+
+    def make_room(self, newcomer: Connection) -> None:
+        """Close the least useful connection, `newcomer` at worst, if there are too many."""
+        if len(self.connections) <= self.max_open:
+            return
+        closed = next(iter(self.new))
+        if closed is newcomer:
+            closed = next((idle for idle in self.idle if idle.has_sent_all), newcomer)
+        self.forget(closed)
+        closed.transport.abort()
+        self._num_shed += 1
+
+    def forget(self, connection: Connection) -> None:
+        """Take note that `connection` is neither new nor idle."""
+        self.new.pop(connection, None)
+        self.idle.pop(connection, None)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's own, with a small buffer."""
+    """uvicorn's own, with limits of size and time, and a small buffer."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._all = cast(Connections, server_state)
+        self._phase = Phase.HEAD
+        self._seconds = 0  # in this phase
+        self._num_head_bytes = 0
+        self._num_headers = 0
+        self._num_body_bytes = 0  # in this window
+        self._num_unparsed = 0  # bytes in the parser that it has not reported
+        self._is_silent = True  # nothing has come since it was opened
+        self._is_deaf = False  # whatever comes is ignored
+        self._is_upgrade = False  # the request asks for another protocol, which we ignore
+        self._fault: HTTPError | None = None  # why a callback has stopped the parser
+
+    # -- what the transport calls ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._all.new[self] = None
+        self._all.make_room(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.forget(self)
+        super().connection_lost(exc)
 
     def eof_received(self) -> None:
         # The transport closes when it has sent what waits, which nobody may ever read.
         if self.flow.write_paused:
             self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._is_silent = False
+        if self._phase is Phase.IDLE:
+            self._enter(Phase.HEAD)
+        for start in range(0, len(data), PIECE_BYTES):
+            fault = self._feed(data[start : start + PIECE_BYTES])
+            if fault is not None:
+                self._refuse(fault)
+                return
+
+    # -- what the parser calls ---------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._num_head_bytes = self._num_headers = self._num_unparsed = 0
+        self._enter(Phase.HEAD)
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count_head(len(name) + len(value))
+        # A trailer must not get among the headers, which the app has.
+        if self._phase is Phase.HEAD:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._is_upgrade = True
+            return
+        if len(self.pipeline) >= MAX_PIPELINED and not self._is_deaf:
+            message = f"More than {MAX_PIPELINED} requests wait on this connection."
+            self._stop(HTTPError(429, message, "too_many_pipelined"))
+        super().on_headers_complete()
+        self._all.forget(self)
+        self._num_body_bytes = 0
+        self._enter(Phase.BODY)
+        if self.scope["http_version"] < "1.1":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = AnyLength()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_upgrade:
+            return
+        self._num_unparsed = 0
+        super().on_message_complete()
+        self._enter(Phase.IDLE if self.cycle.response_complete else Phase.ANSWER)
+
+    # -- what uvicorn and the sweep call -----------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._all.idle[self] = None
+            if self._phase is Phase.ANSWER:
+                self._enter(Phase.IDLE)
+
+    def count_second(self) -> None:
+        """Take note that a second has gone by, and act if it was the last of this phase."""
+        if self._phase is Phase.ANSWER or self.flow.read_paused:
+            return
+        self._seconds += 1
+        if self._seconds < SECONDS[self._phase]:
+            return
+        self._seconds = 0
+        if self._phase is Phase.LINGER or self.transport.is_closing():
+            self.transport.abort()
+        elif self._phase is Phase.IDLE or self._is_silent:
+            self.transport.close()
+        elif self._phase is Phase.HEAD:
+            message = f"The head of a request has to arrive within {HEAD_SECONDS} seconds."
+            self._refuse(HTTPError(408, message, "request_timeout"))
+        elif self._num_body_bytes >= BODY_SECONDS * BODY_BYTES_PER_SECOND:
+            self._num_body_bytes = 0
+        else:
+            message = f"The body came at less than {BODY_BYTES_PER_SECOND} bytes a second."
+            self._refuse(HTTPError(408, message, "request_timeout"))
+
+    def linger(self) -> None:
+        """Say that nothing more will come, and let the client read it before closing.
+
+        Closed at once, with something unread, a connection is reset and its last answer lost.
+        """
+        self._enter(Phase.LINGER)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+    @property
+    def has_sent_all(self) -> bool:
+        return not self.transport.get_write_buffer_size()
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._seconds = 0
+
+    def _feed(self, piece: bytes) -> HTTPError | None:
+        """Parse `piece`; returns what is wrong with it."""
+        self._num_unparsed += len(piece)
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._ignore_upgrade(piece[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            return self._fault or HTTPError(
+                400, "Invalid HTTP request received.", "invalid_http_request"
+            )
+        too_much = self._num_head_bytes + self._num_unparsed > MAX_HEAD_BYTES
+        return _head_too_large() if too_much else None
+
+    def _ignore_upgrade(self, rest: bytes) -> HTTPError | None:
+        """Parse the request again as if it asked for no other protocol.
+
+        The parser would take the body for that protocol. Java's client asks for HTTP/2 this way.
+        """
+        self._is_upgrade = False
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+        self._renew_parser()
+        return self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def _renew_parser(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_unparsed = 0
+        self._num_head_bytes += num_bytes
+        if self._num_headers > MAX_HEADERS or self._num_head_bytes > MAX_HEAD_BYTES:
+            self._stop(_head_too_large())
+
+    def _stop(self, fault: HTTPError) -> None:
+        """Called within the parser, which an exception ends."""
+        self._fault = fault
+        raise fault
+
+    def _refuse(self, fault: HTTPError) -> None:
+        """Answer `fault`, in its turn, and close. Whatever else comes is ignored."""
+        self._is_deaf = True
+        if self._phase is not Phase.BODY:
+            # There is no request that it would be the answer to.
+            self._renew_parser()
+            self.parser.feed_data(b"GET / HTTP/1.1\r\n\r\n")
+        elif self.cycle.response_started:
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
+            return
+        cycle = self.cycle
+        cycle.scope["state"][KEY] = fault
+        cycle.keep_alive = False
+        cycle.transport = LingeringTransport(self)
+        cycle.more_body = False
+        cycle.message_event.set()
+        self._enter(Phase.ANSWER)
+        self.flow.resume_reading()  # to notice when the client leaves
+
+
+class LingeringTransport(asyncio.Transport):
+    """What the last answer of a connection is written to when the client may still be sending."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.linger()
+
+
+class AnyLength(int):
+    """What uvicorn takes for the length of an answer to HTTP/1.0, which closing ends.
+
+    Bodies of every length agree with it.
+    """
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> AnyLength:
+        return self
+
+
+def _head_too_large() -> HTTPError:
+    message = (
+        f"URL, headers and trailers of a request, or the extensions of a chunk, are larger than "
+        f"{MAX_HEAD_BYTES >> 10} KiB or more than {MAX_HEADERS} headers."
+    )
+    return HTTPError(431, message, "head_too_large")
 
 
 def limit_unsent(listener: socket.socket) -> None:
@@ -42,3 +371,12 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return WANTED_FILES if soft == unlimited else soft
+
+
+def room_for_connections(num_open: int) -> int:
+    """Connections that this process may have, where it has `num_open` of them now."""
+    try:
+        others = len(os.listdir("/dev/fd")) - num_open
+    except OSError:
+        others = OWN_FILES
+    return max(1, raise_file_limit() - others - SPARE_FILES)

@@ -27,13 +27,16 @@ ERRORS = {
     400: "A field that is wrong or not supported, which `param` names, or no JSON at all.",
     401: "The API key is missing or wrong.",
     404: "No such model.",
+    403: "The header Host has a name that the server does not answer to.",
+    408: "The request came too slowly.",
     413: "The body is too large.",
     429: "Too many requests are waiting; the header Retry-After says when to try again.",
+    431: "The URL and the headers are too large.",
     500: "Something failed here.",
     503: "Loading, draining or dead; `code` says which.",
 }
-READING = (400, 404, 413, 500, 503)
-GENERATING = (*READING, 429)
+ANYWHERE = (403, 431)
+READING = (400, 404, 408, 413, 429, 500, 503)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=ChatRequest,
         answer=shapes.ChatCompletion,
         chunk=shapes.ChatCompletionChunk,
-        errors=GENERATING,
+        errors=READING,
     ),
     "/v1/completions": Operation(
         summary="Continue one or more prompts.",
@@ -63,7 +66,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=CompletionRequest,
         answer=shapes.Completion,
         chunk=shapes.CompletionChunk,
-        errors=GENERATING,
+        errors=READING,
     ),
     "/v1/models": Operation(
         summary="The model, under each of its names.", answer=shapes.ModelList, errors=(503,)
@@ -93,11 +96,11 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def describe(
-    routes: Iterable[BaseRoute], *, open_paths: Iterable[str], with_key: bool
+    routes: Iterable[BaseRoute], *, open_paths: Iterable[str], with_key: bool, root_path: str = ""
 ) -> dict[str, Any]:
     """The description of `routes`, in OpenAPI 3.1. Raises KeyError for one that is not known here.
 
-    With a key, all but `open_paths` need it.
+    With a key, all but `open_paths` need it. Clients find the routes below `root_path`.
     """
     paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
     locked = set(paths) - set(open_paths) if with_key else set()
@@ -115,6 +118,7 @@ def describe(
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": metadata.version("minisgl")},
+        "servers": [{"url": root_path or "/"}],
         "paths": {
             path: {found.method: _operation(path, found, locked=path in locked)}
             for path, found in operations.items()
@@ -135,7 +139,7 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
         success["content"] = {JSON: _schema(operation.answer)}
     if operation.chunk is not None:
         success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
-    errors = (*operation.errors, 401) if locked else operation.errors
+    errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
         str(status): {"description": ERRORS[status], "content": {JSON: _schema(shapes.Error)}}
         for status in sorted(errors)

@@ -9,9 +9,11 @@ import gc
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -22,18 +24,29 @@ from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
-from minisgl.server.connection import Connection, limit_unsent, raise_file_limit
+from minisgl.server.connection import (
+    HEAD_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    OWN_FILES,
+    WANTED_FILES,
+    Connection,
+    Connections,
+    limit_unsent,
+    raise_file_limit,
+    room_for_connections,
+)
+from minisgl.server.hosts import hosts_of
 from minisgl.server.report import report
 from minisgl.server.service import Engine, Service
+from minisgl.server.tls import check_certificate
+from minisgl.server.unix_socket import OwnPath, bind_unix
 
 logger = logging.getLogger(__name__)
 
 # What a connection gets to take its last events, when all requests have ended.
 FLUSH_SECONDS = 2
-# Longer than the pools of clients keep a connection, so that none is closed under a new request.
-KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048
-OWN_FILES = 100  # that the process has open besides connections
+UNIX = "unix:"  # before the path of a socket
 
 Progress = Callable[[str, float], None]
 
@@ -68,8 +81,11 @@ class Process:
     def run(self) -> int:
         """Serve until a signal comes or the engine dies; returns the exit code.
 
-        Raises ConfigError for the address and whatever keeps the engine from starting.
+        Raises ConfigError for the address, the certificate and whatever keeps the engine from
+        starting.
         """
+        if self._config.ssl_certfile:
+            check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
         most = self._engine_config.max_running_requests + self._engine_config.max_queued_requests
         if (limit := raise_file_limit()) < most + OWN_FILES:
             logger.warning(
@@ -78,14 +94,18 @@ class Process:
                 limit,
                 most,
             )
-        with (
-            bind(self._config) as listener,
-            asyncio.Runner(loop_factory=new_event_loop) as runner,
-        ):
-            return runner.run(self._serve(listener))
+        with contextlib.ExitStack() as leaving:
+            listener = leaving.enter_context(bind(self._config))
+            if self._config.uds:
+                leaving.callback(OwnPath(self._config.uds).remove)
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                return runner.run(self._serve(listener, leaving))
 
-    async def _serve(self, listener: socket.socket) -> int:
-        server = Server(http_settings(create_app(self._service)), self._service)
+    async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
+        config = self._config
+        app = create_app(self._service, hosts_of(config, listener))
+        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
+        server = Server(settings, self._service, room_for_connections(0))
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
@@ -95,8 +115,12 @@ class Process:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
                 # A thread that loads weights cannot be ended, and joining it would take minutes.
+                leaving.close()
                 os._exit(0)
             engine = loading.result()
+            server.server_state.max_open = room_for_connections(
+                len(server.server_state.connections)
+            )
             self._begin(engine, listener)
             with_graphs = engine.capacity.max_graph_batch > 0
             reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
@@ -122,14 +146,15 @@ class Process:
         # What was loaded stays for good; the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        url = _url(listener)
-        logger.info("Serving %s at %s", ", ".join(self._service.model_names()), url)
-        logger.info("Try it: %s", _example(url, with_key=bool(self._config.api_key)))
+        place = _place(listener, self._config)
+        logger.info("Serving %s at %s", ", ".join(self._service.model_names()), place)
+        logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
 
 
-def http_settings(app: ASGIApp) -> uvicorn.Config:
+def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+    """Settings of uvicorn, which speaks HTTPS if it has a certificate."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -142,6 +167,8 @@ def http_settings(app: ASGIApp) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=FLUSH_SECONDS,
+        ssl_certfile=certfile or None,
+        ssl_keyfile=keyfile or None,
     )
 
 
@@ -151,12 +178,38 @@ class Server(uvicorn.Server):
     Its own handlers would close connections before they are drained.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    server_state: Connections
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, max_connections: int = WANTED_FILES
+    ) -> None:
         super().__init__(config)
+        self.server_state = Connections(max_connections)
         self._service = service
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl is None:
+            await super().startup(sockets)
+            return
+        # As uvicorn has it, but for the time that a silent client gets to begin with TLS.
+        connect = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                connect,
+                sock=listener,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=HEAD_SECONDS,
+                backlog=self.config.backlog,
+            )
+            for listener in sockets or ()
+        ]
+        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; True stops the server."""
+        if counter % 10 == 0:
+            self.server_state.sweep()
         return await super().on_tick(counter) or self._service.dead
 
     @contextlib.contextmanager
@@ -190,6 +243,10 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket; raises ConfigError where the address cannot be had."""
+    if config.uds:
+        listener = bind_unix(config.uds)
+        listener.listen(BACKLOG)
+        return listener
     try:
         found = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -215,12 +272,19 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _url(listener: socket.socket) -> str:
+def _place(listener: socket.socket, config: ServerConfig) -> str:
+    """The URL of the server, or `unix:` and its path."""
+    if listener.family == socket.AF_UNIX:
+        return UNIX + config.uds
+    scheme = "https" if config.ssl_certfile else "http"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _example(url: str, *, with_key: bool) -> str:
+def _example(place: str, *, with_key: bool) -> str:
     body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
     key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if with_key else ""
+    url = place
+    if place.startswith(UNIX):
+        url = f"--unix-socket {shlex.quote(place.removeprefix(UNIX))} http://localhost"
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

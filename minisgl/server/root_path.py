@@ -1,0 +1,25 @@
+"""Routes below a prefix that a proxy in front has, whether it passes the prefix on or not."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class RootPath:
+    """Middleware that puts every path below `prefix`, where ASGI wants it to be."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        prefix, path = self._prefix, scope["path"]
+        if path != prefix and not path.startswith(prefix + "/"):
+            path = prefix + path
+        await self._app({**scope, "root_path": prefix, "path": path}, receive, send)
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request as the routes have it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
