@@ -25,7 +25,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from minisgl.bench.address import api_base
 from minisgl.bench.compare import CompareError, compare
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.driver import RequestRecord, RunRecord
@@ -43,10 +42,13 @@ from minisgl.bench.room import RoomError, check_room, describe_misfits, with_rem
 from minisgl.bench.serve import Site, bench_serve, share_of_limit
 from minisgl.bench.server import Started
 from minisgl.bench.setting import Setting
-from minisgl.bench.target import ServedModel, Target, TargetError, served_model
+from minisgl.bench.target import Target, served_model
 from minisgl.bench.trace import TraceRow
 from minisgl.bench.watch import Sample, StepCounts, watch
 from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.client.address import api_base
+from minisgl.client.errors import ServerError
+from minisgl.client.models import ServedModel
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.models.config import read_model_config
@@ -718,7 +720,7 @@ async def test_a_key_that_is_wanted_is_said_at_once(
     key: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with fake_server(key="right") as fake:
-        with pytest.raises(TargetError, match=rf"/v1 {said} --api-key\.$"):
+        with pytest.raises(ServerError, match=rf"/v1 {said} --api-key\.$"):
             await measure(fake, api_key=key)
         assert await measure(fake, api_key="right") == 0
     assert "without a name" not in capsys.readouterr().out
@@ -726,7 +728,7 @@ async def test_a_key_that_is_wanted_is_said_at_once(
 
 async def test_no_server_is_said_as_in_the_chat() -> None:
     said = r"^http://127\.0\.0\.1:9/v1/models cannot be reached: no server answers there\.$"
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(ServerError, match=said):
         await measure(Fake(port=9))
 
 
@@ -737,7 +739,7 @@ async def test_what_does_not_speak_http_is_said() -> None:
 
     async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(TargetError, match=r"does not answer in HTTP\.$"):
+        with pytest.raises(ServerError, match=r"does not answer in HTTP\.$"):
             await measure(Fake(port=port))
 
 

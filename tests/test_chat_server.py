@@ -26,12 +26,12 @@ from fake_engine import FakeEngine
 from screens import at_prompt, left
 from serving import served
 
+from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.config import ChatConfig
-from minisgl_cli.http_stream import ServerError
 from minisgl_cli.model import ContextFullError, ReplyDelta
 from minisgl_cli.parameters import NAMES
 from minisgl_cli.server_model import ServerModel

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from screens import Screen
 
+from minisgl.printable import printable
 from minisgl_cli import view
-from minisgl_cli.face import printable
 from minisgl_cli.live import Line, LiveLines
 from minisgl_cli.markdown import Block, Blocks, completed
 from minisgl_cli.pipe import Pipe

@@ -17,7 +17,8 @@ from typing import Any
 
 from minisgl.bench.limits import Peak, engine_peak
 from minisgl.bench.setting import Setting, describe
-from minisgl.bench.target import Target, TargetError
+from minisgl.bench.target import Target
+from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
 from minisgl.server.config import ServerConfig
@@ -81,8 +82,10 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, Started]]
     finally:
         ours.close()
         server.terminate()
-        await asyncio.to_thread(server.join, STOP_SECONDS)
-        server.kill()
+        try:
+            await asyncio.to_thread(server.join, STOP_SECONDS)
+        finally:  # also where Ctrl-C is pressed again
+            server.kill()
 
 
 async def _until_ready(target: Target, server: Any) -> None:
@@ -90,7 +93,7 @@ async def _until_ready(target: Target, server: Any) -> None:
         try:
             await target.get(f"{target.url}/health")
             return
-        except TargetError:  # for the moment between the engine's start and the server's
+        except ServerError:  # for the moment between the engine's start and the server's
             if not server.is_alive():
                 raise MinisglError("The server ended before it took requests.") from None
             await asyncio.sleep(POLL_SECONDS)
