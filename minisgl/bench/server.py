@@ -19,6 +19,7 @@ from minisgl.bench.limits import Peak, engine_peak
 from minisgl.bench.setting import Setting, describe
 from minisgl.bench.target import Target
 from minisgl.client.errors import ServerError
+from minisgl.client.keys import VARIABLE
 from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
 from minisgl.server.config import ServerConfig
@@ -101,6 +102,7 @@ async def _until_ready(target: Target, server: Any) -> None:
 
 def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     """The main function of the process. Ends at SIGTERM, and when whoever started it is gone."""
+    os.environ.pop(VARIABLE, None)  # whose key is for servers of others; this one asks for none
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "WARNING").upper())
 
     async def start(config: EngineConfig) -> Any:

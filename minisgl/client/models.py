@@ -37,7 +37,7 @@ async def list_models(
     """Raises ServerError: RefusedError for a status of failure, NotOpenAIError for nonsense."""
     found = await get(f"{base_url}/models", headers_of(api_key), timeout_s)
     if found.status != 200:
-        raise refused(f"{base_url}/models", found.status, found.body, api_key)
+        raise refused(f"The server at {base_url}", found.status, found.body, api_key)
     try:
         return msgspec.json.decode(found.body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
