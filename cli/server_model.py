@@ -10,13 +10,7 @@ import msgspec
 
 from minisgl.client.address import api_base
 from minisgl.client.chunk import Chunk
-from minisgl.client.errors import (
-    Refusal,
-    RefusedError,
-    ServerError,
-    not_openai,
-    refused,
-)
+from minisgl.client.errors import Refusal, RefusedError, ServerError, not_openai, refused
 from minisgl.client.exchange import DOCUMENT_S, Stream, describe_redirect, open_stream
 from minisgl.client.models import ServedModel, headers_of, list_models
 from minisgl.errors import MinisglError

@@ -85,6 +85,7 @@ ANSWERS = {
     "wrong": b'HTTP/1.1 401 No\r\nContent-Length: 28\r\n\r\n{"error": "Wrong API key  "}',
     "page": b"HTTP/1.1 502 Bad Gateway\r\n\r\n<h1>Bad\nGateway</h1>",
     "silent": b"",
+    "evil": OK + piece("\x1b[1mA") + event(error={"message": "\x1b[2Jno\r\x9b\u202e."}),
     "other": b"SSH-2.0-OpenSSH\r\n",
 }
 
@@ -277,7 +278,8 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         f"sys.argv = ['minisgl', 'chat', '--url', {server.url!r}, '--api-key', 'secret']\n"
         "from minisgl_cli.main import main\n"
         "exit_code = main()\n"
-        "assert not {'torch', 'prompt_toolkit', 'rich.markdown'} & set(sys.modules)\n"
+        "unused = {'torch', 'minisgl.bench.client', 'prompt_toolkit', 'rich.markdown'}\n"
+        "assert not unused & set(sys.modules)\n"
         "sys.exit(exit_code)"
     )
     result = subprocess.run(
@@ -354,6 +356,8 @@ def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
             "A beginning\n",
             "http://[0-9.:]+/v1 ended its answer too early.\n",
         ),
+        # The text of an answer is data, what is said of it is not.
+        ("evil\n", "\x1b[1mA\n", r"http://[0-9.:]+/v1: \[2Jno \.\n"),
     ],
 )
 def test_whatever_comes_through_a_pipe(server: Server, typed: str, answers: str, said: str) -> None:
