@@ -56,10 +56,13 @@ async def _talk(chat: ChatConfig, engine: EngineConfig, face: Face) -> int:
 
 @asynccontextmanager
 async def _server(chat: ChatConfig, engine: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
+    from minisgl.client.keys import find_key
+
     from .server_model import ServerModel
 
     with face.busy("Connecting"):
-        model = await ServerModel.connect(chat.url, chat.api_key, engine.model)
+        key = find_key(chat)
+        model = await ServerModel.connect(chat.url, key, engine.model, chat.request_timeout)
     yield model
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
+from minisgl.client.address import check_address
+from minisgl.client.keys import check_key_options
 from minisgl.config import check_at_least, check_types, option, refuse
-from minisgl.errors import ConfigError, one_of
+from minisgl.errors import one_of
 
 GROUP = "Chat"
 
@@ -22,7 +22,13 @@ class ChatConfig:
         "engine of its own; --model then names one of its models.",
         group=GROUP,
     )
-    api_key: str = option("", "Key for the server at --url.", group=GROUP, secret=True)
+    api_key: str = option(
+        "", "Key for the server at --url; MINISGL_API_KEY if not given.", group=GROUP, secret=True
+    )
+    api_key_file: str = option("", "File with that key.", group=GROUP)
+    request_timeout: float = option(
+        3600.0, "Seconds that an answer of the server at --url may take.", group=GROUP
+    )
     system: str = option("", "System prompt.", group=GROUP)
     temperature: float | None = option(
         None, "Sampling temperature; the model's own if not given.", group=GROUP
@@ -42,23 +48,14 @@ class ChatConfig:
             refuse(self, "temperature", "allowed: 0 to 2")
         if self.thinking not in ("fold", "show"):
             refuse(self, "thinking", one_of(("fold", "show")))
-        if self.url and not _is_http(self.url):
-            refuse(self, "url", "allowed: an address such as http://127.0.0.1:1919")
-        # A header carries nothing else.
-        if self.api_key and not re.fullmatch("[!-~]+", self.api_key):
-            raise ConfigError("--api-key", "(not shown)", "allowed: ASCII without spaces")
+        if self.url:
+            check_address(self.url)
+        check_key_options(self)
+        if not self.request_timeout > 0:
+            refuse(self, "request_timeout", "allowed: a number above 0")
 
     @property
     def sampling(self) -> dict[str, float]:
         """The parameters that were given, by the name that the API and SamplingParams have."""
         given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {name: value for name, value in given.items() if value is not None}
-
-
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        (parts.hostname or "").encode("idna")  # as the look-up of the name will
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a bracket that is not closed, an empty label
-        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -60,13 +59,3 @@ def open_face(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) 
     from .pipe import Pipe
 
     return Pipe(show_thinking=show_thinking)
-
-
-def printable(text: str) -> str:
-    """Without control characters, for a model must not be able to drive the terminal, and without
-    surrogates, which no terminal takes."""
-    return "".join(
-        character
-        for character in text
-        if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
-    )

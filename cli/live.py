@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 
-from .face import printable
+from minisgl.printable import printable
 
 # Terminals that know it show what stands between at once, so that nothing flickers.
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"

@@ -6,15 +6,23 @@ import logging
 import os
 
 from minisgl.errors import ConfigError, one_of
+from minisgl.printable import printable
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+class PrintableFormatter(logging.Formatter):
+    """What others have sent may be in a line or in an exception; it must not drive a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def set_up_logging(default: str = "INFO") -> None:
     """Called once by a command, before it does anything. Raises ConfigError."""
     handler = logging.StreamHandler()
     handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+        PrintableFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     )
     logger = logging.getLogger("minisgl")
     logger.handlers = [handler]

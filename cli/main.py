@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from minisgl.errors import MinisglError
+from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat import chat
@@ -92,8 +93,11 @@ def _misused(error: Any) -> str:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    """Called while the exception is handled: says in one line what is wrong."""
+    """Called while the exception is handled: says in one line what is wrong.
+
+    A server's words may be in it, which must not drive the terminal.
+    """
     if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
-        traceback.print_exc()
-    print(f"minisgl: {' '.join(message.split())}", file=sys.stderr)
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
+    print(f"minisgl: {printable(' '.join(message.split()))}", file=sys.stderr)
     return exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,10 +18,22 @@ from rich.text import Text
 # HTML is text here: it could not be shown, and would vanish.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 # The beginning of a line that may yet become a fence, a list, a rule, a heading or a mere text.
-UNDECIDED = re.compile(r"[ \t]*(`{3,}[^`]*|[`~]+|[-=*+_#>|: \t]+|\d{1,9}([.)][ \t]*)?)\Z")
+# Blanks are taken once and for all (*+): else a long line of them would be tried in every way.
+UNDECIDED = re.compile(
+    r"[ \t]*+(`{3,}[^`]*|[`~]+|[-=*+_#>|:][-=*+_#>|: \t]*|\d{1,9}([.)][ \t]*)?|(?<=[ \t]))\Z"
+)
 FENCE = re.compile(r"[ ]{0,3}(`{1,3}|~{1,3})\Z")
 CODE_THEME = "ansi_dark"  # the terminal's own colours
 TAB_SIZE = 4
+HIGHLIGHT_S = 0.5  # for a block
+LINE_SIZE = 32  # a line of its own takes as long as so many characters
+MAX_SIZE = 64 << 10  # of a block, and of what comes at once; a second or two
+MAX_CODE_SIZE = 256 << 10  # of a block of code, which is not read as Markdown
+
+
+def size(text: str) -> int:
+    """What it takes to draw, in characters."""
+    return len(text) + LINE_SIZE * text.count("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,11 @@ class Blocks:
         self._text = ""
         self._before: Block | None = None  # given out last
 
+    @property
+    def size(self) -> int:
+        """Of the rest."""
+        return size(self._text)
+
     def feed(self, piece: str) -> list[Block]:
         """The blocks that nothing can change any more."""
         self._text += piece
@@ -61,6 +79,11 @@ class Blocks:
     def last(self) -> list[Block]:
         """As if the text ended here; there is a second one where it has just begun, or may have."""
         return self._split(self._text)
+
+    def cut(self) -> tuple[list[Block], str]:
+        """As if the text ended behind the last line that is whole; and the line that is not."""
+        lines, newline, line = self._text.rpartition("\n")
+        return (self._split(lines), line) if newline else (self._split(line), "")
 
     def _split(self, text: str) -> list[Block]:
         lines = text.split("\n")
@@ -144,15 +167,24 @@ class FencedCode(CodeBlock):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = "" if self.lexer_name == "text" else self.lexer_name
         yield Text(f"```{shown}", style="dim")
-        # Twice as fast as to let Syntax lay out the lines, which a long block has to be.
-        syntax = Syntax(
-            "", self.lexer_name, theme=CODE_THEME, background_color="default", word_wrap=True
-        )
-        code = syntax.highlight(str(self.text).rstrip("\n"))
-        code.rstrip()
-        code.overflow, code.tab_size = "fold", TAB_SIZE
-        yield code
+        yield highlighted(str(self.text).rstrip("\n"), self.lexer_name)
         yield Text("```", style="dim")
+
+
+def highlighted(code: str, lexer_name: str) -> Text:
+    """In colours, as far as they can be found in time: some code takes some lexers very long."""
+    text = Text(overflow="fold", tab_size=TAB_SIZE)
+    lexer = Syntax("", lexer_name, tab_size=0).lexer
+    if lexer is not None:
+        style_of = Syntax.get_theme(CODE_THEME).get_style_for_token
+        until = time.perf_counter() + HIGHLIGHT_S
+        for kind, part in lexer.get_tokens(code):
+            text.append(part, style_of(kind))
+            if time.perf_counter() > until:
+                break
+    text.append(code[len(text) :])
+    text.rstrip()
+    return text
 
 
 class BlockMarkdown(Markdown):

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
 
-from .face import printable
+from minisgl.printable import printable
+
 from .quotes import QUOTES, is_open
 from .thinking import CLOSE, OPEN
 

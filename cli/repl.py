@@ -119,12 +119,22 @@ class Repl:
 
 @contextmanager
 def on_interrupt(action: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C calls `action` while the context is open, and does what it did before afterwards."""
+    """Ctrl-C calls `action` while the context is open, and does what it did before afterwards.
+
+    Once more, while that has not helped, it raises KeyboardInterrupt wherever the program is.
+    """
     loop = asyncio.get_running_loop()
-    before = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, action)
+    was_pressed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal was_pressed
+        if was_pressed:
+            raise KeyboardInterrupt
+        was_pressed = True
+        loop.call_soon_threadsafe(action)
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, before)

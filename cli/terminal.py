@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from rich.console import Console
 from rich.theme import Theme
 
-from .face import printable
+from minisgl.printable import printable
+
 from .prompt import make_session
 from .view import AnswerView, MarkdownView, PlainView
 

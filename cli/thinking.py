@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"
+MAX_HELD_CHARS = 1000
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class ThinkingSplitter:
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begun = text.lstrip()
-            if OPEN.startswith(begun):  # or nothing yet
+            # Or nothing yet; so many blanks are no beginning of a tag, but of an answer.
+            if OPEN.startswith(begun) and len(text) <= MAX_HELD_CHARS:
                 self._inside = True if begun == OPEN else None
                 self._held = "" if self._inside else text
                 return Split()

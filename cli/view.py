@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from .live import Line, LiveLines, render
-from .markdown import Block, BlockMarkdown, Blocks
+from .markdown import MAX_CODE_SIZE, MAX_SIZE, Block, BlockMarkdown, Blocks, size
 
 FRAME_S = 1 / 30
 DRAWING_SHARE = 0.2  # of the time, at most
@@ -80,6 +80,7 @@ class MarkdownView:
         self._pacer = Pacer(self._draw)
         self._blocks = Blocks()
         self._unread = ""  # of the answer, since it was drawn
+        self._plain: PlainView | None = None  # for the rest of an answer that is too much
         self._before: Block | None = None  # the last finished one
         self._is_first = True  # nothing has been printed for good
         self._thinking_since: float | None = None  # None: not now
@@ -91,15 +92,25 @@ class MarkdownView:
             self._thinking_since = time.perf_counter()
         self.thoughts += text
         self._unread_thoughts += text
-        self._pacer.ask()
+        if self._plain is None:
+            self._pacer.ask()
 
     def write(self, text: str) -> None:
         self._end_thinking()
+        if self._plain is not None:
+            self._plain.write(text)
+            return
+        if size(self._unread) + size(text) > MAX_SIZE:
+            self._become_plain(text)
+            return
         self._unread += text
         self._pacer.ask()
 
     def close(self) -> None:
         self._pacer.stop()
+        if self._plain is not None:
+            self._plain.close()
+            return
         self._end_thinking()
         finished = [*self._feed(), *self._blocks.last()]
         lines = self._lines(finished, finished=True)
@@ -112,9 +123,23 @@ class MarkdownView:
         final = self._lines(self._feed(), finished=True)
         before, is_first = self._before, self._is_first
         # Of a second one there is a line that may turn out to be anything.
-        lines = self._lines(self._blocks.last()[:1], finished=False)
+        unfinished = self._blocks.last()[:1]
+        lines = self._lines(unfinished, finished=False)
         self._before, self._is_first = before, is_first
         self._live.draw(final + lines, num_final=len(final))
+        is_code = any(block.is_code for block in unfinished)
+        if self._blocks.size > (MAX_CODE_SIZE if is_code else MAX_SIZE):
+            self._become_plain()
+
+    def _become_plain(self, text: str = "") -> None:
+        """Shows the answer as it comes from here on: it is more than can be drawn in time."""
+        self._pacer.stop()
+        finished = self._feed()
+        blocks, line = self._blocks.cut()
+        lines = self._lines([*finished, *blocks], finished=True)
+        self._live.draw(lines, num_final=len(lines))
+        self._plain = PlainView(self._console, show_thinking=self._show_thinking)
+        self._plain.write(line + text)
 
     def _feed(self) -> list[Block]:
         unread, self._unread = self._unread, ""
@@ -146,7 +171,7 @@ class MarkdownView:
             self._live.draw(self._dim("Thinking…") + end[-NUM_THOUGHT_LINES:])
 
     def _end_thinking(self) -> None:
-        if self._thinking_since is None:
+        if self._thinking_since is None or self._plain is not None:
             return
         seconds = time.perf_counter() - self._thinking_since
         self._thinking_since = None

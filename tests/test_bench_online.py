@@ -7,6 +7,7 @@ import csv
 import gc
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -25,7 +26,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from minisgl.bench.address import api_base
 from minisgl.bench.compare import CompareError, compare
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.driver import RequestRecord, RunRecord
@@ -43,10 +43,13 @@ from minisgl.bench.room import RoomError, check_room, describe_misfits, with_rem
 from minisgl.bench.serve import Site, bench_serve, share_of_limit
 from minisgl.bench.server import Started
 from minisgl.bench.setting import Setting
-from minisgl.bench.target import ServedModel, Target, TargetError, served_model
+from minisgl.bench.target import Target, served_model
 from minisgl.bench.trace import TraceRow
 from minisgl.bench.watch import Sample, StepCounts, watch
 from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.client.address import api_base
+from minisgl.client.errors import ServerError
+from minisgl.client.models import ServedModel
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.models.config import read_model_config
@@ -712,13 +715,13 @@ async def test_a_server_that_tells_its_context_is_not_asked_for_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [(None, "needs a key; give it with"), ("wrong", "refuses the key of")]
+    ("key", "said"), [(None, "Give it a key with --api-key"), ("wrong", "It does not take the key")]
 )
 async def test_a_key_that_is_wanted_is_said_at_once(
     key: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with fake_server(key="right") as fake:
-        with pytest.raises(TargetError, match=rf"/v1 {said} --api-key\.$"):
+        with pytest.raises(ServerError, match=rf"/v1 answers 401: no key\. {said}"):
             await measure(fake, api_key=key)
         assert await measure(fake, api_key="right") == 0
     assert "without a name" not in capsys.readouterr().out
@@ -726,7 +729,7 @@ async def test_a_key_that_is_wanted_is_said_at_once(
 
 async def test_no_server_is_said_as_in_the_chat() -> None:
     said = r"^http://127\.0\.0\.1:9/v1/models cannot be reached: no server answers there\.$"
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(ServerError, match=said):
         await measure(Fake(port=9))
 
 
@@ -737,7 +740,7 @@ async def test_what_does_not_speak_http_is_said() -> None:
 
     async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(TargetError, match=r"does not answer in HTTP\.$"):
+        with pytest.raises(ServerError, match=r"does not answer in HTTP\.$"):
             await measure(Fake(port=port))
 
 
@@ -785,7 +788,8 @@ def test_a_server_of_its_own_is_started_and_stopped(tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, lines)))
     options = ("--trace", trace, "--trace-scale", "0.1", "--repeat", "1", "--json", file)
     command = [sys.executable, "-m", "minisgl", "bench", "serve", "--device", "cpu", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    with_key = {**os.environ, "MINISGL_API_KEY": "of-another-server"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=with_key)
     assert (result.returncode, result.stderr) == (0, "")
     assert "demo with its own weights in float32, on CPU" in result.stdout
     assert "3 requests in 1.0 s of the trace" in result.stdout

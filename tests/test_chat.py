@@ -28,13 +28,13 @@ from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, InvalidRequestError
 from minisgl.models.hub import DEMO_NOTE
+from minisgl.printable import printable
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl_cli.answer import Answer
 from minisgl_cli.commands import Session
 from minisgl_cli.conversation import Conversation
 from minisgl_cli.engine_model import EngineModel
-from minisgl_cli.face import printable
 from minisgl_cli.model import ReplyDelta
 from minisgl_cli.parameters import NAMES
 from minisgl_cli.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file

@@ -16,16 +16,17 @@ from fake_face import FakeFace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minisgl.client.errors import ServerError
+from minisgl.client.models import ServedModel
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli import saved
 from minisgl_cli.commands import TABLE, Session
 from minisgl_cli.conversation import Conversation, Turn
-from minisgl_cli.http_stream import ServerError
 from minisgl_cli.model import ContextFullError, Message, ReplyDelta
 from minisgl_cli.parameters import NAMES
 from minisgl_cli.repl import MAKE_ROOM, Repl
-from minisgl_cli.server_model import ServedModel, ServerModel
+from minisgl_cli.server_model import ServerModel
 
 CTRL_C = "^"
 DOWN = ServerError("The server is down.")

@@ -26,12 +26,12 @@ from fake_engine import FakeEngine
 from screens import at_prompt, left
 from serving import served
 
+from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.answer import Answer
 from minisgl_cli.config import ChatConfig
-from minisgl_cli.http_stream import ServerError
 from minisgl_cli.model import ContextFullError, ReplyDelta
 from minisgl_cli.parameters import NAMES
 from minisgl_cli.server_model import ServerModel
@@ -85,6 +85,7 @@ ANSWERS = {
     "wrong": b'HTTP/1.1 401 No\r\nContent-Length: 28\r\n\r\n{"error": "Wrong API key  "}',
     "page": b"HTTP/1.1 502 Bad Gateway\r\n\r\n<h1>Bad\nGateway</h1>",
     "silent": b"",
+    "evil": OK + piece("\x1b[1mA") + event(error={"message": "\x1b[2Jno\r\x9b\u202e."}),
     "other": b"SSH-2.0-OpenSSH\r\n",
 }
 
@@ -182,7 +183,7 @@ async def test_thinking_and_counts_are_told(server: Server) -> None:
         (
             "wrong",
             ServerError,
-            "The server answers 401: Wrong API key. Give it a key with --api-key.",
+            "answers 401: Wrong API key. It does not take the key that it was given.",
         ),
         ("page", ServerError, "The server answers 502: <h1>Bad Gateway</h1>"),
         ("broken", ServerError, "ended its answer too early"),
@@ -191,7 +192,7 @@ async def test_thinking_and_counts_are_told(server: Server) -> None:
         ("deep failure", ServerError, 'The server answers 500: {"error":{"error":'),
         ("Latin", ServerError, 'The server answers 500: {"error": "caf\ufffd"}'),
         ("nonsense", ServerError, "does not speak OpenAI's API"),
-        ("silent", ServerError, "the connection was closed without an answer"),
+        ("silent", ServerError, "closed the connection without an answer"),
         ("other", ServerError, "does not answer in HTTP"),
     ],
 )
@@ -277,7 +278,8 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         f"sys.argv = ['minisgl', 'chat', '--url', {server.url!r}, '--api-key', 'secret']\n"
         "from minisgl_cli.main import main\n"
         "exit_code = main()\n"
-        "assert not {'torch', 'prompt_toolkit', 'rich.markdown'} & set(sys.modules)\n"
+        "unused = {'torch', 'minisgl.bench.client', 'prompt_toolkit', 'rich.markdown'}\n"
+        "assert not unused & set(sys.modules)\n"
         "sys.exit(exit_code)"
     )
     result = subprocess.run(
@@ -287,7 +289,8 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         text=True,
     )
     assert result.stdout == "Hello.\nNo.\n"
-    assert result.stderr == "The server answers 401: Wrong API key. Give it a key with --api-key.\n"
+    said = "answers 401: Wrong API key. It does not take the key that it was given.\n"
+    assert result.stderr == f"The server {said}"
     assert result.returncode == 1
     assert set(server.keys) == {"Bearer secret"}
     # A thought goes back as the model wrote it: templates know what to do with it.
@@ -353,6 +356,8 @@ def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
             "A beginning\n",
             "http://[0-9.:]+/v1 ended its answer too early.\n",
         ),
+        # The text of an answer is data, what is said of it is not.
+        ("evil\n", "\x1b[1mA\n", r"http://[0-9.:]+/v1: \[2Jno \.\n"),
     ],
 )
 def test_whatever_comes_through_a_pipe(server: Server, typed: str, answers: str, said: str) -> None:

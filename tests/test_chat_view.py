@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +16,22 @@ from rich.cells import cell_len
 from rich.console import Console
 from screens import Screen
 
+from minisgl.printable import printable
 from minisgl_cli import view
-from minisgl_cli.face import printable
 from minisgl_cli.live import Line, LiveLines
-from minisgl_cli.markdown import Block, Blocks, completed
+from minisgl_cli.markdown import (
+    MAX_SIZE,
+    PARSER,
+    UNDECIDED,
+    Block,
+    Blocks,
+    completed,
+    highlighted,
+    size,
+)
 from minisgl_cli.pipe import Pipe
-from minisgl_cli.thinking import ThinkingSplitter
+from minisgl_cli.repl import on_interrupt
+from minisgl_cli.thinking import MAX_HELD_CHARS, ThinkingSplitter
 from minisgl_cli.view import MarkdownView, PlainView
 
 ANSWER = """# A *title*
@@ -183,6 +196,13 @@ def console(width: int, height: int) -> tuple[Console, Output]:
     return made, output
 
 
+async def play(terminal: Console, pieces: Iterable[str]) -> None:
+    answer = MarkdownView(terminal, show_thinking=True)
+    for piece in pieces:
+        answer.write(piece)
+    answer.close()
+
+
 def shown(
     text: str, cuts: Sequence[int], *, width: int, height: int, thinking: str = ""
 ) -> list[str]:
@@ -243,6 +263,89 @@ def test_nothing_of_a_long_line_is_lost(frame: str, width: int) -> None:
 def test_no_character_reference_drives_the_terminal() -> None:
     for text in ("&#27;[2J", "`&#155;2J`", "a&#13;b&#7;&#8;"):
         assert not any(printable(line) != line for line in shown(text, (), width=40, height=9))
+
+
+# -- what is made to take long ---------------------------------------------------------------------
+
+BOUND_S = 20  # where a mistake takes minutes
+
+
+def test_blanks_are_looked_at_once() -> None:
+    began = time.monotonic()
+    for line in (" " * 10**5 + "x", "\t" * 10**5 + "x", "```\n" + " \t" * 10**5 + "x"):
+        assert completed(line) == line
+        assert "".join(block.source for block in blocks_of(line)) == line
+    assert time.monotonic() - began < BOUND_S
+
+
+@pytest.mark.parametrize(
+    "undecided", [" ", "\t ", "  -", "- = |", "``", " ```py", "1", " 12) ", "~~"]
+)
+def test_the_beginning_of_a_line_may_become_anything(undecided: str) -> None:
+    assert UNDECIDED.match(undecided)
+    assert not UNDECIDED.match(undecided + "x") or "`" in undecided
+    assert not UNDECIDED.match("x" + undecided)
+
+
+@pytest.mark.usefixtures("every_frame")
+@pytest.mark.parametrize(
+    "unit", ["[", "*a_", "`", "![a](", "<", ">", "|", "&#", "a\n", "- a\n  ", "- ", " ", "x"]
+)
+def test_no_more_is_parsed_than_can_be_drawn(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one block that does not end; it is shown nevertheless, as it is."""
+    monkeypatch.setattr(view, "MAX_SIZE", 2000)
+    monkeypatch.setattr(view, "MAX_CODE_SIZE", 4000)
+    parsed: list[int] = []
+    parse = PARSER.parse
+
+    def counted(source: str) -> object:
+        parsed.append(len(source))
+        return parse(source)
+
+    monkeypatch.setattr(PARSER, "parse", counted)
+    text = unit * (40_000 // len(unit)) + "end"
+    terminal, output = console(80, 24)
+    asyncio.run(play(terminal, pieces(text, range(0, len(text), 500))))
+    assert max(parsed) < 5000 and sum(parsed) < 100_000
+    assert output.screen.lines[-1].endswith("end")
+    if not {" ", "\n"} & set(unit):  # which has no rows of its own
+        shown = "".join(output.screen.lines)
+        assert shown.endswith(text[-35_000:])
+
+
+def test_what_comes_at_once_is_drawn_or_shown_as_it_is() -> None:
+    terminal, output = console(80, 24)
+    text = "".join(f"**{number}**\n\n" for number in range(2000))
+    assert size(text) > MAX_SIZE
+    asyncio.run(play(terminal, ["*Some*", " text.\nand a li", "ne", text]))
+    lines = [line for line in output.screen.lines if line]
+    assert lines[:2] == ["Some text.", "and a line**0**"]
+    assert lines[2:] == [f"**{number}**" for number in range(1, 2000)]
+
+
+def test_code_of_which_the_colours_take_too_long_is_shown_without() -> None:
+    began = time.monotonic()
+    for name, unit in (("perl", "s{"), ("python", "x = (1,\n"), ("none", "a\tb")):
+        code = unit * (60_000 // len(unit))
+        assert highlighted(code, name).plain == code.rstrip()
+    assert time.monotonic() - began < BOUND_S
+    assert highlighted("x = 1", "python").spans
+
+
+def test_blanks_without_end_are_no_beginning_of_thinking() -> None:
+    splitter = ThinkingSplitter()
+    text = "".join(splitter.feed(" ").text for _ in range(MAX_HELD_CHARS + 1))
+    assert text == " " * (MAX_HELD_CHARS + 1)
+    assert splitter.feed("<think>").text == "<think>"
+
+
+async def test_ctrl_c_helps_also_where_the_loop_is_busy() -> None:
+    pressed = asyncio.Event()
+    with on_interrupt(pressed.set):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(pressed.wait(), BOUND_S)
 
 
 def test_only_what_changes_is_drawn_again() -> None:

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ROWS = (
-    ("errors", "request", "shards", "config", "progress"),
+    ("errors", "request", "shards", "config", "progress", "printable"),
     ("tokenizer", "detokenizer", "kvcache"),
-    ("scheduler", "stats"),
+    ("scheduler", "stats", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
     ("fanout", "engine", "llm"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.client.address import check_address
+from minisgl.client.keys import check_key_options
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import ConfigError, one_of
 
@@ -45,7 +46,10 @@ class LoadConfig:
         "name in requests. Without it a server is started.",
         group=LOAD_GROUP,
     )
-    api_key: str | None = option(None, "Bearer token for --url.", group=LOAD_GROUP, secret=True)
+    api_key: str | None = option(
+        None, "Key for --url; MINISGL_API_KEY if not given.", group=LOAD_GROUP, secret=True
+    )
+    api_key_file: str | None = option(None, "File with that key.", group=LOAD_GROUP)
     endpoint: str = option(
         "auto",
         "completions (prompts of token ids) or chat (prompts of words); chat for multi-turn.",
@@ -81,8 +85,9 @@ class LoadConfig:
     def __post_init__(self) -> None:
         check_types(self)
         if self.url is not None:
-            _check_url(self, self.url)
-        for name in ("api_key", "vocab_size"):
+            check_address(self.url)
+        check_key_options(self)
+        for name in ("api_key", "api_key_file", "vocab_size"):
             if self.url is None and getattr(self, name) is not None:
                 shown = "(not shown)" if name == "api_key" else getattr(self, name)
                 raise ConfigError(f"--{name.replace('_', '-')}", shown, "only with --url")
@@ -141,16 +146,6 @@ def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
     if workload.kind == "trace" and timed:
         given = ",".join(load.request_rate)
         raise ConfigError("--request-rate", given, "a trace has its own times: --trace-scale")
-
-
-def _check_url(config: LoadConfig, url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        right = False
-    if not right:
-        refuse(config, "url", "allowed: http://HOST:PORT or https://HOST, with a path or without")
 
 
 def _parts(values: tuple[str, ...]) -> list[str]:

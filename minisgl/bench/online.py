@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
-from minisgl.bench.chunk import Chunk, Delta, Usage
 from minisgl.bench.client import Answer, Tally
 from minisgl.bench.driver import RequestRecord
 from minisgl.bench.plan import PlannedRequest
 from minisgl.bench.target import Message, Target, question
+from minisgl.client.chunk import Chunk, Delta, Usage
+from minisgl.client.errors import AnswerError, Refusal, unreachable
+from minisgl.client.exchange import describe_redirect
 from minisgl.errors import MinisglError
 
 TIMEOUT_S = 600.0
@@ -172,8 +174,10 @@ class _Run:
                 await self._send(index, body, due)
         except TimeoutError:
             self._failed[index] = f"no whole answer in {self._timeout_s:g} s"
+        except AnswerError as error:
+            self._failed[index] = f"the server {error}"
         except OSError as error:
-            self._failed[index] = f"the connection broke: {error}"
+            self._failed[index] = str(unreachable("the server", error))
         except OnlineRunError as error:
             self._failed[index] = str(error)
         finally:
@@ -202,11 +206,12 @@ class _Run:
     async def _send(self, index: int, body: bytes, due: float) -> None:
         self._progress.num_running += 1
         try:
-            answer = await self._target.ask(body, self._progress.received)
+            max_tokens = self._plan[index].max_tokens
+            answer = await self._target.ask(body, max_tokens, self._progress.received)
         finally:
             self._progress.num_running -= 1
         if answer.status != 200:
-            raise OnlineRunError(f"{answer.status}: {_reason(answer)}")
+            raise OnlineRunError(f"{answer.status}: {self._reason(answer)}")
         self._late_s[index] = answer.sent - due
         self._answers[index] = answer
 
@@ -221,6 +226,15 @@ class _Run:
             parent = asked.parent if asked.continues else None
         return [message for turn in reversed(turns) for message in turn]
 
+    def _reason(self, answer: Answer) -> str:
+        """What an answer that is no stream says."""
+        if answer.redirect is not None:
+            return describe_redirect(self._target.url, answer.redirect)
+        return self._said(b"\n\n".join([*answer.events, answer.rest]))
+
+    def _said(self, body: bytes) -> str:
+        return Refusal.read(body, self._target.api_key).message
+
     def _streamed(self, index: int, answer: Answer) -> StreamedRequest:
         """Raises OnlineRunError."""
         asked = self._plan[index]
@@ -229,7 +243,7 @@ class _Run:
         with_choice: list[float] = []
         for at, chunk in _chunks(answer):
             if chunk.error:
-                raise OnlineRunError(_message({"error": chunk.error}))
+                raise OnlineRunError(self._said(msgspec.json.encode({"error": chunk.error})))
             usage = chunk.usage or usage
             choices = chunk.choices or []
             finished |= any(choice.finish_reason for choice in choices)
@@ -265,19 +279,3 @@ def _texts(answer: Answer) -> Iterator[tuple[float, str]]:
         for choice in chunk.choices or ():
             delta = choice.delta or Delta()
             yield at, (choice.text or "") + delta.thinking + (delta.content or "")
-
-
-def _reason(answer: Answer) -> str:
-    """What an answer that is no stream says."""
-    body = b"\n\n".join([*answer.events, answer.rest])
-    try:
-        message = _message(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, AttributeError):
-        message = body[:500].decode(errors="replace")
-    return " ".join(message.split())
-
-
-def _message(answered: dict[str, Any]) -> str:
-    """Of an error in OpenAI's envelope, or in one like it."""
-    error = answered.get("error") or answered
-    return str(error.get("message", error) if isinstance(error, dict) else error)

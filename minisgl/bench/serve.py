@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 
 import minisgl
-from minisgl.bench.address import api_base
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
 from minisgl.bench.console import make_console
 from minisgl.bench.driver import RunRecord
@@ -43,6 +42,9 @@ from minisgl.bench.trace import TraceRow, read_trace
 from minisgl.bench.watch import Watched, watch
 from minisgl.bench.workload import MAX_TOKEN_ID
 from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.client.address import api_base
+from minisgl.client.exchange import DOCUMENT_S
+from minisgl.client.keys import find_key
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.server.connection import raise_file_limit
 
@@ -161,7 +163,6 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
     target = Target(
         url="",
         endpoint=endpoint,
-        api_key=load.api_key,
         temperature=config.temperature,
         ignore_eos=not load.stop_at_eos,
     )
@@ -179,7 +180,12 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
             )
         return
     refuse_engine_options(wanted.engine)
-    target = replace(target, url=api_base(load.url))
+    target = replace(
+        target,
+        url=api_base(load.url),
+        api_key=find_key(load),
+        document_s=min(DOCUMENT_S, load.request_timeout),
+    )
     model = await served_model(target, wanted.engine.model)
     target = replace(target, model=model.id)
     console.print(f"{target.url}: {target.model or 'a model without a name'}")

@@ -17,7 +17,9 @@ from typing import Any
 
 from minisgl.bench.limits import Peak, engine_peak
 from minisgl.bench.setting import Setting, describe
-from minisgl.bench.target import Target, TargetError
+from minisgl.bench.target import Target
+from minisgl.client.errors import ServerError
+from minisgl.client.keys import VARIABLE
 from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
 from minisgl.server.config import ServerConfig
@@ -81,8 +83,10 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, Started]]
     finally:
         ours.close()
         server.terminate()
-        await asyncio.to_thread(server.join, STOP_SECONDS)
-        server.kill()
+        try:
+            await asyncio.to_thread(server.join, STOP_SECONDS)
+        finally:  # also where Ctrl-C is pressed again
+            server.kill()
 
 
 async def _until_ready(target: Target, server: Any) -> None:
@@ -90,7 +94,7 @@ async def _until_ready(target: Target, server: Any) -> None:
         try:
             await target.get(f"{target.url}/health")
             return
-        except TargetError:  # for the moment between the engine's start and the server's
+        except ServerError:  # for the moment between the engine's start and the server's
             if not server.is_alive():
                 raise MinisglError("The server ended before it took requests.") from None
             await asyncio.sleep(POLL_SECONDS)
@@ -98,6 +102,7 @@ async def _until_ready(target: Target, server: Any) -> None:
 
 def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     """The main function of the process. Ends at SIGTERM, and when whoever started it is gone."""
+    os.environ.pop(VARIABLE, None)  # whose key is for servers of others; this one asks for none
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "WARNING").upper())
 
     async def start(config: EngineConfig) -> Any:

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import http.client
-import ssl
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
-from minisgl.bench.address import unreachable
 from minisgl.bench.client import Answer, Tally, post
 from minisgl.bench.plan import PlannedRequest, chat_text
-from minisgl.errors import MinisglError
+from minisgl.client.address import Address
+from minisgl.client.errors import NotOpenAIError, RefusedError, refused
+from minisgl.client.exchange import DOCUMENT_S, get
+from minisgl.client.models import ServedModel, headers_of, list_models
 
-TIMEOUT_S = 10  # of what is asked beside the load
-# What is measured is the server, not a proxy that the environment names.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """One for all connections, because reading the certificates takes many milliseconds."""
-    return ssl.create_default_context()
-
-
-class TargetError(MinisglError):
-    """The server does not answer as one of the OpenAI API does."""
-
-
-class ServedModel(msgspec.Struct):
-    """Of a server's list; what it does not tell is None."""
-
-    id: str | None = None
-    max_model_len: int | None = None  # minisgl and vLLM tell: tokens of prompt and answer
-    vocab_size: int | None = None  # minisgl tells
-
-
-class _ModelList(msgspec.Struct):
-    data: list[ServedModel]
-
+# Of an answer, beside what comes with each of its tokens. Servers send some 400 with one.
+ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 4 << 10
 
 Message = dict[str, str]
 
@@ -57,18 +28,15 @@ class Target:
     url: str  # as far as /v1
     endpoint: str = "completions"  # or chat
     model: str | None = None
-    api_key: str | None = None
+    api_key: str = field(default="", repr=False)
     temperature: float = 0.0
     ignore_eos: bool = True
+    document_s: float = DOCUMENT_S  # for what is asked beside the load
 
     @property
     def root(self) -> str:
         """Where paths beside /v1 begin."""
         return self.url.removesuffix("/v1")
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
 
     def body(self, request: PlannedRequest, history: Sequence[Message] = ()) -> bytes:
         """Asks for exactly the tokens of `request`, or for at most so many."""
@@ -89,38 +57,27 @@ class Target:
             asked["ignore_eos"] = True
         return msgspec.json.encode(asked)
 
-    async def ask(self, body: bytes, tally: Tally | None = None) -> Answer:
-        """Raises OSError where the connection breaks."""
-        parts = urlsplit(self.url)
-        assert parts.hostname is not None
-        secure = parts.scheme == "https"
+    async def ask(self, body: bytes, max_tokens: int, tally: Tally | None = None) -> Answer:
+        """Raises OSError where the connection breaks, also by an answer that is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
+        address = Address.of(self.url + path)
         return await post(
-            parts.hostname,
-            parts.port or (443 if secure else 80),
-            parts.path + path,
+            address.host,
+            address.port,
+            address.target,
             body,
-            headers=self.headers,
-            tls=_tls() if secure else None,
+            headers=headers_of(self.api_key),
+            secure=address.secure,
             tally=tally,
+            max_bytes=ANSWER_BYTES + TOKEN_BYTES * max_tokens,
         )
 
     async def get(self, url: str) -> bytes:
-        """What is beside the load, such as /metrics. Raises TargetError."""
-        return await asyncio.to_thread(self._get, url)
-
-    def _get(self, url: str) -> bytes:
-        request = urllib.request.Request(url, headers=self.headers)
-        try:
-            with _direct.open(request, timeout=TIMEOUT_S) as response:
-                body: bytes = response.read()
-                return body
-        except urllib.error.HTTPError as error:
-            raise TargetError(f"{url} answers {error.code}.") from error
-        except OSError as error:
-            raise TargetError(unreachable(url, error)) from error
-        except http.client.HTTPException as error:
-            raise TargetError(f"{url} does not answer in HTTP.") from error
+        """What is beside the load, such as /metrics. Raises ServerError."""
+        found = await get(url, headers_of(self.api_key), self.document_s)
+        if found.status != 200:
+            raise refused(url, found.status, found.body, self.api_key)
+        return found.body
 
 
 def question(request: PlannedRequest) -> Message:
@@ -130,19 +87,15 @@ def question(request: PlannedRequest) -> Message:
 async def served_model(target: Target, name: str = "") -> ServedModel:
     """The model of this name, or the first one if it is empty, as far as the server tells.
 
-    Raises TargetError where nothing listens or a key is wanted.
+    Raises ServerError where nothing answers or a key is wanted.
     """
     unknown = ServedModel(name or None)
     try:
-        body = await target.get(f"{target.url}/models")
-        listed = msgspec.json.decode(body, type=_ModelList).data
-    except TargetError as error:
-        if not isinstance(error.__cause__, urllib.error.HTTPError):
-            raise
-        if error.__cause__.code == 401:
-            key = "needs a key; give it with" if target.api_key is None else "refuses the key of"
-            raise TargetError(f"The server at {target.url} {key} --api-key.") from error
+        listed = await list_models(target.url, target.api_key, target.document_s)
+    except NotOpenAIError:
         return unknown
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except RefusedError as error:
+        if error.status == 401:
+            raise
         return unknown
     return next((model for model in listed if name in ("", model.id)), unknown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,9 +11,16 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.bench.target import Target, TargetError
+from minisgl.bench.target import Target
+from minisgl.client.errors import ServerError
 
 INTERVAL_S = 0.5
+LEVELS = ("minisgl_running_requests", "minisgl_queued_requests", "minisgl_token_usage_ratio")
+COUNTS = (
+    "minisgl_step_seconds_count",
+    "minisgl_graph_steps_total",
+    "minisgl_retractions_total",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +64,9 @@ async def watch(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator
         while True:
             await asyncio.sleep(interval_s)
             if (found := await _metrics(target)) is not None:
-                watched.samples.append(
-                    Sample(
-                        time.perf_counter() - began,
-                        int(found["minisgl_running_requests"]),
-                        int(found["minisgl_queued_requests"]),
-                        found["minisgl_token_usage_ratio"],
-                    )
-                )
+                num_running, num_queued, token_usage = (found[name] for name in LEVELS)
+                at_s = time.perf_counter() - began
+                watched.samples.append(Sample(at_s, int(num_running), int(num_queued), token_usage))
 
     looking = asyncio.ensure_future(look())
     try:
@@ -72,28 +75,19 @@ async def watch(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator
         looking.cancel()
     after = await _metrics(target)
     if after is not None:
-
-        def grown(name: str) -> int:
-            return int(after[name] - before[name])
-
-        watched.counts = StepCounts(
-            num_steps=grown("minisgl_step_seconds_count"),
-            num_graph_steps=grown("minisgl_graph_steps_total"),
-            num_retractions=grown("minisgl_retractions_total"),
-        )
+        watched.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
 
 
 async def _metrics(target: Target) -> dict[str, float] | None:
-    """Those without labels, by name; None where there are none of minisgl."""
+    """What is watched, by name; None where it is not told as minisgl does."""
     try:
         text = (await target.get(f"{target.root}/metrics")).decode()
-        families = list(text_string_to_metric_families(text))
-    except (TargetError, ValueError):
+        found = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.labels and math.isfinite(sample.value)
+        }
+    except (ServerError, ValueError):
         return None
-    found = {
-        sample.name: sample.value
-        for family in families
-        for sample in family.samples
-        if not sample.labels
-    }
-    return found if "minisgl_step_seconds_count" in found else None
+    return found if found.keys() >= {*LEVELS, *COUNTS} else None

@@ -1,0 +1,1 @@
+"""How the chat and the benchmark ask servers of the OpenAI API. Imports neither of them."""

@@ -1,0 +1,155 @@
+"""Asks for a whole document, or for events as they come, within limits of time and size.
+
+A redirect to another origin is never followed: it would have the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urljoin
+
+from minisgl.client.address import Address
+from minisgl.client.connection import Connection, Head, connect, write_request
+from minisgl.client.errors import AnswerError, ServerError, one_line, unreachable
+from minisgl.client.sse import DONE, EventCutter, data_of
+
+CONNECT_S = 10.0
+DOCUMENT_S = 10.0
+DOCUMENT_BYTES = 4 << 20
+STREAM_BYTES = 256 << 20
+MAX_REDIRECTS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    status: int
+    body: bytes
+
+
+async def get(url: str, headers: Mapping[str, str], timeout_s: float = DOCUMENT_S) -> Document:
+    """Follows redirects within the origin. Raises ServerError."""
+    for _ in range(1 + MAX_REDIRECTS):
+        async with open_stream(
+            "GET", url, headers, timeout_s=timeout_s, max_bytes=DOCUMENT_BYTES
+        ) as stream:
+            place = stream.head.redirect
+            if place is None:
+                return Document(stream.head.status, await stream.whole())
+        if not _is_within_origin(url, place):
+            raise ServerError(f"{url} {describe_redirect(url, place)}")
+        url = urljoin(url, place)
+    raise ServerError(f"{url} redirects more than {MAX_REDIRECTS} times.")
+
+
+def _is_within_origin(url: str, place: str) -> bool:
+    try:
+        return Address.of(urljoin(url, place)).has_origin_of(Address.of(url))
+    except ValueError:
+        return False
+
+
+def describe_redirect(url: str, place: str) -> str:
+    """What to say of one that is not followed, behind the server's name."""
+    try:
+        shown = Address.of(urljoin(url, place)).without_query()
+    except ValueError:
+        shown = "what is no address"
+    return (
+        f"redirects to {one_line(shown)}, which is not followed; give that address with --url if "
+        "it is the right one."
+    )
+
+
+@asynccontextmanager
+async def open_stream(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes = b"",
+    *,
+    timeout_s: float,
+    max_bytes: int = STREAM_BYTES,
+) -> AsyncIterator[Stream]:
+    """An answer whose head has come; leaving the context closes its connection.
+
+    Raises ServerError, here and where the body is read.
+    """
+    address = Address.of(url)
+    stream = Stream(url, timeout_s, max_bytes)
+    request = write_request(method, address, headers, body)
+    connect_s = min(CONNECT_S, timeout_s)
+    try:
+        async with asyncio.timeout(connect_s):
+            connection = await connect(address, request, stream.take)
+    except TimeoutError as error:
+        reason = f"no connection within {connect_s:g} s"
+        raise ServerError(f"{url} cannot be reached: {reason}.") from error
+    except OSError as error:
+        raise unreachable(url, error) from error
+    try:
+        await stream.begin(connection)
+        yield stream
+    finally:
+        connection.close()
+
+
+class Stream:
+    """The answer to one request while it comes in."""
+
+    head: Head
+
+    def __init__(self, url: str, timeout_s: float, max_bytes: int) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._cutter = EventCutter(max_bytes)
+        self._events: list[bytes] = []
+        self._news = asyncio.Event()  # events, or the end
+
+    def take(self, piece: bytes, now: float) -> None:
+        if events := self._cutter.cut(piece):
+            self._events += events
+            self._news.set()
+
+    async def begin(self, connection: Connection) -> None:
+        self._finished = connection.finished
+        self._finished.add_done_callback(lambda _: self._news.set())
+        self.head = await self._in_time(connection.head)
+
+    async def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        await self._in_time(self._finished)
+        return b"\n\n".join([*self._events, self._cutter.rest])
+
+    async def data(self) -> AsyncIterator[bytes]:
+        """What each event carries but the last, [DONE]."""
+        while self._events or not self._finished.done():
+            await self._in_time(self._news.wait())
+            # Whoever sends without end leaves time for Ctrl-C, and has none beyond the limit.
+            await self._in_time(asyncio.sleep(0))
+            self._news.clear()
+            events, self._events = self._events, []
+            for event in events:
+                data = data_of(event)
+                if data == DONE:
+                    return
+                if data:
+                    yield data
+        await self._in_time(self._finished)
+
+    async def _in_time(self, awaited: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await awaited
+        except TimeoutError as error:
+            raise ServerError(
+                f"{self._url} does not end its answer within {self._timeout_s:g} s."
+            ) from error
+        except AnswerError as error:
+            raise ServerError(f"{self._url} {error}.") from error

@@ -1,0 +1,44 @@
+"""Which models a server has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+
+from minisgl.client.chunk import Count
+from minisgl.client.errors import not_openai, refused
+from minisgl.client.exchange import DOCUMENT_S, get
+
+Name = Annotated[str, msgspec.Meta(max_length=1000)]
+
+
+class ServedModel(msgspec.Struct):
+    """Of a server's list; what it does not tell is None."""
+
+    id: Name | None = None
+    max_model_len: Count | None = None  # minisgl and vLLM tell: tokens of prompt and answer
+    vocab_size: Count | None = None  # minisgl tells
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ServedModel]
+
+
+def headers_of(api_key: str) -> Mapping[str, str]:
+    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return {"content-type": "application/json", "accept": "*/*", "user-agent": "minisgl", **key}
+
+
+async def list_models(
+    base_url: str, api_key: str, timeout_s: float = DOCUMENT_S
+) -> list[ServedModel]:
+    """Raises ServerError: RefusedError for a status of failure, NotOpenAIError for nonsense."""
+    found = await get(f"{base_url}/models", headers_of(api_key), timeout_s)
+    if found.status != 200:
+        raise refused(f"The server at {base_url}", found.status, found.body, api_key)
+    try:
+        return msgspec.json.decode(found.body, type=_ModelList).data
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_openai(base_url, error) from error
