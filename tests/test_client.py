@@ -145,14 +145,18 @@ def test_a_key_comes_from_an_option_a_file_or_the_environment(
     assert find_key(config(url=url, api_key="of-option")) == "of-option"
     with pytest.raises(ConfigError, match=r"--api-key-file .* one of the two"):
         config(url=url, api_key="a", api_key_file=str(file))
-    for content in ("", "secret secret", "secret\nsecret", "s\u00e9cret", "secret" * 2000):
+    file.write_text("# of a server that has several\nfirst\nsecond\n")
+    assert find_key(config(url=url, api_key_file=str(file))) == "first"
+    for content in ("", "secret secret", "s\u00e9cret", "secret" * 2000):
         file.write_text(content)
         with pytest.raises(ConfigError, match="--api-key-file") as refused:
             find_key(config(url=url, api_key_file=str(file)))
         assert "secret" not in str(refused.value)
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="--api-key-file .*none: No such file"):
         find_key(config(url=url, api_key_file=str(tmp_path / "none")))
-    monkeypatch.setenv("MINISGL_API_KEY", "secret secret")
+    monkeypatch.setenv("MINISGL_API_KEY", "first, second")
+    assert find_key(config(url=url)) == "first"
+    monkeypatch.setenv("MINISGL_API_KEY", "s\u00e9cret")
     with pytest.raises(ConfigError, match=r"^MINISGL_API_KEY \(not shown\): allowed"):
         find_key(config(url=url))
 

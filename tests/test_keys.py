@@ -9,8 +9,9 @@ import pytest
 
 from minisgl.bench.load_config import LoadConfig
 from minisgl.errors import ConfigError
+from minisgl.keys import MAX_FILE_BYTES, VARIABLE
+from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
-from minisgl.server.keys import MAX_FILE_BYTES, VARIABLE, with_all_keys
 from minisgl_cli.config import ChatConfig
 
 
@@ -53,7 +54,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
         (b"", r"\(without a key\): allowed: one or more keys"),
         (b"# a comment\n", r"\(without a key\): allowed: one or more keys"),
         (b"fine\nsecret and more\n", "line 2 is more than one word; allowed: a key a line"),
-        ("fine\nsecrèt\n".encode(), r"\(not shown\): allowed: ASCII without spaces"),
+        ("fine\nsecrèt\n".encode(), r"\(not shown\): allowed: up to 8192 characters of ASCII"),
         ("secrèt\n".encode("latin-1"), "not UTF-8; allowed: a text of up to 1024 KiB"),
         (b"secret\n" * (MAX_FILE_BYTES // 7 + 1), "too large; allowed: a text of up to 1024 KiB"),
     ],

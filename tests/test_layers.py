@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ROWS = (
-    ("errors", "request", "shards", "config", "progress", "printable"),
+    ("errors", "request", "shards", "config", "keys", "progress", "printable"),
     ("tokenizer", "detokenizer", "kvcache"),
     ("scheduler", "stats", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),

@@ -19,9 +19,9 @@ from minisgl.bench.limits import Peak, engine_peak
 from minisgl.bench.setting import Setting, describe
 from minisgl.bench.target import Target
 from minisgl.client.errors import ServerError
-from minisgl.client.keys import VARIABLE
 from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
+from minisgl.keys import VARIABLE
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Process, bind, start_engine
 

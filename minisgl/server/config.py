@@ -6,8 +6,9 @@ import math
 import re
 from dataclasses import dataclass, fields
 
-from minisgl.config import HIDDEN, check_types, option, refuse
+from minisgl.config import check_types, option, refuse
 from minisgl.errors import ConfigError
+from minisgl.keys import check_key
 
 GROUP = "Server"
 # A name, or an IPv6 address with its brackets or without.
@@ -109,9 +110,3 @@ class ServerConfig:
                 value = getattr(self, spec.name)
                 if spec.name in ("host", "port", "ssl_certfile") and value != spec.default:
                     refuse(self, spec.name, "cannot be combined with --uds")
-
-
-def check_key(source: str, key: str) -> None:
-    """Raise ConfigError for a key that no header can carry, and so nobody could use."""
-    if not re.fullmatch("[!-~]+", key):
-        raise ConfigError(source, HIDDEN, "allowed: ASCII without spaces")

@@ -1,4 +1,7 @@
-"""The API keys of a server, from everywhere they may be given."""
+"""API keys from outside the command line, which other users of a machine can read.
+
+A server takes all keys that it finds, a client the first. They read the same file and variable.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,38 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
+from minisgl.config import HIDDEN
 from minisgl.errors import ConfigError
-from minisgl.server.config import ServerConfig, check_key
 
 VARIABLE = "MINISGL_API_KEY"
 FILE_OPTION = "--api-key-file"
 MAX_FILE_BYTES = 1 << 20
+MAX_KEY_CHARS = 8192
 
 logger = logging.getLogger(__name__)
 
 
-def with_all_keys(config: ServerConfig) -> ServerConfig:
-    """`config` with the keys of the environment and of its file among its own, each once.
+def keys_of_environment() -> list[str]:
+    """The keys in MINISGL_API_KEY, which commas or spaces separate; none if it is not set.
 
-    Raises ConfigError for a source without a key, which may leave the server open by mistake.
+    Raises ConfigError where it is set and holds no key, which may leave a server open by mistake.
     """
-    keys = [*config.api_key]
-    if VARIABLE in os.environ:
-        keys += _checked(VARIABLE, re.split(r"[\s,]+", os.environ[VARIABLE]))
-    if config.api_key_file is not None:
-        keys += _checked(FILE_OPTION, _lines(config.api_key_file))
-    return replace(config, api_key=tuple(dict.fromkeys(keys)))
+    if VARIABLE not in os.environ:
+        return []
+    return _checked(VARIABLE, re.split(r"[\s,]+", os.environ[VARIABLE]))
+
+
+def keys_of_file(path: str) -> list[str]:
+    """The keys in a file: one a line, # begins a comment. Raises ConfigError."""
+    return _checked(FILE_OPTION, _lines(path))
+
+
+def check_key(source: str, key: str) -> None:
+    """Raise ConfigError for a key that no header can carry, and so nobody could use."""
+    if len(key) > MAX_KEY_CHARS or not re.fullmatch("[!-~]+", key):
+        allowed = f"allowed: up to {MAX_KEY_CHARS} characters of ASCII without spaces"
+        raise ConfigError(source, HIDDEN, allowed)
 
 
 def _checked(source: str, found: Iterable[str]) -> list[str]:
@@ -66,6 +78,8 @@ def _read(path: str) -> str:
         raise ConfigError(FILE_OPTION, path, f"{error.strerror}; {allowed}") from error
     except UnicodeDecodeError:
         raise ConfigError(FILE_OPTION, path, f"not UTF-8; {allowed}") from None
+    except ValueError:  # a path with a null character
+        raise ConfigError(FILE_OPTION, repr(path), f"not a path; {allowed}") from None
     if mode & stat.S_IROTH:
         logger.warning("Everybody on this machine can read the API keys in %s", path)
     return text
