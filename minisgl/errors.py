@@ -9,6 +9,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 
+UNFORESEEN = "Something went wrong here."
+
 
 class MinisglError(Exception):
     """Base of everything below. The message is for people and stands alone in one or two lines."""
@@ -53,8 +55,16 @@ class ContextLengthError(InvalidRequestError):
 
     code = "context_length_exceeded"
 
-    def __init__(self, num_prompt_tokens: int, max_tokens: int | None, max_seq_len: int) -> None:
-        wanted = f"The prompt has {num_prompt_tokens} tokens"
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        max_seq_len: int,
+        *,
+        at_least: bool = False,
+    ) -> None:
+        """`at_least`: the prompt was not tokenized, because so many tokens are too many already."""
+        wanted = f"The prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens"
         if max_tokens is not None:
             wanted += f" and max_tokens is {max_tokens}"
         said = f"{wanted}; a sequence holds at most {max_seq_len} tokens."
@@ -63,6 +73,12 @@ class ContextLengthError(InvalidRequestError):
                 f" Lower max_tokens to {room}; a server with --clamp-max-tokens does so by itself."
             )
         super().__init__("prompt", said)
+
+
+class TextTooLongError(InvalidRequestError):
+    """A text is longer than what is tokenized at all, whatever its tokens are."""
+
+    code = "context_length_exceeded"
 
 
 class UnsupportedModelError(CallerError):
@@ -104,6 +120,24 @@ class EngineStoppedError(MinisglError):
 
     http_status = 503
     type = "service_unavailable"
+
+
+class HostMemoryError(MinisglError):
+    """A request asked for more memory than the host has left; others go on."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "out_of_memory"
+
+    def __init__(self) -> None:
+        super().__init__("The server is short of memory; try again later, or ask for less.")
+
+
+def foreseen(error: BaseException) -> MinisglError:
+    """What a caller is told of an error. Of one that nobody foresaw only the log knows more."""
+    if isinstance(error, MinisglError):
+        return error
+    return HostMemoryError() if isinstance(error, MemoryError) else MinisglError(UNFORESEEN)
 
 
 def without_words(error: BaseException) -> str:

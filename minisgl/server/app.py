@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.errors import CallerError, InvalidRequestError, MinisglError, foreseen
 from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
@@ -168,10 +168,12 @@ class Routes:
         self._service.model_name(body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            token_ids = await engine.encode(body.prompt, add_special_tokens=special)
+            token_ids = await engine.encode(
+                body.prompt, add_special_tokens=special, any_length=True
+            )
         else:
             token_ids = await engine.encode_chat(
-                body.template_messages(), **body.template_options()
+                body.template_messages(), True, **body.template_options()
             )
         answer = shapes.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
@@ -345,8 +347,7 @@ def _json(content: object, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def _error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    status = error.http_status if isinstance(error, MinisglError) else 500
-    return _json(error_body(error), status, headers)
+    return _json(error_body(error), foreseen(error).http_status, headers)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.errors import EngineStoppedError, foreseen
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.service import Tokenizer
 
@@ -34,7 +34,7 @@ def event(payload: object) -> bytes:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """OpenAI's envelope. Of an unforeseen error only the log knows more."""
-    known = error if isinstance(error, MinisglError) else MinisglError("Something went wrong here.")
+    known = foreseen(error)
     return {
         "error": {
             "message": str(known)[:MAX_ERROR_CHARS],
