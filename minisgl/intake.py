@@ -25,7 +25,7 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.rendering import RENDER_SECONDS, Renderer, encode_call
+from minisgl.rendering import Renderer, encode_call
 from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # No text of a human language has as many for each token that fits, nor has code.
@@ -37,7 +37,7 @@ SHORT_BYTES = 16 << 10
 PLACE_BYTES = 32 << 10
 # A text lets shorter ones pass, for a second for each so many bytes that it is longer.
 BYTES_PER_SECOND = 64 << 10
-# A line has a thread, and others for the time that one does not come back.
+# A line has a thread, and others while it renders what takes longer than this.
 OVERDUE_S = 1.0
 NUM_SPARE = 3
 # What callers get to submit the tokens that they have just got, before a drain goes on.
@@ -63,7 +63,6 @@ class _Worker:
         self, renderer: Renderer, done: Callable[[_Worker, _Job, Any, Exception | None], None]
     ) -> None:
         self.renderer = renderer
-        self.began_s = 0.0
         self._done = done
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -71,7 +70,6 @@ class _Worker:
         self.thread.start()
 
     def begin(self, job: _Job) -> None:
-        self.began_s = self._loop.time()
         self._jobs.put(job)
 
     def end(self) -> None:
@@ -102,13 +100,14 @@ class _Line:
     """Work that is done one after the other, short before long. For one event loop."""
 
     def __init__(self, make_renderer: Callable[[], Renderer], num_spare: int = 0) -> None:
-        """`num_spare` threads more may take over while one does not come back."""
+        """`num_spare` threads more may take over while a rendering is overdue."""
         self._make_renderer = make_renderer
         self._num_spare = num_spare
         self._waiting: list[_Job] = []  # a heap
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, _Job] = {}
         self._num_jobs = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -131,18 +130,23 @@ class _Line:
                 continue
             worker = self._find_worker()
             if worker is None:
+                if self._timer is None and len(self._busy) <= self._num_spare:
+                    self._timer = self._loop.call_later(OVERDUE_S, self._look_again)
                 return
             self._busy[worker] = job = heapq.heappop(self._waiting)
             worker.begin(job)
-            if self._num_spare:
-                self._loop.call_later(OVERDUE_S, self._dispatch)
+
+    def _look_again(self) -> None:
+        self._timer = None
+        self._dispatch()
 
     def _find_worker(self) -> _Worker | None:
         if self._idle:
             return self._idle.pop()
-        # A timer may be early by the clock's resolution.
-        overdue_s = self._loop.time() - OVERDUE_S + 0.01
-        if len(self._busy) > self._num_spare or any(w.began_s > overdue_s for w in self._busy):
+        if len(self._busy) > self._num_spare:
+            return None
+        overdue_s = time.monotonic() - OVERDUE_S
+        if any(worker.renderer.began_s > overdue_s for worker in self._busy):
             return None
         return _Worker(self._make_renderer(), self._on_done)
 
@@ -162,6 +166,8 @@ class _Line:
     def end(self) -> list[threading.Thread]:
         """Take nothing more, and tell nobody; returns the threads that end some time."""
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.end()
@@ -184,7 +190,7 @@ class Intake:
         *,
         max_seq_len: int,
         num_places: int,
-        render_seconds: float = RENDER_SECONDS,
+        make_renderer: Callable[[], Renderer] = Renderer,
     ) -> None:
         """`num_places`: how many short texts may be here at once. Long ones take several places."""
         self._tokenizer = tokenizer
@@ -196,7 +202,6 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        make_renderer = partial(Renderer, render_seconds)
         self._short = _Line(make_renderer, NUM_SPARE)
         self._long_renderings = _Line(make_renderer, NUM_SPARE)
         self._long_texts = _Line(make_renderer)  # so that one alone takes its memory

@@ -101,7 +101,7 @@ class LLM:
         return self.generate([prompt], sampling_params, progress=False)[0]
 
     def close(self) -> None:
-        """End what is running and free the device. Idempotent. In a fork there is nothing to end."""
+        """End what is running and free the device. Idempotent; a fork has nothing to end."""
         if os.getpid() != self._process_id:
             return
         with self._closing:
@@ -129,10 +129,12 @@ class LLM:
 
     def _abandon(self) -> None:
         """The interpreter ends. It waits for other threads, so their answers are waited for."""
+        if os.getpid() != self._process_id:
+            return
         for thread in [*self._waiting]:
             if not thread.daemon and thread is not threading.current_thread():
                 thread.join()
-        if os.getpid() != self._process_id or self._closed:
+        if self._closed:
             return
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)

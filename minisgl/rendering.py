@@ -7,12 +7,14 @@ there is, in the middle of an operation that no thread can be stopped in. A proc
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
@@ -82,7 +84,9 @@ class Renderer:
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
         self._seconds = seconds
+        self.began_s = math.inf  # the rendering that it is at, on the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -93,6 +97,7 @@ class Renderer:
             if self._process.poll() is None:
                 return
             self.wait()
+        self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from minisgl.rendering import serve; serve({self._seconds!r})"
@@ -116,10 +121,15 @@ class Renderer:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
+            if not self._ready:
+                self._ready = _receive(process.stdout) is not None
+            self.began_s = time.monotonic()
             _send(process.stdin, call)
             answer = _receive(process.stdout)
         except (OSError, ValueError):  # a broken pipe
             answer = None
+        finally:
+            self.began_s = math.inf
         if answer is None:
             raise self._why_it_ended()
         reply = msgspec.json.decode(answer, type=_Reply)
@@ -184,6 +194,7 @@ def serve(seconds: float) -> None:
     render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
     _limit_memory(MEMORY_BYTES)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _send(answers, b"")  # it is ready
     while (call := _receive(calls)) is not None:
         # Nothing in this process has to agree to its end.
         signal.setitimer(signal.ITIMER_REAL, seconds)
