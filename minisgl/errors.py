@@ -6,6 +6,7 @@ command line returns (2: the caller asked for something wrong, 1: something fail
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterable
 
@@ -137,7 +138,8 @@ def foreseen(error: BaseException) -> MinisglError:
     """What a caller is told of an error. Of one that nobody foresaw only the log knows more."""
     if isinstance(error, MinisglError):
         return error
-    return HostMemoryError() if isinstance(error, MemoryError) else MinisglError(UNFORESEEN)
+    short = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return HostMemoryError() if short else MinisglError(UNFORESEEN)
 
 
 def without_words(error: BaseException) -> str:

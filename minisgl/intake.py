@@ -211,7 +211,12 @@ class Intake:
 
     def warm(self) -> None:
         """Start what renders, so that the first conversation does not wait for it."""
-        self._warming = asyncio.ensure_future(self._short.run(Renderer.start, 0))
+
+        async def start() -> None:
+            with contextlib.suppress(Exception):  # the first conversation tries again
+                await self._short.run(Renderer.start, 0)
+
+        self._warming = asyncio.ensure_future(start())
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, any_length: bool = False

@@ -194,13 +194,16 @@ def serve(seconds: float) -> None:
     render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
     _limit_memory(MEMORY_BYTES)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _send(answers, b"")  # it is ready
-    while (call := _receive(calls)) is not None:
-        # Nothing in this process has to agree to its end.
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        answer = msgspec.json.encode(_answer(call))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(answers, answer)
+    try:
+        _send(answers, b"")  # it is ready
+        while (call := _receive(calls)) is not None:
+            # Nothing in this process has to agree to its end.
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            answer = msgspec.json.encode(_answer(call))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _send(answers, answer)
+    except BrokenPipeError:
+        os._exit(0)  # without another try to write
 
 
 def _answer(call: bytes) -> _Reply:

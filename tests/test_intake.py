@@ -180,7 +180,9 @@ async def test_a_full_line_is_a_429_with_retry_after() -> None:
         gated.engine.tokenizer._encode_long = slow  # type: ignore[union-attr, method-assign]
         async with client_of(gated) as client:
             body = {"prompt": "x" * 20_000, "max_tokens": 1}
-            asked = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in "abc"]
+            asked = [
+                asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in "abc"
+            ]
             done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             gate.set()
             answer = done.pop().result()

@@ -28,12 +28,12 @@ ERRORS = {
     401: "The API key is missing or wrong.",
     404: "No such model.",
     413: "The body is too large.",
-    429: "Too many requests are waiting; the header Retry-After says when to try again.",
+    429: "Too many requests or too much text wait; the header Retry-After says when to try again.",
     500: "Something failed here.",
-    503: "Loading, draining or dead; `code` says which.",
+    503: "Loading, draining, dead or short of memory; `code` says which.",
 }
 READING = (400, 404, 413, 500, 503)
-GENERATING = (*READING, 429)
+TOKENIZING = (*READING, 429)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=ChatRequest,
         answer=shapes.ChatCompletion,
         chunk=shapes.ChatCompletionChunk,
-        errors=GENERATING,
+        errors=TOKENIZING,
     ),
     "/v1/completions": Operation(
         summary="Continue one or more prompts.",
@@ -63,7 +63,7 @@ OPERATIONS: Mapping[str, Operation] = {
         body=CompletionRequest,
         answer=shapes.Completion,
         chunk=shapes.CompletionChunk,
-        errors=GENERATING,
+        errors=TOKENIZING,
     ),
     "/v1/models": Operation(
         summary="The model, under each of its names.", answer=shapes.ModelList, errors=(503,)
@@ -74,7 +74,7 @@ OPERATIONS: Mapping[str, Operation] = {
         method="post",
         body=TokenizeRequest,
         answer=shapes.Tokens,
-        errors=READING,
+        errors=TOKENIZING,
     ),
     "/detokenize": Operation(
         summary="The text of token ids.",
