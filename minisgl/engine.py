@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -16,7 +17,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from minisgl.config import (
@@ -31,12 +31,14 @@ from minisgl.detokenizer import Detokenizer
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
+    HostMemoryError,
     InvalidRequestError,
     MinisglError,
     StepError,
     without_words,
 )
 from minisgl.fanout import Fanout
+from minisgl.intake import Intake
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
@@ -59,9 +61,15 @@ from minisgl.runner.tp import TensorParallelRunner, load_ranks
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter
-from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (
+    "The host ran out of memory while a step was planned; give the server more, or lower "
+    "--max-running-requests and --max-queued-requests."
+)
+SHUTTING_DOWN = "The server is shutting down."
 
 Handle = TypeVar("Handle")
 # Called with the phase and, where it can be counted, its share done (0 to 1).
@@ -302,12 +310,20 @@ class AsyncEngine:
         # One step beyond the running one is launched, so that the device never waits for the loop.
         self._max_in_flight = 2 if self.config.overlap else 1
         self._streams: dict[str, OutputStream] = {}
+        self._intake: Intake | None = None
+        if self.tokenizer is not None:
+            self._intake = Intake(
+                self.tokenizer,
+                max_seq_len=self.capacity.max_seq_len,
+                num_places=self.config.max_running_requests + self.config.max_queued_requests,
+            )
         self._meter = Meter()
         self._pump_is_due = False
         self._refusal: str | None = None  # why no new work is taken
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
+        self._process_id = os.getpid()
         self._collector = _Collector(self._runner, self._on_step)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
@@ -342,23 +358,44 @@ class AsyncEngine:
         """Token ids that requests may use are below."""
         return self.model.vocab_size
 
-    async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        encode = partial(self._need_tokenizer().encode, add_special_tokens=add_special_tokens)
-        if len(text) <= MAX_SHORT_CHARS:
-            return encode(text)
-        return await asyncio.to_thread(encode, text)
+    def warm(self) -> None:
+        """Get ready for conversations, which takes a second that the first one would wait."""
+        if self._intake is not None and self.tokenizer and self.tokenizer.has_chat_template:
+            self._intake.warm()
+
+    async def encode(
+        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Raises ContextLengthError where the text is seen to have too many before it is tokenized,
+        unless `any_length` says that they need not fit; QueueFullError and EngineStoppedError.
+        """
+        return await self._open_intake().encode(
+            text, add_special_tokens=add_special_tokens, any_length=any_length
+        )
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
     ) -> list[int]:
-        """Token ids of a conversation under the model's chat template."""
-        return await asyncio.to_thread(self._need_tokenizer().chat, messages, **template_options)
+        """Token ids of a conversation under the model's chat template; raises as `encode` does."""
+        return await self._open_intake().chat(messages, any_length, template_options)
 
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
+    def _open_intake(self) -> Intake:
+        self._check_open()
+        if self._intake is None:
             raise InvalidRequestError("prompt", "the model has no tokenizer; send token ids.")
-        return self.tokenizer
+        return self._intake
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._process_id:
+            raise EngineStoppedError(forked(self._process_id))
+        if self._refusal is not None:
+            raise EngineStoppedError(self._refusal)
 
     def submit(
         self,
@@ -374,8 +411,7 @@ class AsyncEngine:
         It shares cached prefixes with the requests of the same client and `cache_salt` alone.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
-        if self._refusal is not None:
-            raise EngineStoppedError(self._refusal)
+        self._check_open()
         request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
         detokenizer = None
         if self.tokenizer is not None:
@@ -387,8 +423,8 @@ class AsyncEngine:
                 min_tokens=params.min_tokens,
                 prompt_token_ids=prompt_token_ids,
             )
-        self._scheduler.submit(request)
         stream = OutputStream(request, detokenizer, self._abort)
+        self._scheduler.submit(request)
         self._streams[request.id] = stream
         self._idle.clear()
         self._pump_soon()
@@ -513,7 +549,11 @@ class AsyncEngine:
             if stream is None:
                 continue  # the step launched after it has failed already
             if stream.detokenizer is not None:
-                self._detokenize(request, stream, stream.detokenizer)
+                try:
+                    self._detokenize(request, stream, stream.detokenizer)
+                except MemoryError:
+                    self._run_short(request)
+                    continue
             if request.finished:
                 self._end_stream(request)
             else:
@@ -530,6 +570,14 @@ class AsyncEngine:
                 self._scheduler.finish(request, request.num_output_tokens)
         if request.finished:
             stream.text.append(detokenizer.flush())
+
+    def _run_short(self, request: Request) -> None:
+        """No memory is left for the text of one request; the others may go on."""
+        error = HostMemoryError()
+        logger.error("request %s: %s", request.id, error)
+        if not self._scheduler.cancel(request, error):  # its last token has ended it
+            request.finish_reason, request.error = FinishReason.ERROR, error
+        self._end_stream(request)
 
     def _end_stream(self, request: Request) -> None:
         self._tell(self._streams.pop(request.id))
@@ -550,7 +598,9 @@ class AsyncEngine:
         if isinstance(error, EngineStoppedError):
             self._die(error)
             return
-        if not isinstance(error, StepError):
+        if isinstance(error, MemoryError):
+            error = HostMemoryError()
+        elif not isinstance(error, StepError):
             error = StepError(f"Step {step} failed: {type(error).__name__}: {error}")
         logger.error("%s", error, exc_info=error.__cause__)
         for request in self._scheduler.fail(step, error):
@@ -565,7 +615,9 @@ class AsyncEngine:
             logger.critical("The engine has failed: %s", error, exc_info=error)
         else:
             logger.critical("The engine has failed: %s", without_words(error))
-            reason = EngineStoppedError(type(error).__name__)
+            reason = EngineStoppedError(
+                OUT_OF_MEMORY if isinstance(error, MemoryError) else type(error).__name__
+            )
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
         # The scheduler's books may be what is broken: every waiter is told without them.
@@ -583,12 +635,20 @@ class AsyncEngine:
                 self._loop.call_soon_threadsafe(self._die, reason)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest."""
-        self._refusal = self._refusal or "The server is shutting down and takes no more requests."
+        """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
+
+        A text that is being tokenized belongs to the others: it may still be submitted.
+        """
+        stopped = EngineStoppedError(SHUTTING_DOWN)
+        deadline = self._loop.time() + timeout_s
+        if self._intake is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._intake.settle(), timeout_s)
+            self._intake.close(stopped)
+        self._refusal = self._refusal or f"{SHUTTING_DOWN} It takes no more requests."
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self._idle.wait(), deadline - self._loop.time())
         except TimeoutError:
-            stopped = EngineStoppedError("The server is shutting down.")
             for stream in list(self._streams.values()):
                 if self._scheduler.cancel(stream.request, stopped):
                     self._end_stream(stream.request)
@@ -607,7 +667,26 @@ class AsyncEngine:
             self._collector.end()
             if self._lost is None or not self._lost.done():  # or else it may wait for ever
                 await asyncio.to_thread(self._collector.join)
-            await asyncio.to_thread(self._runner.close)
+            await asyncio.to_thread(self._free)
+
+    def _free(self) -> None:
+        self._runner.close()
+        if self._intake is not None:
+            self._intake.join()
+
+    def abandon(self) -> None:
+        """Free the device when the loop has been stopped for good. Whoever waits is told nothing.
+
+        Blocks until the steps in flight have ended. Called by any thread.
+        """
+        if self._closing is not None:
+            return
+        if self._intake is not None:
+            self._intake.end()
+        self._collector.end()
+        if self._lost is None or not self._lost.done():
+            self._collector.join()
+        self._free()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -630,6 +709,13 @@ class AsyncEngine:
     def audit(self) -> None:
         """Recompute the invariants of scheduler and KV cache; AssertionError if one fails."""
         self._scheduler.audit()
+
+
+def forked(process_id: int) -> str:
+    return (
+        f"The model was loaded by process {process_id}, of which this one is a fork: a fork has "
+        "neither its threads nor its device. Load it here, or start processes by spawn."
+    )
 
 
 def _ending(request: Request, now: float) -> str:

@@ -6,8 +6,11 @@ command line returns (2: the caller asked for something wrong, 1: something fail
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Iterable
+
+UNFORESEEN = "Something went wrong here."
 
 
 class MinisglError(Exception):
@@ -63,22 +66,27 @@ class ContextLengthError(InvalidRequestError):
         max_tokens: int | None,
         max_seq_len: int,
         *,
+        at_least: bool = False,
         prompt_field: str = "prompt",
         limit_field: str = "max_tokens",
     ) -> None:
+        """`at_least`: the prompt was not tokenized, because so many tokens are too many already."""
         self._lengths = (num_prompt_tokens, max_tokens, max_seq_len)
+        self._at_least = at_least
+        about = "at least " if at_least else ""
         room = max_seq_len - num_prompt_tokens
         said = f"This model's maximum context length is {max_seq_len} tokens. However, "
         shorten = f"Please reduce the length of the {prompt_field}"
         if max_tokens is None:
             said += (
-                f"your {prompt_field} resulted in {num_prompt_tokens} tokens, which leaves no room "
-                f"for an answer. {shorten}."
+                f"your {prompt_field} resulted in {about}{num_prompt_tokens} tokens, which leaves "
+                f"no room for an answer. {shorten}."
             )
         else:
             said += (
-                f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in "
-                f"the {prompt_field}, {max_tokens} in the completion). {shorten} or completion."
+                f"you requested {about}{num_prompt_tokens + max_tokens} tokens "
+                f"({num_prompt_tokens} in the {prompt_field}, {max_tokens} in the completion). "
+                f"{shorten} or completion."
             )
             if room > 0:
                 said += (
@@ -94,8 +102,17 @@ class ContextLengthError(InvalidRequestError):
     def with_names(self, *, prompt_field: str, limit_field: str) -> ContextLengthError:
         """The same error of a caller who knows the fields by these names."""
         return ContextLengthError(
-            *self._lengths, prompt_field=prompt_field, limit_field=limit_field
+            *self._lengths,
+            at_least=self._at_least,
+            prompt_field=prompt_field,
+            limit_field=limit_field,
         )
+
+
+class TextTooLongError(InvalidRequestError):
+    """A text is longer than what is tokenized at all, whatever its tokens are."""
+
+    code = "context_length_exceeded"
 
 
 class UnsupportedModelError(CallerError):
@@ -137,6 +154,25 @@ class EngineStoppedError(MinisglError):
 
     http_status = 503
     type = "service_unavailable"
+
+
+class HostMemoryError(MinisglError):
+    """A request asked for more memory than the host has left; others go on."""
+
+    http_status = 503
+    type = "service_unavailable"
+    code = "out_of_memory"
+
+    def __init__(self) -> None:
+        super().__init__("The server is short of memory; try again later, or ask for less.")
+
+
+def foreseen(error: BaseException) -> MinisglError:
+    """What a caller is told of an error. Of one that nobody foresaw only the log knows more."""
+    if isinstance(error, MinisglError):
+        return error
+    short = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    return HostMemoryError() if short else MinisglError(UNFORESEEN)
 
 
 def without_words(error: BaseException) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import os
 import threading
+import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl.config import EngineConfig
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine, OutputStream, forked
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.progress import LoadProgress
 from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
@@ -21,7 +23,7 @@ from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
 # Offline, whoever submits waits for the answers anyway, so that a bound would protect nobody.
 UNBOUNDED_QUEUE = 1 << 31
 
-Prompt = str | Sequence[int]
+Prompt = str | Iterable[int]
 T = TypeVar("T")
 
 
@@ -38,6 +40,8 @@ class LLM:
         """Blocks until the model is loaded. Raises MinisglError."""
         config = EngineConfig(model=model, **{"max_queued_requests": UNBOUNDED_QUEUE, **options})
         self._closed = False
+        self._process_id = os.getpid()
+        self._waiting: set[threading.Thread] = set()  # for an answer
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -55,16 +59,19 @@ class LLM:
             asyncio.run_coroutine_threadsafe(self._stop_after_cancelled(), self._loop)
             self._end_thread()
             raise
+        # Only there are the threads that compute still at work. `atexit` comes after they have
+        # been ended, which is a failed step to whoever waits for one.
+        threading._register_atexit(_abandon, weakref.ref(self))  # type: ignore[attr-defined]
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids), in their order.
+        """Complete prompts (texts or token ids), in their order; an iterator is read to its end.
 
         `sampling_params`: one for all or one each; the checkpoint's own defaults if None. Without
         max_tokens an answer may take all the room that its prompt leaves.
@@ -99,7 +106,9 @@ class LLM:
         return output
 
     def close(self) -> None:
-        """End what is running and free the device. Idempotent."""
+        """End what is running and free the device. Idempotent; a fork has nothing to end."""
+        if os.getpid() != self._process_id:
+            return
         with self._closing:
             if not self._closed:
                 self._wait_for(self.engine.close())
@@ -123,24 +132,45 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._end_thread()
 
+    def _abandon(self) -> None:
+        """The interpreter ends. It waits for other threads, so their answers are waited for."""
+        if os.getpid() != self._process_id:
+            return
+        for thread in [*self._waiting]:
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self.engine.abandon()
+
     def _end_thread(self) -> None:
         self._thread.join()
         self._loop.close()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        if os.getpid() != self._process_id:
+            work.close()
+            raise EngineStoppedError(forked(self._process_id))
         if self._closed:
             work.close()
             raise EngineStoppedError("This LLM is closed.")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        thread = threading.current_thread()
+        self._waiting.add(thread)
         try:
             return future.result()
         except BaseException:  # Ctrl-C too: do not leave the work running behind the caller's back
             future.cancel()
             raise
+        finally:
+            self._waiting.discard(thread)
 
     async def _run(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[str | list[int]],
         params: Sequence[SamplingParams],
         cache_salt: str | None,
         progress: bool,
@@ -202,18 +232,25 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     )
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _abandon(reference: weakref.ref[LLM]) -> None:
+    llm = reference()
+    if llm is not None:
+        llm._abandon()
+
+
+def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
     """A single prompt is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
-    token_ids = [int(item) for item in _iterate(prompts) if isinstance(item, Integral)]
-    batch = [_as_prompt(item) for item in prompts if not isinstance(item, Integral)]
+    items = [*_iterate(prompts)]
+    token_ids = [int(item) for item in items if isinstance(item, Integral)]
+    batch = [_as_prompt(item) for item in items if not isinstance(item, Integral)]
     if token_ids and batch:
         raise InvalidRequestError("prompts", "either one prompt's token ids, or several prompts.")
     return [token_ids] if token_ids else batch
 
 
-def _as_prompt(item: Any) -> Prompt:
+def _as_prompt(item: Any) -> str | list[int]:
     """A text, or plain integers from those of any library."""
     if isinstance(item, str):
         return item
@@ -224,6 +261,12 @@ def _as_prompt(item: Any) -> Prompt:
 
 
 def _iterate(items: Any) -> Iterable[Any]:
-    if not isinstance(items, Iterable):
-        raise InvalidRequestError("prompts", "must be texts or token ids.")
+    if isinstance(items, bytes | bytearray | memoryview):
+        raise InvalidRequestError(
+            "prompts", "bytes are neither a text nor token ids; decode them, or make a list."
+        )
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+        raise InvalidRequestError(
+            "prompts", "must be texts or token ids: one prompt, or a list or iterator of them."
+        )
     return items

@@ -13,13 +13,27 @@ from typing import Any, Protocol
 import tokenizers
 import tokenizers.decoders
 
-from minisgl.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
+from minisgl.errors import (
+    CheckpointError,
+    ContextLengthError,
+    InvalidRequestError,
+    UnsupportedModelError,
+)
+from minisgl.rendering import Call, render
+from minisgl.vocabulary import longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What a caller may set of `apply_chat_template`'s own arguments; every other option goes to the
 # template by name. The rest stay ours: `chat_template` from a request would run a stranger's code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
+# What the library's function that renders is called with, whatever a template may want.
+OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask"})
 MAX_SHORT_CHARS = 4096  # of a text that is tokenized in under a millisecond
+# A text takes some 350 bytes of memory for each token while it is encoded. So of a long one the
+# beginning is encoded alone first, to see whether it has too many tokens already. It has not, in
+# any real language, where the text is shorter than this.
+MIN_BEGINNING_BYTES = 64 << 10
+BYTES_PER_TOKEN = 4
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError beyond
 
@@ -45,7 +59,8 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         arguments = inspect.signature(tokenizer.apply_chat_template).parameters
-        self._closed_template_arguments = arguments.keys() - OPEN_TEMPLATE_ARGUMENTS
+        closed = arguments.keys() | OWN_TEMPLATE_ARGUMENTS
+        self._closed_template_arguments = closed - OPEN_TEMPLATE_ARGUMENTS
         self._name = name
 
         spelling = _spelling_of(self._backend.decoder, name)
@@ -57,6 +72,7 @@ class Tokenizer:
         )
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
+        self._longest_token = longest_token(self._backend)
 
     @staticmethod
     def found_in(folder: Path) -> bool:
@@ -80,24 +96,90 @@ class Tokenizer:
 
     # -- to ids ------------------------------------------------------------------------------------
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError for a lone surrogate."""
-        return self._encode(text, "prompt", add_special_tokens)
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        param: str = "prompt",
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Token ids of a text. Raises InvalidRequestError for a lone surrogate.
+
+        With `max_tokens`, ContextLengthError for a long text that is seen to have more before it
+        is encoded as a whole; one that has a few more is encoded. `param` is what errors name.
+        """
+        try:
+            if len(text) <= MAX_SHORT_CHARS:
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if max_tokens is not None:
+                self._check_beginning(text, param, max_tokens)
+            return self._encode_long(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(param, "is not Unicode text (a lone surrogate).") from error
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Only the library's calls for batches let other threads run. They wait for a pool of
+        # threads, which a short text, perhaps on an event loop, must not do.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def _check_beginning(self, text: str, param: str, max_tokens: int) -> None:
+        """Raises ContextLengthError where the beginning of a text has twice `max_tokens`.
+
+        What follows a beginning changes the tokens at its end: of the last word, in general, and
+        of white space that a special token takes in. The one is far from half of them, and the
+        other is left out.
+        """
+        data = text.encode()
+        size = max(BYTES_PER_TOKEN * max_tokens, MIN_BEGINNING_BYTES)
+        while 2 * size <= len(data):  # so that all of it together costs one encoding more
+            beginning = data[:size].decode(errors="ignore").rstrip()
+            num_tokens = len(self._encode_long(beginning, False))
+            if num_tokens > 2 * max_tokens + 1:
+                fewest = num_tokens // 2
+                raise ContextLengthError(
+                    fewest, None, max_tokens, at_least=True, prompt_field=param
+                )
+            size *= 2
+
+    def fewest_tokens(self, num_chars: int) -> int:
+        """That any text of so many characters has; 0 where nothing is sure."""
+        return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
+        **template_options: Any,
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template, for which this waits as
+        long as it takes. Raises InvalidRequestError."""
+        call = self.template_call(messages, **template_options)
+        try:
+            text = render(call)
+        except InvalidRequestError:
+            raise
+        except Exception as error:  # a template is the model author's code and raises what it likes
+            raise InvalidRequestError(
+                "messages", f"the model's chat template refuses them: {error}"
+            ) from error
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def template_call(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         **template_options: Any,
-    ) -> list[int]:
-        """Token ids of a conversation under the model's chat template.
+    ) -> Call:
+        """What there is to render of a conversation. Raises InvalidRequestError.
 
         A content that is a list of text parts is joined as it stands, and `developer` becomes
         `system` for a template that does not know the role. With `continue_final_message` the last
         message stays open, and no generation prompt follows, which else is there unless refused.
-        Raises InvalidRequestError.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -113,40 +195,20 @@ class Tokenizer:
             if option in self._closed_template_arguments:
                 raise InvalidRequestError("chat_template_kwargs", f"{option} cannot be set.")
         try:
-            template = self._tokenizer.get_chat_template(tools=template_options.get("tools"))
-            text = self._tokenizer.apply_chat_template(
-                [_plain_message(message, "developer" in template) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **template_options,
-            )
-        except InvalidRequestError:
-            raise
-        except Exception as error:  # a template is the model author's code and raises what it likes
-            if continue_final_message and isinstance(error, ValueError):
-                # The library's own words, which quote the whole conversation.
-                raise InvalidRequestError(
-                    "continue_final_message",
-                    "is not possible: the model's chat template changes the end of the message.",
-                ) from None
-            raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error}"
-            ) from error
-        return self._encode(text, "messages", add_special_tokens=False)
-
-    def _encode(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        try:
-            if len(text) <= MAX_SHORT_CHARS:
-                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-            # Only the library's calls for batches let other threads run. They wait for a pool of
-            # threads, which a short text, perhaps on an event loop, must not do.
-            (encoding,) = self._backend.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
-            return encoding.ids
-        except TypeError as error:
-            raise InvalidRequestError(param, "is not Unicode text (a lone surrogate).") from error
+            template: str = self._tokenizer.get_chat_template(tools=template_options.get("tools"))
+        except Exception as error:  # several, and none of them is the default
+            raise InvalidRequestError("messages", f"have no chat template: {error}") from error
+        conversation = [_plain_message(message, "developer" in template) for message in messages]
+        if not conversation:
+            raise InvalidRequestError("messages", "must not be empty.")
+        return {
+            **self._tokenizer.special_tokens_map,
+            **template_options,
+            "conversations": [conversation],
+            "chat_template": template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
 
     # -- from ids ----------------------------------------------------------------------------------
 
@@ -196,7 +258,7 @@ def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str
     """A message with the role and the kind of content that every chat template understands."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidRequestError("messages", 'must be objects with a "role" and a "content".')
-    plain = dict(message)
+    plain = {name: value for name, value in message.items() if value is not None}
     if plain.get("role") == "developer" and not keep_developer:
         plain["role"] = "system"
     if isinstance(plain.get("content"), list | tuple):

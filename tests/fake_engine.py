@@ -170,11 +170,17 @@ class FakeEngine:
         self.draining = False
         self.closed = False
 
-    async def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
         return list(text.encode())
 
     async def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], /, **template_options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
     ) -> list[int]:
         self.template_options = template_options
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
@@ -220,6 +226,9 @@ class FakeEngine:
             counters=SchedulerCounters(),
             totals=Totals(),
         )
+
+    def warm(self) -> None:
+        pass
 
     async def drain(self, seconds: float, /) -> None:
         self.draining = True

@@ -152,7 +152,7 @@ def test_a_key_comes_from_an_option_a_file_or_the_environment(
         with pytest.raises(ConfigError, match="--api-key-file") as refused:
             find_key(config(url=url, api_key_file=str(file)))
         assert "secret" not in str(refused.value)
-    with pytest.raises(ConfigError, match="--api-key-file .*none: No such file"):
+    with pytest.raises(ConfigError, match=r"--api-key-file .*none: No such file"):
         find_key(config(url=url, api_key_file=str(tmp_path / "none")))
     monkeypatch.setenv("MINISGL_API_KEY", "first, second")
     assert find_key(config(url=url)) == "first"

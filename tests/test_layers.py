@@ -16,11 +16,11 @@ ROOT = Path(__file__).parent.parent
 
 ROWS = (
     ("errors", "request", "shards", "config", "keys", "progress", "printable"),
-    ("tokenizer", "detokenizer", "kvcache"),
+    ("rendering", "vocabulary", "tokenizer", "detokenizer", "kvcache"),
     ("scheduler", "stats", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
-    ("fanout", "engine", "llm"),
+    ("fanout", "intake", "engine", "llm"),
     ("server", "bench"),
     ("cli",),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -147,3 +149,64 @@ def test_a_model_that_cannot_be_loaded_leaves_no_thread() -> None:
     with pytest.raises(ConfigError, match="--attn fi"):
         LLM(attn="fi", device="cpu")
     assert threading.active_count() == before
+
+
+def test_iterators_are_prompts_and_bytes_are_not(llm: LLM) -> None:
+    expected = [output.token_ids for output in llm.generate(["a", [5, 6]], GREEDY)]
+    made: Iterator[Any] = (prompt for prompt in ("a", iter([5, 6])))
+    assert [output.token_ids for output in llm.generate(made, GREEDY)] == expected
+    assert llm.generate(iter([5, 6]), GREEDY)[0].token_ids == expected[1]
+    assert llm.generate(iter(()), GREEDY) == []
+    wrong: list[Any] = [b"abc", [b"abc"], ["a", bytearray(b"abc")], iter([memoryview(b"abc")])]
+    for prompts in wrong:
+        with pytest.raises(InvalidRequestError, match="bytes are neither a text nor token ids"):
+            llm.generate(prompts, GREEDY)
+    for mapping in ({"prompt": "a"}, [{1: 2}]):
+        with pytest.raises(InvalidRequestError, match="must be texts or token ids: one prompt, or"):
+            llm.generate(cast(Any, mapping), GREEDY)
+
+
+LEFT_OPEN = """
+import asyncio, os, sys, threading
+from minisgl import LLM, SamplingParams
+from minisgl.errors import EngineStoppedError
+
+llm = LLM(device="cpu", num_pages=500, max_running_requests=8)
+endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+if os.fork() == 0:
+    for use in (
+        lambda: llm.generate([[1]]),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: llm.engine.submit([1], endless),
+        lambda: asyncio.run(llm.engine.encode("x")),
+    ):
+        try:
+            use()
+        except EngineStoppedError as error:
+            print(error)
+    llm.close()
+    sys.exit()
+os.wait()
+threading.Thread(target=llm.generate, args=([[1]] * 4, endless), daemon=True).start()
+while not llm.engine.stats().num_running:
+    pass
+
+def answer():
+    started.set()
+    print(len(llm.generate([[2]], SamplingParams(max_tokens=50, ignore_eos=True))[0].token_ids))
+
+started = threading.Event()
+threading.Thread(target=answer).start()
+started.wait()
+"""
+
+
+def test_one_that_is_left_open_ends_quietly_and_a_fork_says_that_it_is_one() -> None:
+    """Other threads get their answers, unless they are daemons, which nobody waits for."""
+    command = [sys.executable, "-W", "ignore", "-c", LEFT_OPEN]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    *refusals, answer = done.stdout.splitlines()
+    assert len(refusals) == 4
+    assert all("of which this one is a fork" in refusal for refusal in refusals)
+    assert answer == "50"

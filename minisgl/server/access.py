@@ -14,7 +14,7 @@ from msgspec import Struct
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
+from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
 from minisgl.server import protocol
 from minisgl.server.metrics import Answered, Metrics
 
@@ -59,7 +59,7 @@ class Observe:
         try:
             await self._app(scope, receive, observed)
         except Exception as error:
-            log_failure(request_id(scope), 500, error)
+            log_failure(request_id(scope), foreseen(error).http_status, error)
             if status is None:
                 await self._error_response(error)(scope, receive, observed)
         finally:

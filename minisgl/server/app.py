@@ -19,7 +19,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.errors import CallerError, InvalidRequestError, MinisglError
+from minisgl.errors import CallerError, InvalidRequestError, MinisglError, foreseen
 from minisgl.request import check_token_ids
 from minisgl.server import shapes
 from minisgl.server.access import Observe, log_failure, request_id
@@ -137,7 +137,8 @@ class Routes:
         engine = self._service.engine()
         body = await _read(request, self._chat_request)
         model = self._service.model_name(body.model)
-        prompt = await engine.encode_chat(body.template_messages(), **body.template_options())
+        cut = body.truncate_prompt_tokens is not None
+        prompt = await engine.encode_chat(body.template_messages(), cut, **body.template_options())
         jobs = self._jobs(request, engine, body, [prompt])
         echo = body.echoed
         for job in jobs:
@@ -152,10 +153,13 @@ class Routes:
         model = self._service.model_name(body.model)
         prompts = body.prompts()
         special = body.add_special_tokens is not False
+        cut = body.truncate_prompt_tokens is not None
         token_ids = []
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, str):
-                token_ids.append(await engine.encode(prompt, add_special_tokens=special))
+                token_ids.append(
+                    await engine.encode(prompt, add_special_tokens=special, any_length=cut)
+                )
                 await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
             else:
                 if len(prompts) > 1:  # the engine checks too, and sees one prompt at a time
@@ -194,10 +198,12 @@ class Routes:
         self._service.model_name(body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            token_ids = await engine.encode(body.prompt, add_special_tokens=special)
+            token_ids = await engine.encode(
+                body.prompt, add_special_tokens=special, any_length=True
+            )
         else:
             token_ids = await engine.encode_chat(
-                body.template_messages(), **body.template_options()
+                body.template_messages(), True, **body.template_options()
             )
         answer = shapes.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
@@ -409,8 +415,7 @@ def _json(content: object, status: int = 200, headers: Mapping[str, str] | None 
 
 
 def _error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    status = error.http_status if isinstance(error, MinisglError) else 500
-    return _json(error_body(error), status, headers)
+    return _json(error_body(error), foreseen(error).http_status, headers)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

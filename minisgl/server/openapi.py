@@ -30,10 +30,10 @@ ERRORS = {
     403: "The header Host has a name that the server does not answer to.",
     408: "The request came too slowly.",
     413: "The body is too large.",
-    429: "Too many requests are waiting; the header Retry-After says when to try again.",
+    429: "Too many requests or too much text wait; the header Retry-After says when to try again.",
     431: "The URL and the headers are too large.",
     500: "Something failed here.",
-    503: "Loading, draining or dead; `code` says which.",
+    503: "Loading, draining, dead or short of memory; `code` says which.",
 }
 ANYWHERE = (403, 431)
 READING = (400, 404, 408, 413, 429, 500, 503)

@@ -61,7 +61,9 @@ async def start_engine(config: EngineConfig) -> Engine:
 
     start = await asyncio.to_thread(engine_class)
     with LoadProgress() as progress:
-        return await start(config, progress)
+        engine = await start(config, progress)
+    engine.warm()
+    return engine
 
 
 class Process:

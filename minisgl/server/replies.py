@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.errors import EngineStoppedError, foreseen
 from minisgl.request import (
     EVERYONE,
     FinishReason,
@@ -41,7 +41,7 @@ def event(payload: object) -> bytes:
 
 def error_body(error: Exception) -> dict[str, Any]:
     """OpenAI's envelope. Of an unforeseen error only the log knows more."""
-    known = error if isinstance(error, MinisglError) else MinisglError("Something went wrong here.")
+    known = foreseen(error)
     return {
         "error": {
             "message": str(known)[:MAX_ERROR_CHARS],

@@ -1,0 +1,102 @@
+"""Whatever a chat template does, its rendering ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.rendering import Renderer, encode_call, render
+
+HELLO = [{"role": "user", "content": "Hello, ünïcödé 👍🏽!"}]
+
+
+def call_of(template: str, **options: Any) -> dict[str, Any]:
+    return {"conversations": [HELLO], "chat_template": template, **options}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer()
+    yield renderer
+    assert renderer.wait() == 0  # once its pipes are closed, as they are when we die
+
+
+def rendered(renderer: Renderer, template: str, **options: Any) -> str:
+    return renderer.render(encode_call(call_of(template, **options)))
+
+
+def weather(city: str) -> str:
+    """Tells the weather.
+
+    Args:
+        city: Where.
+    """
+    return city
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", {}),
+        ("{{ tools | tojson }}{{ n }}", {"tools": [weather], "n": np.int64(3)}),
+        ("{{ documents[0].text }}", {"documents": [{"text": "a", "other": object()}]}),
+        ("{{ 'x' if add_generation_prompt else 'y' }}", {"add_generation_prompt": True}),
+    ],
+)
+def test_a_text_is_what_the_library_makes(
+    renderer: Renderer, template: str, options: dict[str, Any]
+) -> None:
+    assert rendered(renderer, template, **options) == render(call_of(template, **options))
+
+
+def test_a_template_that_does_not_end_is_ended() -> None:
+    renderer = Renderer(0.5)
+    for template in (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 1 | round(1000000000, 'floor') }}",  # a product, of which no thread can be rid
+    ):
+        with pytest.raises(InvalidRequestError, match=r"did not end within 0\.5 s") as caught:
+            rendered(renderer, template)
+        assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * 100000000000 }}", "takes more than 1024 MiB of memory"),
+        ("{{ (range(99999) | list * 99999) | length }}", "takes more than 1024 MiB of memory"),
+        ("{{ 'a' * n }}", "makes more than 64 MiB"),
+        ("{{ raise_exception('no, ' + 'x' * 9000) }}", r"no, x{996}$"),
+        ("{{ raise_exception('\\ud800') }}", r"\?$"),
+        ("{% for %}", "xpected"),
+    ],
+)
+def test_a_template_that_asks_for_too_much_or_refuses_says_so(
+    renderer: Renderer, template: str, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        rendered(renderer, template, n=70_000_000)
+    assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+
+
+def test_what_is_no_text_is_refused_before() -> None:
+    with pytest.raises(InvalidRequestError, match="handed to the chat template"):
+        encode_call(call_of("", odd="\ud800"))
+
+
+def test_a_process_that_was_killed_is_replaced_and_a_closed_one_is_not() -> None:
+    renderer = Renderer()
+    renderer.start()
+    assert renderer._process is not None
+    renderer._process.kill()
+    renderer._process.wait()
+    assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+    renderer.close()
+    with pytest.raises(EngineStoppedError):
+        rendered(renderer, "")
+    assert renderer.wait() == -signal.SIGKILL
