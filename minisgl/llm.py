@@ -42,6 +42,7 @@ class LLM:
         self._closed = False
         self._process_id = os.getpid()
         self._waiting: set[threading.Thread] = set()  # for an answer
+        self._entry = threading.Lock()  # between coming to wait and being the last to do so
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -56,7 +57,6 @@ class LLM:
             raise
         except BaseException:  # Ctrl-C, which does not wait for the thread that loads
             self._closed = True
-            asyncio.run_coroutine_threadsafe(self._stop_after_cancelled(), self._loop)
             self._end_thread()
             raise
         # Only there are the threads that compute still at work. `atexit` comes after they have
@@ -120,46 +120,57 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _stop_after_cancelled(self) -> None:
-        """Only once the tasks have noticed that they are cancelled."""
+    def _stop_loop(self) -> None:
+        with self._entry:
+            self._closed = True
+        end_threads = self._loop.shutdown_default_executor()
+        asyncio.run_coroutine_threadsafe(end_threads, self._loop).result()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._stop_after_others(), self._loop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop_after_others(self) -> None:
+        """Nobody who came before the end waits for ever, and what is cancelled has noticed."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
-
-    def _stop_loop(self) -> None:
-        self._wait_for(self._loop.shutdown_default_executor())
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._end_thread()
 
     def _abandon(self) -> None:
         """The interpreter ends. It waits for other threads, so their answers are waited for."""
         if os.getpid() != self._process_id:
             return
-        for thread in [*self._waiting]:
-            if not thread.daemon and thread is not threading.current_thread():
+        while True:
+            with self._entry:
+                others = [
+                    thread
+                    for thread in self._waiting
+                    if not thread.daemon and thread is not threading.current_thread()
+                ]
+                if not others:
+                    was_closed, self._closed = self._closed, True
+                    break
+            for thread in others:
                 thread.join()
-        if self._closed:
+        if was_closed:
             return
-        self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.engine.abandon()
-
-    def _end_thread(self) -> None:
-        self._thread.join()
-        self._loop.close()
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         if os.getpid() != self._process_id:
             work.close()
             raise EngineStoppedError(forked(self._process_id))
-        if self._closed:
-            work.close()
-            raise EngineStoppedError("This LLM is closed.")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         thread = threading.current_thread()
-        self._waiting.add(thread)
+        with self._entry:
+            if self._closed:
+                work.close()
+                raise EngineStoppedError("This LLM is closed.")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._waiting.add(thread)
         try:
             return future.result()
         except BaseException:  # Ctrl-C too: do not leave the work running behind the caller's back
