@@ -48,7 +48,7 @@ from minisgl.server.replies import (
     error_body,
 )
 from minisgl.server.request_ids import HEADER, RequestIds, reply_id
-from minisgl.server.service import Engine, Service, Tokenizer
+from minisgl.server.service import Engine, NotReadyError, Service, Tokenizer
 from minisgl.server.sse import StreamedAnswer, WholeAnswer
 
 MAX_BODY_BYTES = 16 << 20
@@ -189,7 +189,9 @@ class Routes:
         return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
-        self._service.engine()
+        stalled = self._service.engine().stalled
+        if stalled is not None:
+            raise NotReadyError("stalled", stalled)
         return _json({"status": "ready"})
 
     async def version(self, request: Request) -> Response:
