@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
 from minisgl.models.config import CONFIG_FILE, read_json
-from minisgl.request import SamplingParams
+from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
 
+MAX_EOS = (MAX_EDITS - MAX_LOGIT_BIAS) // 2  # of each of the two files
 GENERATION_FILE = "generation_config.json"
 
 # The fields of generation_config.json that are fields of SamplingParams by the same name.
@@ -64,6 +66,8 @@ def _token_ids(values: dict[str, Any], where: str) -> frozenset[int]:
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
         raise CheckpointError(
-            f"{where}: eos_token_id is {found!r}, not a token id or a list of them."
+            f"{where}: eos_token_id is {reprlib.repr(found)}, not a token id or a list of them."
         )
+    if len(ids) > MAX_EOS:
+        raise CheckpointError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS} work.")
     return frozenset(id for id in ids if id >= 0)  # -1 stands for none

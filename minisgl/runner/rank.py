@@ -116,7 +116,7 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
         torch.cuda.set_device(device)
     ranks = join_group(
         # A file has no socket that strangers could write to. NCCL looks at it again and again, so
-        # that it stays as long as the ranks; -1 leaves it to us to delete it.
+        # that it stays as long as the group; -1 leaves it to us to delete it.
         FileStore(str(spec.meeting / "store"), -1),
         spec.rank,
         config.tp,

@@ -103,9 +103,10 @@ def load_ranks(
         processes.wait_ready(lambda share: report("waiting for the other ranks", share))
     except BaseException:
         processes.kill()
-        if own is not None and not processes.on_gpu:
-            for part in own:
+        if not processes.on_gpu:
+            for part in own or ():
                 part.close()
+            processes.forget()
         raise
     return TensorParallelRunner(*own, processes)
 
@@ -205,6 +206,7 @@ class TensorParallelRunner:
         self._ranks.close()
         killing.cancel()
         self.processes.end()
+        self.processes.forget()
 
 
 class RankProcesses:
@@ -309,8 +311,12 @@ class RankProcesses:
         for process in self._processes.values():
             if process.pid is not None:
                 process.join(CLOSE_LIMIT_S)
-        shutil.rmtree(self._meeting, ignore_errors=True)
         self._gone.set()
+
+    def forget(self) -> None:
+        """Delete the file through which the ranks have met. NCCL hangs if it goes before the group
+        is closed or the process ends."""
+        shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _watch(self) -> None:
         # A signal that is blocked here is so in the processes, too, until they can ignore it; but
@@ -395,10 +401,14 @@ class RankProcesses:
         if self.on_gpu:
             # A kernel here may wait for the dead for ever, and an orderly exit for that kernel. So
             # whoever waits is told, and then this process ends too.
-            leaving = threading.Timer(LEAVE_AFTER_S, os._exit, (1,))
+            leaving = threading.Timer(LEAVE_AFTER_S, self._leave)
             leaving.daemon = True
             leaving.start()
-            atexit.register(os._exit, 1)
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        self.forget()
+        os._exit(1)
 
 
 def _end_of(exit_code: int | None) -> str:
