@@ -489,7 +489,7 @@ class AsyncEngine:
 
     def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
         """A step is done, for better or worse. Called once for each, in order."""
-        self._watch.ended(step)
+        self._watch.ended()
         if step != self._scheduler.next_to_settle:
             return  # lost with a failed step before it
         try:

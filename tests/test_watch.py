@@ -32,7 +32,7 @@ class Clock:
         """A step that ends in time."""
         self.watch.began(plan)
         assert self.look(seconds) is None
-        self.watch.ended(plan.step)
+        self.watch.ended()
 
     def look(
         self,
@@ -98,9 +98,16 @@ def test_what_compiles_may_take_long_and_sets_no_measure(clock: Clock) -> None:
     clock.run(decode(1), 0)
     clock.watch.began(decode(2))
     assert clock.look(200, compiles=True) is None and clock.watch.stalled is None
-    clock.watch.ended(2)
+    clock.watch.ended()
     clock.watch.began(decode(3))
     assert clock.look(100) == "Step 3 has not ended within 31 s."
+
+
+def test_a_host_that_queues_a_known_step_without_end_is_given_up(clock: Clock) -> None:
+    """As it does where a GPU hangs that has many steps before it."""
+    clock.run(decode(1), 0)
+    clock.watch.began(decode(2))
+    assert clock.look(1000, compiles=True) == "Step 2 has not ended within 331 s."
 
 
 def test_a_silent_rank_is_named_whatever_the_step(clock: Clock) -> None:

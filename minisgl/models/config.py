@@ -438,7 +438,7 @@ def _read_rope(fields: _Fields, max_position: int) -> RopeConfig:
     return RopeConfig(
         type=type_,
         # Its powers tell the pairs apart.
-        theta=rope.number_above(1, "rope_theta", fields.number("rope_theta", plain.theta)),
+        theta=rope.number_above(1, "rope_theta", fields.number_above(1, "rope_theta", plain.theta)),
         factor=factor,
         original_max_position=original,
         low_freq_factor=low_freq_factor,

@@ -10,9 +10,8 @@ from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
 from minisgl.models.config import CONFIG_FILE, read_json
-from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
+from minisgl.request import MAX_EDITS, SamplingParams
 
-MAX_EOS = (MAX_EDITS - MAX_LOGIT_BIAS) // 2  # of each of the two files
 GENERATION_FILE = "generation_config.json"
 
 # The fields of generation_config.json that are fields of SamplingParams by the same name.
@@ -44,6 +43,10 @@ def read_generation_defaults(
     eos_token_ids |= _token_ids(_read_if_there(folder / CONFIG_FILE), CONFIG_FILE)
     if tokenizer_eos_id is not None:
         eos_token_ids |= {tokenizer_eos_id}
+    if len(eos_token_ids) > MAX_EDITS:
+        raise CheckpointError(
+            f"{folder} names {len(eos_token_ids)} EOS tokens; at most {MAX_EDITS} are supported."
+        )
 
     greedy = generation.get("do_sample") is False
     names = _ALWAYS if greedy else _SAMPLED + _ALWAYS
@@ -68,6 +71,4 @@ def _token_ids(values: dict[str, Any], where: str) -> frozenset[int]:
         raise CheckpointError(
             f"{where}: eos_token_id is {reprlib.repr(found)}, not a token id or a list of them."
         )
-    if len(ids) > MAX_EOS:
-        raise CheckpointError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS} work.")
     return frozenset(id for id in ids if id >= 0)  # -1 stands for none

@@ -32,7 +32,7 @@ class StepWatch:
 
     def __init__(self, timeout_s: float, *, first_limit_s: float = math.inf) -> None:
         """timeout_s: that a step may take longer than ones like it; a third of it is reported.
-        first_limit_s: for steps of which none like them has ended, or that compile kernels."""
+        first_limit_s: for steps of which none like them has ended."""
         self.stalled: str | None = None  # what is the matter, while a step takes too long
         self._timeout_s = timeout_s
         self._first_limit_s = max(first_limit_s, timeout_s)
@@ -50,16 +50,15 @@ class StepWatch:
     def began(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
-    def ended(self, step: int) -> None:
-        """Steps end in the order of their launch."""
+    def ended(self) -> None:
+        """The step has ended that was launched first of those in flight."""
         plan = self._plans.popleft()
-        assert plan.step == step
         kind = _kind(plan)
         longest = self._longest_s.setdefault(kind, 0.0)
-        if step == self._step and not self._compiled:
+        if plan.step == self._step and not self._compiled:
             self._longest_s[kind] = max(longest, self._waited_s)
         if self.stalled is not None:
-            logger.warning("Step %d has ended after all, in %.0f s", step, self._waited_s)
+            logger.warning("Step %d has ended after all, in %.0f s", plan.step, self._waited_s)
             self.stalled = None
 
     def look(self, now: float, *, compiles: bool, silence: Mapping[int, float]) -> str | None:
@@ -78,14 +77,20 @@ class StepWatch:
         self._compiled |= compiles
         self._waited_s += elapsed
         waited = self._waited_s
-        longest = None if compiles else self._longest_s.get(_kind(plan))
-        overdue = 0.0 if longest is None else waited - SPREAD * longest
+        longest = self._longest_s.get(_kind(plan))
+        overdue, limit = 0.0, math.inf
+        if longest is None:
+            limit = self._first_limit_s
+        elif compiles:
+            limit = FIRST_LIMIT_S + max(SPREAD * longest, self._timeout_s)
+        else:
+            overdue = waited - SPREAD * longest
         silent = {rank: since for rank, since in silence.items() if since > SILENT_AFTER_S}
         who = ""
         if silent:
-            overdue = max(overdue, min(waited, *silent.values()))
+            overdue = max(overdue, min(waited, max(silent.values())))
             who = f"; rank {', '.join(map(str, silent))} is silent"
-        if overdue > self._timeout_s or (longest is None and waited > self._first_limit_s):
+        if overdue > self._timeout_s or waited > limit:
             return f"Step {plan.step} has not ended within {waited:.0f} s{who}."
         if overdue > self._timeout_s / 3:
             stalled = f"Step {plan.step} has run for {waited:.0f} s, unlike others of its size{who}"
