@@ -55,20 +55,24 @@ def modes_in(folder: Path) -> list[int]:
 
 
 @contextmanager
-def watched_sockets() -> Iterator[list[set[Address]]]:
-    """The addresses on which this process and its children listen, looked at again and again."""
+def watched_sockets(folder: Path) -> Iterator[tuple[list[set[Address]], set[int]]]:
+    """The addresses on which this process and its children listen, looked at again and again, and
+    the modes of what comes and goes in the folder."""
     seen: list[set[Address]] = []
+    modes: set[int] = set()
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.05):
             pids = [os.getpid(), *children_of(os.getpid())]
             seen.append({address for pid in pids for address in listening(pid)})
+            with contextlib.suppress(FileNotFoundError):
+                modes.update(modes_in(folder))
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        yield seen
+        yield seen, modes
     finally:
         over.set()
         watching.join()
@@ -144,7 +148,7 @@ async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
 async def test_ranks_that_are_told_to_end_are_not_killed(temporary: Path) -> None:
     async with await demo_engine(tp=2) as engine:
         [process] = multiprocessing.active_children()
-        assert modes_in(temporary) == [0o700]
+        assert modes_in(temporary) == []
         with pytest.raises(ConfigError, match="this process has ranks already"):
             await demo_engine(tp=2)
         async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):
@@ -201,11 +205,12 @@ async def test_ranks_listen_to_nobody_elsewhere_and_are_killed_if_they_do_not_en
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("minisgl.runner.tp.CLOSE_LIMIT_S", 1.0)
-    with watched_sockets() as seen:
+    with watched_sockets(temporary) as (seen, modes):
         engine = await demo_engine(tp=2)
         async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):
             pass
     listening = set().union(*seen)
+    assert modes == {0o700}
     assert listening  # gloo's, on which a rank waits for others
     assert all(address.is_loopback for address in listening), listening
     [pid] = [pid for pid in engine._runner.processes.pids.values() if pid]

@@ -115,8 +115,7 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join_group(
-        # A file has no socket that strangers could write to. NCCL looks at it again and again, so
-        # that it stays as long as the group; -1 leaves it to us to delete it.
+        # A file has no socket that strangers could write to. -1 leaves it to us to delete it.
         FileStore(str(spec.meeting / "store"), -1),
         spec.rank,
         config.tp,

@@ -101,6 +101,8 @@ def load_ranks(
             raise processes.lose(error)
         own = loading.result()
         processes.wait_ready(lambda share: report("waiting for the other ranks", share))
+        if not processes.on_gpu:
+            processes.forget()
     except BaseException:
         processes.kill()
         if not processes.on_gpu:
@@ -314,8 +316,8 @@ class RankProcesses:
         self._gone.set()
 
     def forget(self) -> None:
-        """Delete the file through which the ranks have met. NCCL hangs if it goes before the group
-        is closed or the process ends."""
+        """Delete the file through which the ranks have met. NCCL, which looks at it again and
+        again, hangs if it goes before the group is closed or the process ends."""
         shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _watch(self) -> None:
