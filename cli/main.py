@@ -62,6 +62,7 @@ ALSO = {"": "--help", "help": "--help", "--version": "version"}
 
 def main() -> int:
     """The entry point. Returns the exit code: 2 for a caller's mistake, 130 for Ctrl-C."""
+    _open_standard_streams()
     try:
         arguments = sys.argv[1:]
         said = " ".join(arguments)
@@ -79,6 +80,20 @@ def main() -> int:
         return 1
     except Exception as error:
         return _fail(f"{type(error).__name__}: {error} (LOG_LEVEL=DEBUG shows where)", 1)
+
+
+def _open_standard_streams() -> None:
+    """Put /dev/null where the caller closed a standard stream. Its number would go to the next
+    socket, which libraries then take for that stream: libuv aborts when it closes one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    # None where they were closed.
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _misused(error: Any) -> str:

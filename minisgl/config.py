@@ -126,6 +126,12 @@ class EngineConfig:
         "Scales the reserve for tokens not yet generated; under 1 admits more and may retract.",
         group="Scheduling",
     )
+    step_timeout: float = option(
+        30.0,
+        "Seconds that a step may take longer than ones like it before the engine fails; a third of "
+        "it makes /health say so.",
+        group="Scheduling",
+    )
     attn: str = option(
         "auto",
         "auto, a backend for both phases, or a pair PREFILL,DECODE.",
@@ -157,6 +163,8 @@ class EngineConfig:
             refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
         if not 0 < self.schedule_conservativeness < math.inf:
             refuse(self, "schedule_conservativeness", "allowed: a number above 0")
+        if not self.step_timeout > 0:
+            refuse(self, "step_timeout", "allowed: a number above 0, or inf")
         backends = self.attn.split(",")
         if self.attn != "auto" and (
             len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
@@ -290,6 +298,7 @@ class ResolvedConfig:
     max_prefill_length: int
     schedule_policy: str
     schedule_conservativeness: float
+    step_timeout: float
     attn_prefill: str
     attn_decode: str
     cuda_graph_max_bs: int
@@ -359,6 +368,7 @@ def resolve(
         max_prefill_length=config.max_prefill_length,
         schedule_policy=config.schedule_policy,
         schedule_conservativeness=config.schedule_conservativeness,
+        step_timeout=config.step_timeout,
         attn_prefill=prefill,
         attn_decode=decode,
         cuda_graph_max_bs=_resolve_graphs(config, device, target, decode, notes),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
@@ -58,6 +59,7 @@ from minisgl.runner.facts import device_facts
 from minisgl.runner.loading import load_runner
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.tp import TensorParallelRunner, load_ranks
+from minisgl.runner.watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter
@@ -70,6 +72,8 @@ OUT_OF_MEMORY = (
     "--max-running-requests and --max-queued-requests."
 )
 SHUTTING_DOWN = "The server is shutting down."
+# At the end nobody waits longer for a rank that gives no sign of life.
+CLOSE_GRACE_S = 5.0
 
 Handle = TypeVar("Handle")
 # Called with the phase and, where it can be counted, its share done (0 to 1).
@@ -87,7 +91,28 @@ class Runner(Protocol[Handle]):
         """Block until the step is done. Called on the engine's own thread, in launch order."""
         ...
 
+    def may_compile(self) -> bool:
+        """Whether a launched step may be compiling kernels, which takes its time."""
+        ...
+
     def close(self) -> None: ...
+
+
+class Ranks(Protocol):
+    """The part of a runner on several ranks that knows of the others."""
+
+    @property
+    def lost(self) -> Future[None]:
+        """Raises when no step will end any more, where `collect` may not."""
+        ...
+
+    def silence(self) -> Mapping[int, float]:
+        """Seconds since the last sign of life, by rank."""
+        ...
+
+    def give_up(self, reason: MinisglError) -> None:
+        """Kill the others, and let `lost` raise. Returns at once."""
+        ...
 
 
 class OutputStream:
@@ -184,6 +209,7 @@ class _Collector(Generic[Handle]):
         self._runner = runner
         self._done = done
         self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self._handles: queue.SimpleQueue[tuple[int, Handle] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._collect, name="minisgl-collector", daemon=True)
         self._thread.start()
@@ -192,25 +218,26 @@ class _Collector(Generic[Handle]):
         self._handles.put((step, handle))
 
     def end(self) -> None:
-        """Nothing more is added."""
+        """Nothing more is added. `ended` is done when everything is collected."""
         self._handles.put(None)
 
-    def join(self) -> None:
-        """Blocks until everything added is collected."""
-        self._thread.join()
+    def join(self, timeout_s: float) -> bool:
+        """Block after `end` until everything is collected, where no loop runs that `ended` could
+        tell; False if it is not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _collect(self) -> None:
-        while (item := self._handles.get()) is not None:
-            step, handle = item
-            try:
-                outcome: StepResult | Exception = self._runner.collect(handle)
-            except Exception as error:
-                outcome = error
-            del handle, item
-            try:
+        with contextlib.suppress(RuntimeError):  # the loop was closed without closing the engine
+            while (item := self._handles.get()) is not None:
+                step, handle = item
+                try:
+                    outcome: StepResult | Exception = self._runner.collect(handle)
+                except Exception as error:
+                    outcome = error
+                del handle, item
                 self._loop.call_soon_threadsafe(self._done, step, outcome)
-            except RuntimeError:  # the loop was closed without closing the engine
-                return
+            self._loop.call_soon_threadsafe(self.ended.set_result, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +251,7 @@ class Loaded(Generic[Handle]):
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     model_name: str
-    # Raises when no step will end any more, where `collect` may not.
-    lost: Future[None] | None = None
+    ranks: Ranks | None = None  # where there are several
 
 
 def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
@@ -244,12 +270,11 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | TensorParallelRunner
-    lost: Future[None] | None = None
+    ranks: Ranks | None = None
     if resolved.tp == 1:
         runner = load_runner(resolved, model_config, folder, report)
     else:
-        runner = load_ranks(resolved, model_config, folder, report)
-        lost = runner.lost
+        runner = ranks = load_ranks(resolved, model_config, folder, report)
     for note in (*model_config.notes, *resolved.notes):
         logger.info("%s", note)
     if defaults.values:
@@ -279,7 +304,7 @@ def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[A
             capacity.max_seq_len,
             resolved.max_seq_len,
         )
-    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name, lost)
+    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name, ranks)
 
 
 class AsyncEngine:
@@ -327,9 +352,13 @@ class AsyncEngine:
         self._collector = _Collector(self._runner, self._on_step)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
-        self._lost = loaded.lost
-        if self._lost is not None:
-            self._lost.add_done_callback(self._on_lost)
+        self._ranks = loaded.ranks
+        first_limit_s = math.inf if self._ranks is None else FIRST_LIMIT_S
+        self._watch = StepWatch(self.config.step_timeout, first_limit_s=first_limit_s)
+        self._looking: asyncio.TimerHandle | None = None
+        self._hung: asyncio.Future[None] = self._loop.create_future()  # done: steps may never end
+        if self._ranks is not None:
+            self._ranks.lost.add_done_callback(self._on_lost)
 
     @classmethod
     async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
@@ -513,6 +542,7 @@ class AsyncEngine:
 
     def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
         """A step is done, for better or worse. Called once for each, in order."""
+        self._watch.ended()
         if step != self._scheduler.next_to_settle:
             return  # lost with a failed step before it
         try:
@@ -542,6 +572,9 @@ class AsyncEngine:
                 self._fail_step(plan.step, error)
             else:
                 self._collector.add(plan.step, handle)
+                self._watch.began(plan)
+                if self._looking is None:
+                    self._look_later()
 
     def _hand_out(self, settled: Settled) -> None:
         for request in settled.progressed:
@@ -627,12 +660,45 @@ class AsyncEngine:
             stream.request.error = reason
             self._end_stream(stream.request)
 
+    @property
+    def stalled(self) -> str | None:
+        """What is the matter, while a step takes much longer than ones like it."""
+        return self._watch.stalled
+
+    def _look_later(self) -> None:
+        self._looking = self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Runs every second while a step is in flight."""
+        self._looking = None
+        reason = self._watch.look(
+            time.monotonic(),
+            compiles=self._runner.may_compile(),
+            silence=self._ranks.silence() if self._ranks is not None else {},
+        )
+        if reason is not None:
+            self._give_up(EngineStoppedError(reason))
+        elif self._watch.in_flight and self.failure is None:
+            self._look_later()
+
+    def _give_up(self, reason: EngineStoppedError) -> None:
+        """The steps in flight will not end."""
+        if self._ranks is not None:
+            self._ranks.give_up(reason)
+        else:
+            self._on_hung(reason)
+
     def _on_lost(self, lost: Future[None]) -> None:
         """Called by any thread."""
         reason = lost.exception()
         if isinstance(reason, Exception):
             with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
-                self._loop.call_soon_threadsafe(self._die, reason)
+                self._loop.call_soon_threadsafe(self._on_hung, reason)
+
+    def _on_hung(self, reason: Exception) -> None:
+        self._die(reason)
+        if not self._hung.done():
+            self._hung.set_result(None)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
@@ -665,28 +731,38 @@ class AsyncEngine:
         finally:
             self._max_in_flight = 0
             self._collector.end()
-            if self._lost is None or not self._lost.done():  # or else it may wait for ever
-                await asyncio.to_thread(self._collector.join)
-            await asyncio.to_thread(self._free)
+            await self._steps_end()
+            await asyncio.to_thread(self._free, self._collector.ended.done())
 
-    def _free(self) -> None:
-        self._runner.close()
+    def _free(self, steps_have_ended: bool) -> None:
+        # One rank whose steps do not end cannot be closed either; several see to it themselves.
+        if self._ranks is not None or steps_have_ended:
+            self._runner.close()
         if self._intake is not None:
             self._intake.join()
 
     def abandon(self) -> None:
         """Free the device when the loop has been stopped for good. Whoever waits is told nothing.
 
-        Blocks until the steps in flight have ended. Called by any thread.
+        Blocks until the steps in flight have ended, or take too long. Called by any thread.
         """
         if self._closing is not None:
             return
         if self._intake is not None:
             self._intake.end()
         self._collector.end()
-        if self._lost is None or not self._lost.done():
-            self._collector.join()
-        self._free()
+        self._free(self._collector.join(self.config.step_timeout))
+
+    async def _steps_end(self) -> None:
+        """Wait for what is launched until it has ended or is known to hang."""
+        ending = (self._collector.ended, self._hung)
+        while not any(future.done() for future in ending):
+            await asyncio.wait(ending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if self._ranks is not None:
+                silent = [r for r, s in self._ranks.silence().items() if s > CLOSE_GRACE_S]
+                if silent:
+                    stopped = f"Rank {silent[0]} is silent, and does not end its last step."
+                    self._ranks.give_up(EngineStoppedError(stopped))
 
     async def __aenter__(self) -> AsyncEngine:
         return self

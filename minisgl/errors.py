@@ -1,7 +1,8 @@
 """The errors that minisgl raises on purpose.
 
 Each leaf says whose fault it is: `http_status` is what the server answers, `exit_code` what the
-command line returns (2: the caller asked for something wrong, 1: something failed).
+command line returns (2: the caller asked for something wrong, and would again; 1: something
+failed, which another start may mend).
 """
 
 from __future__ import annotations
@@ -139,6 +140,10 @@ class QueueFullError(MinisglError):
 
 class CheckpointError(MinisglError):
     """A checkpoint is incomplete or does not fit its own config."""
+
+
+class DownloadError(MinisglError):
+    """A model could not be downloaded for the moment; another attempt may succeed."""
 
 
 class DeviceMemoryError(MinisglError):

@@ -87,9 +87,16 @@ class Tokenizer:
         from transformers import AutoTokenizer  # a second, and it imports torch
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,  # or it would ask on the terminal
+            )
         except Exception as error:  # whatever the library makes of broken files
-            raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from error
+            reason = str(error)
+            if "trust_remote_code" in reason:
+                reason = "it needs code of its own, and code from a checkpoint is not run."
+            raise CheckpointError(f"The tokenizer in {folder} cannot be read: {reason}") from error
         if not tokenizer.is_fast:
             raise CheckpointError(f"The tokenizer in {folder} has no tokenizer.json form.")
         return cls(tokenizer, folder.name)

@@ -10,12 +10,13 @@ and exchanges. Our results are compared with NCCL's first.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peers import over_peer_memory
@@ -31,18 +32,17 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=torch.cuda.device_count())
     parser.add_argument("--hidden", type=int, default=5120)
     options = parser.parse_args()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(
-        measure, (store.port, options.tp, options.hidden), options.tp, daemon=True
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            measure, (f"{folder}/store", options.tp, options.hidden), options.tp, daemon=True
+        )
 
 
-def measure(rank: int, port: int, num_ranks: int, hidden: int) -> None:
+def measure(rank: int, meeting: str, num_ranks: int, hidden: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.manual_seed(rank)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    nccl = GroupCommunicator(store, rank, num_ranks, device)
+    nccl = GroupCommunicator(FileStore(meeting, -1), rank, num_ranks, device)
     ours = over_peer_memory(nccl, hidden, torch.bfloat16)
     table = Table("rows", "NCCL, norm", "ours", "logits of 151,936: NCCL", "ours", "maximum")
     for num_rows in ROWS:

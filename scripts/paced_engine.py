@@ -51,6 +51,9 @@ class PacedRunner:
         time.sleep(max(0.0, handle.due - time.monotonic()))
         return handle.result
 
+    def may_compile(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 

@@ -167,6 +167,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.template_options: dict[str, Any] = {}  # of the last conversation
         self.failure: BaseException | None = None
+        self.stalled: str | None = None
         self.draining = False
         self.closed = False
 

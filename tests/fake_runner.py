@@ -96,6 +96,9 @@ class FakeRunner:
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
+    def may_compile(self) -> bool:
+        return False
+
     @staticmethod
     def _report(
         slot: _Slot, token_id: int, tokens: list[int], logprobs: dict[int, TokenLogprobs]

@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from minisgl.config import EngineConfig, option, option_names
-from minisgl.errors import ConfigError, DeviceMemoryError
+from minisgl.errors import ConfigError, DeviceMemoryError, DownloadError, ModelNotFoundError
 from minisgl_cli import main as cli
 from minisgl_cli.logs import set_up_logging
 from minisgl_cli.options import takes_options
@@ -165,6 +165,8 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
 @pytest.mark.parametrize(
     ("error", "exit_code", "said"),
     [
+        (DownloadError("The Hub is down."), 1, "The Hub is down."),
+        (ModelNotFoundError("No such model."), 2, "No such model."),
         (DeviceMemoryError("Too little memory:\n  4 GiB."), 1, "Too little memory: 4 GiB."),
         (ConfigError("--tp", 0, "allowed: 1 or more"), 2, "--tp 0: allowed: 1 or more"),
         (ZeroDivisionError("oh"), 1, "ZeroDivisionError: oh (LOG_LEVEL=DEBUG shows where)"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import FileStore
 
 from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.distributed.group import join_group
@@ -65,8 +67,8 @@ def check_memory_out_of_reach(rank: int) -> None:
     assert (memory.error is not None) == (rank == 1)
 
 
-def check_rank(rank: int, port: int) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=False)
+def check_rank(rank: int, meeting: Path) -> None:
+    store = FileStore(str(meeting), -1)
     dtype = torch.float32
     ranks = join_group(store, rank, NUM_RANKS, CPU, hidden_size=HIDDEN, dtype=dtype, plain=False)
     assert (ranks.rank, ranks.size) == (rank, NUM_RANKS)
@@ -79,6 +81,5 @@ def test_one_rank_is_enough_for_itself() -> None:
     check(ALONE)
 
 
-def test_several_ranks_agree() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(check_rank, (store.port,), NUM_RANKS)
+def test_several_ranks_agree(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(check_rank, (tmp_path / "store",), NUM_RANKS)

@@ -8,15 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import huggingface_hub
 import pytest
 import torch
 from checkpoints import make_checkpoint, spec_named
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from minisgl.config import ModelFacts
-from minisgl.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from minisgl.errors import (
+    CheckpointError,
+    DownloadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from minisgl.models import hub
 from minisgl.models.config import ModelConfig, read_model_config
 from minisgl.models.generation import read_generation_defaults
@@ -399,6 +411,12 @@ def test_sampling_values_of_generation_config(tmp_path: Path) -> None:
 # -- finding files ---------------------------------------------------------------------------------
 
 
+def hub_error(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
+    request = httpx.Request("GET", "https://huggingface.co")
+    response: Any = httpx.Response(status, request=request)  # as good as that of its own client
+    return kind(f"The Hub says {status}.", response=response)
+
+
 def test_locate_local_folder(tmp_path: Path) -> None:
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").touch()
@@ -448,13 +466,36 @@ def test_download_takes_what_is_needed(
     assert taken == wanted + (weights if load_format == "auto" else weights[:1])
 
 
-def test_download_failures_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (OSError("no space left on device\nmore"), 1),
+        (LocalEntryNotFoundError("the connection was refused"), 1),
+        (TimeoutError(), 1),
+        (hub_error(429), 1),
+        (hub_error(503), 1),
+        (hub_error(400), 2),
+        (hub_error(404, RepositoryNotFoundError), 2),
+        (hub_error(403, GatedRepoError), 2),
+        (PermissionError("the cache is read-only"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_download_that_may_succeed_later_has_another_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+) -> None:
+    """A supervisor restarts after a 1 only."""
+
     def snapshot_download(name: str, **options: Any) -> str:
-        raise OSError("no space left on device\nmore")
+        raise error
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelNotFoundError, match=r"no space left on device$"):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    kind = DownloadError if exit_code == 1 else ModelNotFoundError
+    with pytest.raises(kind, match=r"^Qwen/Qwen3-0\.6B .*\S$") as caught:
         locate_model("Qwen/Qwen3-0.6B")
+    assert caught.value.exit_code == exit_code
+    assert "\n" not in str(caught.value)
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -521,6 +562,45 @@ def test_missing_shard(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(CheckpointError, match="weight_map"):
         load(sharded)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../weights.safetensors",
+        "below/weights.safetensors",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "below\\weights.safetensors",
+        "a\0b",
+        None,
+        7,
+        ["x"],
+    ],
+)
+def test_weights_are_read_from_the_models_own_folder_only(tmp_path: Path, name: object) -> None:
+    folder = tmp_path / "model"
+    (folder / "below").mkdir(parents=True)
+    for place in (tmp_path, folder / "below"):
+        save_file({"w": torch.ones(1)}, place / "weights.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match="not the name of a file in this folder"):
+        safetensors_files(folder)
+
+
+def test_weights_may_be_links_as_those_of_the_hubs_cache(tmp_path: Path) -> None:
+    blob, folder = tmp_path / "blobs" / "abc", tmp_path / "snapshots" / "def"
+    blob.parent.mkdir()
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(1)}, blob)
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.symlink_to("../../blobs/abc")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": shard.name}}))
+    assert safetensors_files(folder) == [shard]
 
 
 def test_no_weights_at_all(single: Path) -> None:

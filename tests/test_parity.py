@@ -101,7 +101,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
         alone = load_runner(config, model_config, folder)
         return Loaded(alone, config, alone.capacity, facts, None, defaults, "test")
     runner = load_ranks(config, model_config, folder)
-    return Loaded(runner, config, runner.capacity, facts, None, defaults, "test", runner.lost)
+    return Loaded(runner, config, runner.capacity, facts, None, defaults, "test", runner)
 
 
 async def complete(

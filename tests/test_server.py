@@ -729,6 +729,26 @@ def check_answers(client: openai.OpenAI) -> None:
         next(iter(stream))
 
 
+def test_a_process_without_standard_streams_ends_in_order() -> None:
+    """Its sockets would get their numbers, and libuv aborts where it closes one of those."""
+    behind = (
+        "import fake_engine, sys; from minisgl_cli import main as cli; "
+        "cli.app = lambda *_, **__: fake_engine.main(); sys.exit(cli.main())"
+    )
+    port = free_port()
+    arguments = [sys.executable, "-c", behind, "{}", json.dumps({"port": port})]
+    process = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], cwd=Path(__file__).parent
+    )
+    try:
+        wait_for_health(f"http://127.0.0.1:{port}", 200, 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_the_command_says_in_one_line_why_it_does_not_serve(tmp_path: Path) -> None:
     with bind(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]

@@ -6,7 +6,10 @@ is queued on the current stream and may be captured.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -107,14 +110,15 @@ class GroupCommunicator:
         # Ranks meet under the number of their group, and this process may have counted one that
         # never came about. The hook would mark every traceback of the user's script with a rank.
         _world.group_count, hook = 0, sys.excepthook
-        dist.init_process_group(
-            # What the host has to say goes over gloo in any case.
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            device_id=device if on_gpu else None,
-        )
+        with _listening_on_loopback():
+            dist.init_process_group(
+                # What the host has to say goes over gloo in any case.
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=store,
+                rank=rank,
+                world_size=size,
+                device_id=device if on_gpu else None,
+            )
         sys.excepthook = hook
 
     def sum(self, part: Tensor) -> Tensor:
@@ -146,3 +150,17 @@ class GroupCommunicator:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _listening_on_loopback() -> Iterator[None]:
+    """Keep the sockets of gloo and NCCL from other machines, unless the environment names an
+    interface. Both read it when a group is made."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
+    os.environ.update(dict.fromkeys(names, loopback))
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)

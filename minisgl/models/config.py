@@ -183,6 +183,10 @@ _ROPE_FIELDS: dict[str, frozenset[str]] = {
         beta_fast beta_slow truncate"""
     ),
 }
+# Far from what models have, and from what is laid out for them in vain.
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_COUNTS = {"num_hidden_layers": 10_000, "max_position_embeddings": 1 << 24}
+_LARGEST = 1e30
 _SHARED_ROPE_FIELDS = _words("rope_type type rope_theta partial_rotary_factor")
 _REQUIRED_ROPE_FIELDS = {
     "linear": ("factor",),
@@ -256,7 +260,7 @@ def _read_experts(fields: _Fields) -> ExpertsConfig:
         raise CheckpointError(
             f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
         )
-    dense = fields.whole_numbers("mlp_only_layers")
+    dense = frozenset(fields.whole_numbers("mlp_only_layers"))
     step = fields.count("decoder_sparse_step", 1)
     return ExpertsConfig(
         num_experts=num_experts,
@@ -277,6 +281,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} cannot be read: its lists are nested too deep.") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds no JSON object.")
     return values
@@ -290,28 +296,35 @@ class _Fields:
         self.where = where
 
     def count(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if value != int(value) or value < 1:
-            raise self._wrong(name, "a whole number above 0")
+        most = _LARGEST_COUNTS.get(name, _LARGEST_COUNT)
+        value = self._get(name, default)
+        # NaN is in no range.
+        if not _is_number(value) or not 1 <= value <= most or value != int(value):
+            raise self.wrong(name, f"a whole number from 1 to {most}")
         return int(value)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise self._wrong(name, "a number")
+        if not _is_number(value) or not (value == 0 or 1 / _LARGEST <= abs(value) <= _LARGEST):
+            raise self.wrong(name, f"0 or a number from {1 / _LARGEST:g} to {_LARGEST:g}")
         return float(value)
+
+    def number_above(self, low: float, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= low:
+            raise self.wrong(name, f"a number above {low:g}")
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise self._wrong(name, "true or false")
+            raise self.wrong(name, "true or false")
         return value
 
     def whole_numbers(self, name: str) -> list[int]:
         value = self._get(name, [])
         if not isinstance(value, list) or any(type(number) is not int for number in value):
-            raise self._wrong(name, "a list of whole numbers")
+            raise self.wrong(name, "a list of whole numbers")
         return value
 
     def _get(self, name: str, default: Any) -> Any:
@@ -320,9 +333,13 @@ class _Fields:
             raise CheckpointError(f"{self.where} lacks {name}.")
         return default if value is None else value
 
-    def _wrong(self, name: str, wanted: str) -> CheckpointError:
+    def wrong(self, name: str, wanted: str) -> CheckpointError:
         value = reprlib.repr(self.values.get(name))
         return CheckpointError(f"{self.where}: {name} is {value}, not {wanted}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _architecture_name(fields: _Fields) -> str:
@@ -360,7 +377,9 @@ def _checkpoint_dtype(fields: _Fields) -> str:
 def _active_window(fields: _Fields, architecture: _Architecture) -> int | None:
     """Tokens that a layer with a sliding window sees; None where no layer has one."""
     kinds = fields.values.get("layer_types") or []
-    if any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
+    if not isinstance(kinds, list) or any(
+        kind not in ("full_attention", "sliding_attention") for kind in kinds
+    ):
         raise UnsupportedModelError(
             f"{CONFIG_FILE}: layer_types {reprlib.repr(kinds)} are not supported."
         )
@@ -406,27 +425,36 @@ def _read_rope(fields: _Fields, max_position: int) -> RopeConfig:
         raise UnsupportedModelError(f"{where}: rope_type {type_}; {one_of(_ROPE_FIELDS)}")
     _refuse_unread(rope, _ROPE_FIELDS[type_] | _SHARED_ROPE_FIELDS)
     for name in _REQUIRED_ROPE_FIELDS.get(type_, ()):
-        rope.number(name)
+        rope.number_above(0, name)
 
     # Given at the top level it wins, as in transformers.
     original = fields.count(
         "original_max_position_embeddings",
         rope.count("original_max_position_embeddings", max_position),
     )
-    factor = rope.number("factor", max_position / original)
+    factor = rope.number_above(0, "factor", max_position / original)
     plain = RopeConfig()
+    low_freq_factor = rope.number("low_freq_factor", plain.low_freq_factor)
     return RopeConfig(
         type=type_,
-        theta=rope.number("rope_theta", fields.number("rope_theta", plain.theta)),
+        # Its powers tell the pairs apart.
+        theta=rope.number_above(1, "rope_theta", fields.number_above(1, "rope_theta", plain.theta)),
         factor=factor,
         original_max_position=original,
-        low_freq_factor=rope.number("low_freq_factor", plain.low_freq_factor),
-        high_freq_factor=rope.number("high_freq_factor", plain.high_freq_factor),
-        beta_fast=rope.number("beta_fast", plain.beta_fast) or plain.beta_fast,
-        beta_slow=rope.number("beta_slow", plain.beta_slow) or plain.beta_slow,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.number_above(
+            low_freq_factor, "high_freq_factor", plain.high_freq_factor
+        ),
+        beta_fast=_yarn_turns(rope, "beta_fast", plain.beta_fast),
+        beta_slow=_yarn_turns(rope, "beta_slow", plain.beta_slow),
         truncate=rope.flag("truncate", plain.truncate),
         attention_factor=_yarn_attention_factor(rope, factor) if type_ == "yarn" else 1.0,
     )
+
+
+def _yarn_turns(rope: _Fields, name: str, default: float) -> float:
+    """0 is as good as absent."""
+    return rope.number_above(0, name, default) if rope.values.get(name) else default
 
 
 def _yarn_attention_factor(rope: _Fields, factor: float) -> float:

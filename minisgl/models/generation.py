@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
 from minisgl.models.config import CONFIG_FILE, read_json
-from minisgl.request import SamplingParams
+from minisgl.request import MAX_EDITS, SamplingParams
 
 GENERATION_FILE = "generation_config.json"
 
@@ -42,6 +43,10 @@ def read_generation_defaults(
     eos_token_ids |= _token_ids(_read_if_there(folder / CONFIG_FILE), CONFIG_FILE)
     if tokenizer_eos_id is not None:
         eos_token_ids |= {tokenizer_eos_id}
+    if len(eos_token_ids) > MAX_EDITS:
+        raise CheckpointError(
+            f"{folder} names {len(eos_token_ids)} EOS tokens; at most {MAX_EDITS} are supported."
+        )
 
     greedy = generation.get("do_sample") is False
     names = _ALWAYS if greedy else _SAMPLED + _ALWAYS
@@ -64,6 +69,6 @@ def _token_ids(values: dict[str, Any], where: str) -> frozenset[int]:
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(isinstance(id, bool) or not isinstance(id, int) for id in ids):
         raise CheckpointError(
-            f"{where}: eos_token_id is {found!r}, not a token id or a list of them."
+            f"{where}: eos_token_id is {reprlib.repr(found)}, not a token id or a list of them."
         )
     return frozenset(id for id in ids if id >= 0)  # -1 stands for none

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
 
-from minisgl.errors import CheckpointError, ModelNotFoundError
+from minisgl.errors import CheckpointError, DownloadError, ModelNotFoundError
 from minisgl.models.config import CONFIG_FILE, read_json
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
@@ -34,7 +36,8 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
     """The folder of model `name`: '' is the bundled demo model, else a folder or a Hub id.
 
     A Hub id is downloaded into the Hub's cache, with a progress bar, unless it is there already;
-    with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError.
+    with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError, or
+    DownloadError where it may work another time.
     """
     if not name:
         if not (DEMO_FOLDER / CONFIG_FILE).is_file():
@@ -65,11 +68,25 @@ def safetensors_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map.")
-    files = [folder / name for name in sorted(set(map(str, weight_map.values())))]
+    names = list(weight_map.values())
+    for name in names:
+        if not _is_file_name(name):
+            raise CheckpointError(
+                f"{index}: weight_map names {reprlib.repr(name)}, which is not the name of a file "
+                "in this folder."
+            )
+    files = [folder / name for name in sorted(set(names))]
     for file in files:
         if not file.is_file():
             raise CheckpointError(f"{folder} lacks {file.name}, which {INDEX_FILE} names.")
     return files
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it stays in its folder. (The file may be a link, as those of the Hub's cache are.)"""
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return name.isprintable() and not any(separator in name for separator in "/\\")
 
 
 def _download(name: str, *, with_weights: bool) -> Path:
@@ -91,10 +108,21 @@ def _download(name: str, *, with_weights: bool) -> Path:
             "HF_TOKEN or run `hf auth login`."
         ) from error
     except LocalEntryNotFoundError as error:
-        raise ModelNotFoundError(
+        # Told to stay offline, it would fail alike another time.
+        kind = ModelNotFoundError if constants.HF_HUB_OFFLINE else DownloadError
+        raise kind(
             f"{name} is no folder, it is not (wholly) in the local cache, and Hugging Face cannot "
             "be reached; give a local folder, or go online. Without --model the demo model runs."
         ) from error
     except Exception as error:  # the Hub's client lets those of its HTTP library through
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ModelNotFoundError(f"{name} cannot be downloaded: {reason}") from error
+        kind = ModelNotFoundError if _is_final(error) else DownloadError
+        raise kind(f"{name} cannot be downloaded: {reason}") from error
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another attempt would fail alike."""
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        status: int = error.response.status_code
+        return 400 <= status < 500 and status not in (408, 429)
+    return isinstance(error, PermissionError)

@@ -34,6 +34,9 @@ NO_ROOM_FOR_GRAPHS = (
     "--max-running-requests or --cuda-graph-max-bs, which at 0 needs none."
 )
 
+# In what torch says where a CPU has too little memory.
+CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
+
 # Called with the phase and the share of it that is done, 0 to 1.
 Report = Callable[[str, float], None]
 
@@ -120,10 +123,14 @@ def _load_model(
             progress=lambda done, total: report("loading weights", done / total),
             ranks=ranks,
         )
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error)):
+            raise
+        room = "memory of this machine"
+        if config.device == "cuda":
+            room = f"{free_at_start / GIB:.1f} GiB that are free on the device"
         raise DeviceMemoryError(
-            f"The weights do not fit into the {free_at_start / GIB:.1f} GiB that are free on the "
-            "device; choose a smaller model or --dtype bfloat16."
+            f"The weights do not fit into the {room}; choose a smaller model or --dtype bfloat16."
         ) from error
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
@@ -47,7 +47,7 @@ class RankSpec:
     config: ResolvedConfig
     model_config: ModelConfig
     folder: Path
-    store_port: int
+    meeting: Path  # a private folder, for the file through which the ranks meet
     parent_pid: int
 
 
@@ -97,17 +97,14 @@ def leave(connection: Connection, error: BaseException) -> None:
 
 
 def _serve(spec: RankSpec, connection: Connection) -> None:
-    store = TCPStore("127.0.0.1", spec.store_port, is_master=False)
-    runner, ranks = join_and_load(spec, store)
+    runner, ranks = join_and_load(spec)
     connection.send(Ready())
     _run_plans(runner, connection)
     runner.close()
     ranks.close()
 
 
-def join_and_load(
-    spec: RankSpec, store: TCPStore, report: Report | None = None
-) -> tuple[ModelRunner, Communicator]:
+def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Communicator]:
     """What every rank does, in whichever process."""
     config = spec.config
     if config.device == "cpu":
@@ -118,7 +115,8 @@ def join_and_load(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join_group(
-        store,
+        # A file has no socket that strangers could write to. -1 leaves it to us to delete it.
+        FileStore(str(spec.meeting / "store"), -1),
         spec.rank,
         config.tp,
         device,

@@ -186,6 +186,12 @@ class ModelRunner:
             return False
         return self._graphs.find(plan, _variant(self._needs(plan))) is not None
 
+    def may_compile(self) -> bool:
+        """Whether the host is still queueing a step on a GPU, for which it compiles kernels that it
+        has not met before."""
+        last = self._last_on_worker
+        return self.lanes.device.type == "cuda" and not (last is None or last.done())
+
     def collect(self, handle: StepHandle) -> StepResult:
         """Block until the step is done and return its tokens.
 

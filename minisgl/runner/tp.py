@@ -15,11 +15,13 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
@@ -30,7 +32,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
@@ -56,12 +57,11 @@ from minisgl.runner.runner import ModelRunner, StepHandle
 from minisgl.runner.wire import PlanEncoder
 from minisgl.scheduler.plan import StepPlan, StepResult
 
-# A step may compile kernels the first time, which takes a minute or two.
-STEP_LIMIT_S = 300.0
 # A process that runs is never silent for so long, whatever it does.
 SILENCE_LIMIT_S = 120.0
 # Whoever notices first that something is wrong gives the cause so long to be found.
 VERDICT_S = 1.0
+# For an orderly end of the ranks, after which they are killed.
 CLOSE_LIMIT_S = 10.0
 LEAVE_AFTER_S = 5.0
 
@@ -76,16 +76,20 @@ def load_ranks(
     Blocks, for seconds or minutes. Raises ConfigError where no ranks can be started,
     CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies meanwhile.
     """
-    if obstacle := _obstacle():
-        raise ConfigError("--tp", config.tp, obstacle)
+    if reason := _obstacle():
+        raise ConfigError("--tp", config.tp, reason)
     report = report or (lambda phase, share: None)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spec = RankSpec(0, config, model_config, folder, store.port, os.getpid())
+    try:
+        meeting = Path(tempfile.mkdtemp(prefix="minisgl-ranks-"))
+    except OSError as obstacle:
+        reason = f"the ranks meet through a temporary file, and none can be made: {obstacle}"
+        raise ConfigError("--tp", config.tp, reason) from obstacle
+    spec = RankSpec(0, config, model_config, folder, meeting, os.getpid())
     processes = RankProcesses(spec)
     own: tuple[ModelRunner, Communicator] | None = None
     try:
         # In a thread that can be left behind, if it waits for a rank that has died.
-        loading = _in_thread(lambda: join_and_load(spec, store, report))
+        loading = _in_thread(lambda: join_and_load(spec, report))
         either: list[Future[Any]] = [loading, processes.lost]
         wait_for_futures(either, return_when=FIRST_COMPLETED)
         if not loading.done():
@@ -97,11 +101,14 @@ def load_ranks(
             raise processes.lose(error)
         own = loading.result()
         processes.wait_ready(lambda share: report("waiting for the other ranks", share))
+        if not processes.on_gpu:
+            processes.forget()
     except BaseException:
         processes.kill()
-        if own is not None and not processes.on_gpu:
-            for part in own:
+        if not processes.on_gpu:
+            for part in own or ():
                 part.close()
+            processes.forget()
         raise
     return TensorParallelRunner(*own, processes)
 
@@ -161,27 +168,47 @@ class TensorParallelRunner:
     def lost(self) -> Future[None]:
         return self.processes.lost
 
+    def silence(self) -> Mapping[int, float]:
+        """Seconds since the last sign of life of each rank but 0, which gives one a second."""
+        return self.processes.silence
+
+    def give_up(self, reason: MinisglError) -> None:
+        """Kill the other ranks and fail with `reason`. Returns at once; any thread may call it."""
+        threading.Thread(
+            target=self.processes.fail, args=(reason,), name="minisgl-kill", daemon=True
+        ).start()
+
     def launch(self, plan: StepPlan) -> StepHandle:
+        self.processes.num_launched += 1
         self.processes.send(self._encoder.encode(plan))
         return self._own.launch(plan)
 
+    def may_compile(self) -> bool:
+        return self._own.may_compile()
+
     def collect(self, handle: StepHandle) -> StepResult:
-        self.processes.step = (handle.step, time.monotonic())
         try:
             return self._own.collect(handle)
         except Exception as error:
             raise self.processes.lose(error) from error
         finally:
-            self.processes.step = None
+            self.processes.num_collected += 1
 
     def close(self) -> None:
         atexit.unregister(self.close)
         if self.lost.done() and self.processes.on_gpu:
             return  # what is launched may never end
+        # On a GPU this rank cannot leave the others before they do their part.
+        late = EngineStoppedError(f"The ranks have not ended within {CLOSE_LIMIT_S:g} s.")
+        killing = threading.Timer(CLOSE_LIMIT_S, self.processes.fail, (late,))
+        killing.daemon = True
+        killing.start()
         self.processes.begin_to_end()
         self._own.close()
         self._ranks.close()
+        killing.cancel()
         self.processes.end()
+        self.processes.forget()
 
 
 class RankProcesses:
@@ -193,9 +220,11 @@ class RankProcesses:
     def __init__(self, own: RankSpec) -> None:
         """Returns at once. own: rank 0's."""
         self.lost: Future[None] = Future()  # raises why the ranks are of no use any more
-        self.step: tuple[int, float] | None = None  # waited for at the moment, and since when
-        self.step_limit_s = STEP_LIMIT_S
+        self.silence = dict.fromkeys(range(1, own.config.tp), 0.0)  # seconds without sign of life
+        self.num_launched = self.num_collected = 0  # steps
         self.on_gpu = own.config.device == "cuda"
+        self._step_timeout_s = own.config.step_timeout
+        self._meeting = own.meeting
         others = range(1, own.config.tp)
         context = torch.multiprocessing.get_context("spawn")
         self._heartbeats = context.RawArray("d", own.config.tp)
@@ -217,6 +246,10 @@ class RankProcesses:
         self._changed = threading.Condition()  # _ready, or lost
         self._ending = False
         self._gone = threading.Event()
+        self._looked_s = 0.0
+        self._heard = [0.0] * own.config.tp  # the heartbeats at that time
+        self._waited_s = 0.0  # for the step in flight at that time
+        self._waits_for = 0
         self._sending = threading.Lock()
         # multiprocessing's own way would be SIGTERM, which they ignore, and to wait for them.
         atexit.register(self.kill)
@@ -251,7 +284,7 @@ class RankProcesses:
         noticed here first. Returns the reason."""
         wait_for_futures((self.lost,), VERDICT_S)
         kind = _LOAD_ERRORS.get(type(error).__name__, EngineStoppedError)
-        self._lose(kind(f"Rank 0 failed: {error}"))
+        self.fail(kind(f"Rank 0 failed: {error}"))
         reason = self.lost.exception()
         assert isinstance(reason, Exception)
         return reason
@@ -282,6 +315,11 @@ class RankProcesses:
                 process.join(CLOSE_LIMIT_S)
         self._gone.set()
 
+    def forget(self) -> None:
+        """Delete the file through which the ranks have met. NCCL, which looks at it again and
+        again, hangs if it goes before the group is closed or the process ends."""
+        shutil.rmtree(self._meeting, ignore_errors=True)
+
     def _watch(self) -> None:
         # A signal that is blocked here is so in the processes, too, until they can ignore it; but
         # to start the tracker, which the first process would do, unblocks them.
@@ -292,7 +330,7 @@ class RankProcesses:
                 process.start()
             for end in self._far_ends:
                 end.close()
-            self._heartbeats[:] = [time.monotonic()] * len(self._heartbeats)
+            self._looked_s = time.monotonic()
             heard = dict(self._connections)
             sentinels = [process.sentinel for process in self._processes.values()]
             while not self._ending:
@@ -301,13 +339,14 @@ class RankProcesses:
                     if not self._hear(rank):
                         del heard[rank]
                         self._hung_up.add(rank)
+                self._count_silence()
                 if self._reason() is not None and not self._ending:
                     # Those that lost the connection to a dead rank may be the first to say so.
                     time.sleep(VERDICT_S / 4)
-                    self._lose(self._reason() or EngineStoppedError("A rank has failed."))
+                    self.fail(self._reason() or EngineStoppedError("A rank has failed."))
             self._gone.wait()  # they would be killed with this thread, in the middle of their end
         except Exception as error:
-            self._lose(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
+            self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 
     def _hear(self, rank: int) -> bool:
         """Whether it may say more."""
@@ -323,6 +362,17 @@ class RankProcesses:
                 self._changed.notify_all()
         return True
 
+    def _count_silence(self) -> None:
+        """A look that comes late counts for little: this process may have been stopped itself."""
+        now = time.monotonic()
+        elapsed, self._looked_s = min(now - self._looked_s, 2 * HEARTBEAT_S), now
+        for rank in self.silence:
+            last, self._heard[rank] = self._heard[rank], self._heartbeats[rank]
+            self.silence[rank] = self.silence[rank] + elapsed if last == self._heard[rank] else 0.0
+        step = self.num_collected + 1
+        same = step == self._waits_for and self.num_launched >= step
+        self._waits_for, self._waited_s = step, self._waited_s + elapsed if same else 0.0
+
     def _reason(self) -> MinisglError | None:
         """Why the ranks are of no use any more, if they are not."""
         for rank, process in self._processes.items():
@@ -334,25 +384,16 @@ class RankProcesses:
         for rank, failed in self._failed.items():
             kind = _LOAD_ERRORS.get(failed.kind, EngineStoppedError)
             return kind(f"Rank {rank} failed: {failed.message}")
-        now = time.monotonic()
-        for rank in self._processes:
-            if now - self._heartbeats[rank] > SILENCE_LIMIT_S:
+        for rank, silence in self.silence.items():
+            if silence > SILENCE_LIMIT_S or min(silence, self._waited_s) > self._step_timeout_s:
                 return EngineStoppedError(
-                    f"Rank {rank} has given no sign of life for {SILENCE_LIMIT_S:g} s."
+                    f"Rank {rank} (process {self.pids[rank]}) has given no sign of life for "
+                    f"{silence:.0f} s."
                 )
-        if (waiting := self.step) is not None and now - waiting[1] > self.step_limit_s:
-            silent = [
-                str(rank)
-                for rank in self._processes
-                if now - self._heartbeats[rank] > 3 * HEARTBEAT_S
-            ]
-            who = f"rank {', '.join(silent)} is silent" if silent else "all ranks are alive"
-            return EngineStoppedError(
-                f"Step {waiting[0]} has not ended within {self.step_limit_s:g} s; {who}."
-            )
         return None
 
-    def _lose(self, reason: Exception) -> None:
+    def fail(self, reason: Exception) -> None:
+        """Kill the ranks, and let everybody know who waits. Blocks until they are dead."""
         with self._changed:
             if self.lost.done():
                 return
@@ -362,10 +403,14 @@ class RankProcesses:
         if self.on_gpu:
             # A kernel here may wait for the dead for ever, and an orderly exit for that kernel. So
             # whoever waits is told, and then this process ends too.
-            leaving = threading.Timer(LEAVE_AFTER_S, os._exit, (1,))
+            leaving = threading.Timer(LEAVE_AFTER_S, self._leave)
             leaving.daemon = True
             leaving.start()
-            atexit.register(os._exit, 1)
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        self.forget()
+        os._exit(1)
 
 
 def _end_of(exit_code: int | None) -> str:

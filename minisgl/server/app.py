@@ -56,7 +56,7 @@ from minisgl.server.replies import (
 )
 from minisgl.server.request_ids import HEADER, RequestIds, reply_id
 from minisgl.server.root_path import RootPath, route_path
-from minisgl.server.service import Engine, Service, Tokenizer
+from minisgl.server.service import Engine, NotReadyError, Service, Tokenizer
 from minisgl.server.sse import StreamedAnswer, WholeAnswer
 
 MAX_BODY_BYTES = 16 << 20
@@ -220,7 +220,9 @@ class Routes:
         return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
-        self._service.engine()
+        stalled = self._service.engine().stalled
+        if stalled is not None:
+            raise NotReadyError("stalled", stalled)
         return _json({"status": "ready"})
 
     async def version(self, request: Request) -> Response:
