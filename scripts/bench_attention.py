@@ -37,7 +37,8 @@ from minisgl.attention.base import (
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.attention.triton_backend import TritonAttention
-    from minisgl.kernels.triton_attention import DecodeTiles, PrefillTiles
+    from minisgl.kernels.attention.paged_decode import DecodeTiles
+    from minisgl.kernels.attention.paged_prefill import PrefillTiles
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 # Much more than L2, so that each layer finds the cache as cold as it does between the weights.
@@ -274,7 +275,7 @@ def tune_decode(jobs: int) -> None:
 
 
 def decode_candidates() -> list[DecodeTiles]:
-    from minisgl.kernels.triton_attention import DecodeTiles
+    from minisgl.kernels.attention.paged_decode import DecodeTiles
 
     return [
         DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_share)
@@ -331,7 +332,7 @@ def tune_prefill(jobs: int) -> None:
 
 
 def prefill_candidates() -> list[PrefillTiles]:
-    from minisgl.kernels.triton_attention import PrefillTiles
+    from minisgl.kernels.attention.paged_prefill import PrefillTiles
 
     return [
         PrefillTiles(block_m, block_n, num_warps, num_stages)

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peers import over_peer_memory
-from minisgl.kernels.fused import add_rms_norm
+from minisgl.kernels.dispatch import add_rms_norm
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 REPEATS = 40  # sums in a graph

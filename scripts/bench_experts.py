@@ -23,10 +23,10 @@ import torch
 from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
 from torch import Tensor
 
-from minisgl.kernels.experts import ExpertWeights, Routing, choose_reference
+from minisgl.kernels.moe.reference import ExpertWeights, Routing, choose_reference
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
+    from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(num_chosen=8, normalize=True)
@@ -60,9 +60,9 @@ class Problem:
         return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
 
     def mix(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
-        from minisgl.kernels import triton_experts
+        from minisgl.kernels.moe import launch
 
-        return triton_experts.mix(x, logits, self.weights, ROUTING, how=how)[0]
+        return launch.mix(x, logits, self.weights, ROUTING, how=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
@@ -86,7 +86,7 @@ def make_weights() -> ExpertWeights:
 
 
 def few_candidates() -> Iterator[FewTiles]:
-    from minisgl.kernels.triton_experts import FewTiles, Tiles
+    from minisgl.kernels.moe.config import FewTiles, Tiles
 
     plain = FewTiles()
     yield plain
@@ -99,7 +99,7 @@ def few_candidates() -> Iterator[FewTiles]:
 
 
 def many_candidates(num_rows: int) -> list[Tiles]:
-    from minisgl.kernels.triton_experts import Tiles
+    from minisgl.kernels.moe.config import Tiles
 
     pairs = num_rows * ROUTING.num_chosen / NUM_EXPERTS
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
@@ -117,8 +117,8 @@ def many_candidates(num_rows: int) -> list[Tiles]:
 
 def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
     """The tiles in use with those of one of both products changed."""
-    from minisgl.kernels.triton_experts import ManyTiles, tiles
-    from minisgl.kernels.triton_launch import shared_bytes_of
+    from minisgl.kernels.launch import shared_bytes_of
+    from minisgl.kernels.moe.config import ManyTiles, tiles
 
     found = many_candidates(num_rows)
     now = tiles(num_rows, weights, ROUTING, shared_bytes_of(weights.down.device))
@@ -179,7 +179,7 @@ Timed = list[tuple[float, "FewTiles | ManyTiles"]]
 
 
 def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+    from minisgl.kernels.moe.config import FewTiles, ManyTiles
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
@@ -194,7 +194,7 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
 
 
 def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+    from minisgl.kernels.moe.config import FewTiles, ManyTiles
 
     t = how.inner
     if isinstance(how, FewTiles) and kind == "few outer":

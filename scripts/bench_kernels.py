@@ -22,7 +22,7 @@ import torch
 from dummy_config import MODELS
 from torch import Tensor
 
-from minisgl.kernels import reference
+from minisgl.kernels.elementwise import reference
 from minisgl.layers.rope import RotaryEmbedding
 
 CALLS, REPLAYS, WARM_UP = 20, 25, 3
@@ -63,7 +63,7 @@ class Case:
 
 
 def embedding_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_embedding import embed
+    from minisgl.kernels.elementwise.embedding import embed
 
     weight = problem.random(problem.size("vocab_size"), problem.size("hidden_size"))
     token_ids = torch.randint(len(weight), (problem.num_rows,), device="cuda")
@@ -76,7 +76,7 @@ def embedding_cases(problem: Problem) -> Iterator[Case]:
 
 
 def norm_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 
     size, pdl = problem.size("hidden_size"), problem.pdl
     weight = problem.random(size)
@@ -97,7 +97,7 @@ def norm_cases(problem: Problem) -> Iterator[Case]:
 
 
 def activation_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_activation import silu_mul
+    from minisgl.kernels.elementwise.activation import silu_mul
 
     gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
     yield Case(
@@ -109,7 +109,7 @@ def activation_cases(problem: Problem) -> Iterator[Case]:
 
 
 def heads_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_heads import turn_and_store
+    from minisgl.kernels.elementwise.heads import turn_and_store
 
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
     num_kv_heads = problem.size("num_key_value_heads")

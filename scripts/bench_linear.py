@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.triton_linear import LinearWorkspace, Tiles
+    from minisgl.kernels.linear.config import LinearWorkspace, Tiles
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 800e12, 132
@@ -137,7 +137,7 @@ class Problem:
         return [partial(call, self.x, weight) for weight in weights]
 
     def run(self, x: Tensor, weight: Tensor, how: Tiles | None, pdl: bool) -> Tensor:
-        from minisgl.kernels.triton_linear import linear, linear_silu_mul
+        from minisgl.kernels.linear.launch import linear, linear_silu_mul
 
         function = linear_silu_mul if self.shape.gated else linear
         return function(x, weight, workspace=self.workspace, how=how, pdl=pdl)
@@ -146,7 +146,7 @@ class Problem:
         return time_s(self.calls(lambda x, weight: self.run(x, weight, how, pdl)))
 
     def cublas(self, x: Tensor, weight: Tensor) -> Tensor:
-        from minisgl.kernels.triton_activation import silu_mul
+        from minisgl.kernels.elementwise.activation import silu_mul
 
         out = F.linear(x, weight)
         return silu_mul(out) if self.shape.gated else out
@@ -168,7 +168,7 @@ def problems(shape: Shape, rows: list[int], workspace: LinearWorkspace) -> Itera
 
 
 def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.triton_linear import LinearWorkspace
+    from minisgl.kernels.linear.config import LinearWorkspace
 
     return LinearWorkspace(
         partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
@@ -193,8 +193,8 @@ def start(problem: Problem, cublas_s: float) -> str:
 
 def candidates(shape: Shape, m: int) -> list[Tiles]:
     """Those worth a try; the tiles in use come first."""
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_linear import Tiles, tiles, workspace_size
+    from minisgl.kernels.launch import shared_bytes_of
+    from minisgl.kernels.linear.config import Tiles, tiles, workspace_size
 
     halves = 2 if shape.gated else 1
     n, k = shape.n // halves, shape.k
@@ -267,7 +267,7 @@ class Variant:
 
 def compile_variant(variant: Variant) -> str:
     """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    from minisgl.kernels.triton_linear import linear, linear_silu_mul
+    from minisgl.kernels.linear.launch import linear, linear_silu_mul
 
     function = linear_silu_mul if variant.gated else linear
     n = variant.how.block_n * (4 if variant.gated else 2)
@@ -327,9 +327,9 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
 
 
 def compare(shapes: list[Shape], rows: list[int]) -> None:
-    from minisgl.kernels.cublaslt import load_products
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_linear import tiles
+    from minisgl.kernels.launch import shared_bytes_of
+    from minisgl.kernels.linear.config import tiles
+    from minisgl.kernels.linear.cublaslt import load_products
 
     workspace, products = make_workspace(), load_products(DTYPE, DEVICE)
     for shape in shapes:
@@ -352,11 +352,11 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
 def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     """All launches of a layer, many layers one behind the other, each on what the last one wrote.
     Attention is a norm of the heads."""
-    from minisgl.kernels import triton_linear as ours
-    from minisgl.kernels.triton_activation import silu_mul
-    from minisgl.kernels.triton_heads import turn_and_store
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.heads import turn_and_store
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+    from minisgl.kernels.launch import shared_bytes_of
+    from minisgl.kernels.linear import launch as ours
 
     shapes = {shape.name: shape for shape in SHAPES[model] if shape.name not in ("head", "gate_up")}
     layer_bytes = sum(shape.weight_bytes for shape in shapes.values())

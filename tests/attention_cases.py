@@ -17,9 +17,9 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, DecodesQKV, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernels import reference
-from minisgl.kernels.fused import NormRope
-from minisgl.kernels.slots import kv_index_of
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.slots.state import kv_index_of
 from minisgl.layers.rope import RotaryEmbedding
 
 # Relative to the largest output; half precision rounds weights and outputs to 11 or 8 bits.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels import experts, triton_experts
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
-from minisgl.kernels.triton_launch import shared_bytes_of
+from minisgl.kernels.launch import shared_bytes_of
+from minisgl.kernels.moe import launch, routing
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles, tiles
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
 
 MAX_FEW_ROWS = 16
 
@@ -41,8 +42,8 @@ def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTil
     room = shared_bytes_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        triton_experts.tiles(num_rows, weights, routing, room),
-        triton_experts.tiles(max(num_rows, 1000), weights, routing, room),
+        tiles(num_rows, weights, routing, room),
+        tiles(max(num_rows, 1000), weights, routing, room),
     ]
 
 
@@ -56,7 +57,7 @@ def check_choose(
     pdl: bool,
 ) -> None:
     logits = random_logits(num_rows, num_experts, dtype, device)
-    chosen, weights = triton_experts.choose(logits, routing, pdl=pdl)
+    chosen, weights = routing.choose(logits, routing, pdl=pdl)
     wanted, wanted_weights = experts.choose_reference(logits, routing)
     assert torch.equal(chosen, wanted)
     torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
@@ -65,7 +66,7 @@ def check_choose(
 def check_equals(device: torch.device, *, pdl: bool) -> None:
     """Of equals the lower expert comes first."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0], [1.0] * 6], device=device)
-    chosen, _ = triton_experts.choose(logits, Routing(4, normalize=True), pdl=pdl)
+    chosen, _ = routing.choose(logits, Routing(4, normalize=True), pdl=pdl)
     assert chosen.tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
 
 
@@ -79,13 +80,13 @@ def check_nan(
     logits = torch.randn(num_rows, num_experts, device=device)
     x[1:], logits[1] = float("nan"), float("inf")
     logits[2:] = float("nan")
-    chosen, shares = triton_experts.choose(logits, routing, pdl=pdl)
+    chosen, shares = routing.choose(logits, routing, pdl=pdl)
     assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
     assert all(len(set(row)) == routing.num_chosen for row in chosen.tolist())
     assert shares[1:].isnan().all()
     wanted = experts.apply_reference(x[:1], weights, chosen[:1], shares[:1])
     for how in ways(num_rows, weights, routing):
-        out, _ = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, _ = launch.mix(x, logits, weights, routing, how=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
 
@@ -112,15 +113,15 @@ def check_mix(
     wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
-        out, squares = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, squares = launch.mix(x, logits, weights, routing, how=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
         # A row's sum is the same alone, bit for bit.
-        alone, _ = triton_experts.mix(x[:1], logits[:1], weights, routing, how=how, pdl=pdl)
+        alone, _ = launch.mix(x[:1], logits[:1], weights, routing, how=how, pdl=pdl)
         assert torch.equal(alone, out[:1])
 
         rows = stream.clone()
-        added, squares = triton_experts.mix(x, logits, weights, routing, rows, how=how, pdl=pdl)
+        added, squares = launch.mix(x, logits, weights, routing, rows, how=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

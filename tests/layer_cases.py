@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_activation import silu_mul
-from minisgl.kernels.triton_embedding import embed
-from minisgl.kernels.triton_heads import turn_and_store
-from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.embedding import embed
+from minisgl.kernels.elementwise.heads import turn_and_store
+from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 from minisgl.layers.rope import RotaryEmbedding
 
 MAX_SEQ_LEN = 4096
@@ -138,7 +138,7 @@ def norm_weight(size: int, dtype: torch.dtype, generator: torch.Generator) -> Te
 
 def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copies on the device, complete: the kernels take some of their inputs for older than the
-    launch before (triton_launch.py)."""
+    launch before (launch.py)."""
     sent = [tensor.detach().clone().to(device) for tensor in tensors]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

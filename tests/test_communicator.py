@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.distributed.group import join_group
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError, _Address
-from minisgl.kernels.reference import add_rms_norm
+from minisgl.kernels.elementwise.reference import add_rms_norm
 
 NUM_RANKS = 3
 HIDDEN = 12

@@ -22,8 +22,8 @@ from minisgl.bench.limits import DecodeStep, Peak, Work
 from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError
-from minisgl.kernels import experts
-from minisgl.kernels.experts import Routing
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.reference import Routing
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM

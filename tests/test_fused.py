@@ -9,28 +9,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl.kernels import fused, reference
-from minisgl.kernels.fused import Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
+from minisgl.kernels.elementwise import reference
 
 GPU = torch.device("cuda", 0)
-FAKE = fused.Kernels(*[lambda *args: torch.empty(0)] * len(fused.Kernels._fields))
+FAKE = dispatch.Kernels(*[lambda *args: torch.empty(0)] * len(dispatch.Kernels._fields))
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which Triton runs, as far as the choice of kernels can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fused, "triton_kernels", lambda: FAKE)
-    monkeypatch.setattr(fused, "_start_triton", lambda: None)
+    monkeypatch.setattr(dispatch, "triton_kernels", lambda: FAKE)
+    monkeypatch.setattr(dispatch, "_start_triton", lambda: None)
 
 
-def kernels_for(device: torch.device) -> fused.Kernels:
+def kernels_for(device: torch.device) -> dispatch.Kernels:
     """Chosen anew: nothing is remembered from one test to the next."""
-    return fused._kernels_for.__wrapped__(device)
+    return dispatch._kernels_for.__wrapped__(device)
 
 
 def test_a_cpu_takes_the_references() -> None:
-    assert kernels_for(torch.device("cpu")) is fused.REFERENCE
+    assert kernels_for(torch.device("cpu")) is dispatch.REFERENCE
 
 
 @pytest.mark.usefixtures("hopper")
@@ -41,7 +42,7 @@ def test_a_gpu_takes_triton() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_an_old_gpu_takes_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert kernels_for(GPU) is fused.REFERENCE
+    assert kernels_for(GPU) is dispatch.REFERENCE
 
 
 @pytest.mark.usefixtures("hopper")
@@ -52,16 +53,16 @@ def test_a_broken_triton_is_no_error(
     def fail() -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(fused, part, fail)
+    monkeypatch.setattr(dispatch, part, fail)
     with caplog.at_level(logging.WARNING):
-        assert kernels_for(GPU) is fused.REFERENCE
+        assert kernels_for(GPU) is dispatch.REFERENCE
     assert "no C compiler" in caplog.text
 
 
 def test_a_missing_triton_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert kernels_for(GPU) is fused.REFERENCE
+    assert kernels_for(GPU) is dispatch.REFERENCE
 
 
 def test_a_residual_is_added_and_normed_as_one_by_one() -> None:
@@ -70,12 +71,12 @@ def test_a_residual_is_added_and_normed_as_one_by_one() -> None:
     norm_weight, weight = torch.randn(64).bfloat16(), torch.randn(32, 64).bfloat16()
     for residual, total in [(Residual(rows), rows), (Residual(rows, delta), rows + delta)]:
         normed = reference.rms_norm(total, norm_weight, 1e-6)
-        out, after = fused.norm_linear(residual, norm_weight, 1e-6, weight, None, None)
+        out, after = dispatch.norm_linear(residual, norm_weight, 1e-6, weight, None, None)
         assert torch.equal(out, F.linear(normed, weight)) and torch.equal(after, total)
-        out, after = fused.norm_linear_silu_mul(residual, norm_weight, 1e-6, weight, None)
+        out, after = dispatch.norm_linear_silu_mul(residual, norm_weight, 1e-6, weight, None)
         expected = reference.silu_mul(F.linear(normed, weight))
         assert torch.equal(out, expected) and torch.equal(after, total)
-        out, after = fused.norm(residual, norm_weight, 1e-6)
+        out, after = dispatch.norm(residual, norm_weight, 1e-6)
         assert torch.equal(out, normed) and torch.equal(after, total)
-    added = fused.linear_add(rows, torch.ones(64, 64).bfloat16(), None, rows, None)
+    added = dispatch.linear_add(rows, torch.ones(64, 64).bfloat16(), None, rows, None)
     assert added.rows is rows and added.delta is not None and added.squares is None

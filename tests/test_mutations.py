@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernels import fused
+from minisgl.kernels import dispatch
 from minisgl.models.config import ModelConfig, RopeConfig, read_model_config
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
@@ -96,7 +96,7 @@ def test_without_mistakes(cases: dict[str, Case]) -> None:
 def test_dropped_qk_norm(
     cases: dict[str, Case], dropped: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn_and_store = fused.turn_and_store
+    turn_and_store = dispatch.turn_and_store
 
     def without_norm(*args: Any) -> Tensor:
         """The queries are those of a call with or without norm, the keys those of the last call."""
@@ -106,7 +106,7 @@ def test_dropped_qk_norm(
             turn_and_store(*given)
         return bare_q if "q_norm" in dropped else q
 
-    monkeypatch.setattr(fused, "turn_and_store", without_norm)
+    monkeypatch.setattr(dispatch, "turn_and_store", without_norm)
     paged = paged_model(cases["qwen3"].folder)
     assert error(paged, cases["qwen3"]) > GROSS
 

@@ -29,7 +29,7 @@ from minisgl.attention.base import StepInputs
 from minisgl.config import EngineConfig, resolve
 from minisgl.engine import AsyncEngine, EngineStats, Loaded
 from minisgl.errors import StepError
-from minisgl.kernels.sampling import SamplingRows, margin, perturb
+from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.request import RequestOutput, SamplingParams

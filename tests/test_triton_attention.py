@@ -34,8 +34,9 @@ from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, ChunkRows, DecodeRows, StepInputs
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels import fused
-from minisgl.kernels.triton_attention import DecodeTiles, PrefillTiles
+from minisgl.kernels import dispatch
+from minisgl.kernels.attention.paged_decode import DecodeTiles
+from minisgl.kernels.attention.paged_prefill import PrefillTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
@@ -226,13 +227,13 @@ def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPat
         chunks=chunks if num_chunk_rows else ChunkRows.of(table[:0], (), ()),
     )
     turned: list[int] = []
-    turn_and_store = fused.turn_and_store
+    turn_and_store = dispatch.turn_and_store
 
     def recorded(qkv: Tensor, *args: Any) -> Tensor:
         turned.append(qkv.shape[0])
         return turn_and_store(qkv, *args)
 
-    monkeypatch.setattr(fused, "turn_and_store", recorded)
+    monkeypatch.setattr(dispatch, "turn_and_store", recorded)
     attention = Attention(TorchAttention(), TritonAttention())
     out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.scale)
     assert turned == ([qkv.shape[0]] if num_chunk_rows else [])

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 from expert_cases import check_choose, check_equals, check_mix, check_nan
 
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles, tiles
-from minisgl.kernels.triton_launch import H200_SHARED_BYTES
+from minisgl.kernels.launch import H200_SHARED_BYTES
+from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles, tiles
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

@@ -17,19 +17,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from minisgl.kernels import reference, triton_linear
-from minisgl.kernels.triton_launch import H200_SHARED_BYTES
-from minisgl.kernels.triton_linear import (
-    MAX_ROWS,
-    LinearWorkspace,
-    Norm,
-    Tiles,
-    linear,
-    linear_add,
-    linear_silu_mul,
-    tiles,
-    workspace_size,
-)
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.launch import H200_SHARED_BYTES
+from minisgl.kernels.linear import config
+from minisgl.kernels.linear.config import MAX_ROWS, LinearWorkspace, Tiles, tiles, workspace_size
+from minisgl.kernels.linear.launch import Norm, linear, linear_add, linear_silu_mul
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -196,7 +188,7 @@ SHARED_BYTES = [99 << 10, 163 << 10, H200_SHARED_BYTES]  # of compute capability
 def test_a_workspace_is_large_enough_for_any_call(
     n: int, k: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_linear, "shared_bytes_of", lambda device: shared_bytes)
+    monkeypatch.setattr(config, "shared_bytes_of", lambda device: shared_bytes)
     room = LinearWorkspace.allocate([(n, k)], 256, torch.device("meta"))
     for m in range(1, 257):
         for gated in (False, True):

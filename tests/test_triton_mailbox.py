@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 
 from mailboxes import make_mailboxes
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_linear import LinearWorkspace, Tiles, linear_send
-from minisgl.kernels.triton_peers import received_norm
+from minisgl.kernels.comm.one_shot import received_norm
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear.config import LinearWorkspace, Tiles
+from minisgl.kernels.linear.launch import linear_send
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = {

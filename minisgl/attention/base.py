@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from minisgl.kernels import fused
-from minisgl.kernels.fused import NormRope
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.reference import NormRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class PlansSteps(Protocol):
 
 @runtime_checkable
 class DecodesQKV(Protocol):
-    """A backend whose decode can do the work of fused.turn_and_store, in one launch with its own.
+    """A backend whose decode does the work of dispatch.turn_and_store in the same launch.
 
     Each row's own token is the last of its length, and nobody else's.
     """
@@ -157,13 +157,13 @@ class Attention:
     ) -> Tensor:
         """Norm and turn the heads of q and k, write the rows' K and V to the cache, and attend.
 
-        qkv: as fused.turn_and_store takes it; returns [num_rows, num_heads, head_dim].
+        qkv: as dispatch.turn_and_store takes it; returns [num_rows, num_heads, head_dim].
         """
         rows, backend = inputs.decodes, self.decode_backend
         if rows.num_rows == qkv.shape[0] and isinstance(backend, DecodesQKV):
             return backend.decode_qkv(qkv, kv, rows, norm_rope, scale)
         table, q_weight, k_weight, eps = norm_rope
-        q = fused.turn_and_store(
+        q = dispatch.turn_and_store(
             qkv, inputs.positions, table, inputs.kv_index, kv.k, kv.v, q_weight, k_weight, eps
         )
         return self(q, kv, inputs, scale)

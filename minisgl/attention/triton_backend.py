@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
-from minisgl.kernels.fused import NormRope
-from minisgl.kernels.triton_attention import (
-    DecodeTiles,
-    DecodeWorkspace,
-    PrefillTiles,
-    paged_decode,
-    paged_prefill,
-)
+from minisgl.kernels.attention.paged_decode import DecodeTiles, DecodeWorkspace, paged_decode
+from minisgl.kernels.attention.paged_prefill import PrefillTiles, paged_prefill
+from minisgl.kernels.elementwise.reference import NormRope
 
 # Without a GPU there is Triton's interpreter, which runs the programs one after the other.
 INTERPRETED_SMS = 4
@@ -74,7 +69,7 @@ class TritonAttention:
         pdl: bool = True,
     ) -> None:
         """Tiles to take instead of those that the functions above choose. `pdl`: overlap launches
-        where the device can, by the rule of triton_launch.py."""
+        where the device can, by the rule of launch.py."""
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
@@ -92,7 +87,7 @@ class TritonAttention:
     def decode_qkv(
         self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """qkv: as turn_and_store of fused.py takes it; returns [num_rows, num_heads, head_dim].
+        """qkv: as turn_and_store of dispatch.py takes it; returns [num_rows, num_heads, head_dim].
 
         Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
         """

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from minisgl.kernels.fused import add_rms_norm
+from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_mailbox import Mailbox
+    from minisgl.kernels.comm.mailbox import Mailbox
 
 
 class Communicator(Protocol):

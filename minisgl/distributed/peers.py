@@ -22,10 +22,10 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError
-from minisgl.kernels.fused import runs_triton
+from minisgl.kernels.dispatch import runs_triton
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_mailbox import Mailbox
+    from minisgl.kernels.comm.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +59,13 @@ class PeerCommunicator:
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
         """Raises PeerMemoryError, on all ranks if on one."""
-        from minisgl.kernels import triton_peers
+        from minisgl.kernels.comm import gather, one_shot, two_shot
+        from minisgl.kernels.comm.shared_memory import SharedMemory
 
         self.rank = group.rank
         self.size = group.size
         self._group = group
-        self._kernels = triton_peers
+        self._one_shot, self._two_shot, self._gather = one_shot, two_shot, gather
         self._memory = PeerMemory()
         max_rows = MAX_ONE_SHOT_BYTES // (dtype.itemsize * hidden_size * (self.size - 1) ** 2)
         max_rows = min(max(max_rows, 1), MAX_PROGRAMS)
@@ -72,7 +73,7 @@ class PeerCommunicator:
         self._maxima = self._mailbox(MAX_MAXIMA, 2, 4)
         own = torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=group.device)
         flags = torch.zeros((2, MAX_PROGRAMS, self.size), dtype=torch.int32, device=group.device)
-        self._shared = triton_peers.SharedMemory(
+        self._shared = SharedMemory(
             own=own,
             addresses=self._addresses(own),
             flags=flags,
@@ -87,25 +88,25 @@ class PeerCommunicator:
 
     def sum(self, part: Tensor) -> Tensor:
         if self._are_few(part):
-            return self._kernels.sum_rows(part, self._rows)
+            return self._one_shot.sum_rows(part, self._rows)
         if part.shape[1] % self.size:
             return self._group.sum(part)
         out = torch.empty_like(part)
         for total, some in zip(self._rounds(out), self._rounds(part), strict=True):
-            self._kernels.sum_many(total, some, self._shared)
+            self._two_shot.sum_many(total, some, self._shared)
         return out
 
     def sum_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if self._are_few(part):
-            return self._kernels.sum_norm(part, rows, weight, eps, self._rows)
+            return self._one_shot.sum_norm(part, rows, weight, eps, self._rows)
         if part.shape[1] % self.size:
             return self._group.sum_norm(part, rows, weight, eps)
         out = torch.empty_like(part)
         rounds = zip(self._rounds(out), self._rounds(part), self._rounds(rows), strict=True)
         for normed, some, onto in rounds:
-            self._kernels.sum_norm_many(normed, some, onto, weight, eps, self._shared)
+            self._two_shot.sum_norm_many(normed, some, onto, weight, eps, self._shared)
         return out, rows
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
@@ -121,12 +122,12 @@ class PeerCommunicator:
     def gather(self, part: Tensor) -> Tensor:
         if part.nbytes > SHARED_BYTES:
             return self._group.gather(part)
-        return self._kernels.gather(part, self._shared)
+        return self._gather.gather(part, self._shared)
 
     def maximum(self, values: Tensor) -> Tensor:
         if len(values) > MAX_MAXIMA:
             return self._group.maximum(values)
-        return self._kernels.maximum(values, self._maxima)
+        return self._one_shot.maximum(values, self._maxima)
 
     def smallest(self, number: int) -> int:
         return self._group.smallest(number)
@@ -136,12 +137,12 @@ class PeerCommunicator:
         self._group.close()
 
     def _mailbox(self, max_rows: int, size: int, itemsize: int) -> Mailbox:
-        from minisgl.kernels import triton_mailbox
+        from minisgl.kernels.comm.mailbox import Mailbox
 
         shape, device = (2, self.size, max_rows, size), self._group.device
         word = torch.int32 if itemsize == 2 else torch.int64
         inbox = torch.zeros(shape, dtype=word, device=device)
-        return triton_mailbox.Mailbox(
+        return Mailbox(
             inbox=inbox,
             addresses=self._addresses(inbox),
             exchanges=torch.zeros(max_rows, dtype=torch.int32, device=device),

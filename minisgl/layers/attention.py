@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import NormRope, Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.layers.linear import MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, kv_head_shard, whole
@@ -53,7 +54,7 @@ class SelfAttention(nn.Module):
     ) -> Residual:
         """Writes the rows' K and V. rotary_table: RotaryEmbedding.table."""
         first, q_norm, k_norm = self.qkv_proj, self.q_norm, self.k_norm
-        qkv, rows = fused.norm_linear(
+        qkv, rows = dispatch.norm_linear(
             residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
         )
         norm_rope = NormRope(rotary_table)

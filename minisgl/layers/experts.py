@@ -7,9 +7,10 @@ from functools import partial
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import experts, fused
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.fused import Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
+from minisgl.kernels.moe import dispatch as fused_experts
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.layers.linear import Linear, empty_weight
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
@@ -53,11 +54,11 @@ class SparseMLP(nn.Module):
         self._ranks = ranks
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, logits, rows = fused.norm_and_linear(
+        hidden, logits, rows = dispatch.norm_and_linear(
             residual, norm.weight, norm.eps, self.gate.weight, self.gate.kernels
         )
         weights, routing = self.experts.weights, self._routing
         if self._ranks.size == 1:
-            return experts.mix_add(hidden, logits, weights, routing, rows)
-        delta = experts.mix(hidden, logits, weights, routing)
+            return fused_experts.mix_add(hidden, logits, weights, routing, rows)
+        delta = fused_experts.mix(hidden, logits, weights, routing)
         return Residual(rows, pending=partial(self._ranks.sum_norm, delta))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import LinearKernels, Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import LinearKernels, Residual
 from minisgl.shards import Shard, whole
 
 
@@ -35,7 +35,7 @@ class Linear(nn.Module):
         self.bias = empty_weight(outputs.size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return fused.linear(x, self.weight, self.bias, self.kernels)
+        return dispatch.linear(x, self.weight, self.bias, self.kernels)
 
 
 class MergedLinear(Linear):
@@ -66,9 +66,9 @@ class SummedLinear(Linear):
     def add(self, x: Tensor, rows: Tensor) -> Residual:
         """rows + y, which may be written over `rows`: [num_rows, out_features]."""
         if self._ranks.size == 1:
-            return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
+            return dispatch.linear_add(x, self.weight, self.bias, rows, self.kernels)
         mailbox = self._ranks.mailbox(len(x))
-        sent = mailbox and fused.linear_send(x, self.weight, self.bias, mailbox, self.kernels)
+        sent = mailbox and dispatch.linear_send(x, self.weight, self.bias, mailbox, self.kernels)
         return Residual(rows, pending=sent or partial(self._ranks.sum_norm, self(x)))
 
 
@@ -84,7 +84,7 @@ class Embedding(nn.Module):
         self._ranks = ranks
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        part = fused.embed(token_ids, self.weight, self.vocab.first)
+        part = dispatch.embed(token_ids, self.weight, self.vocab.first)
         return part if self._ranks.size == 1 else self._ranks.sum(part)
 
 
@@ -92,7 +92,7 @@ def share_kernels(model: nn.Module) -> None:
     """Let the linear maps of a model, whose weights have their dtype and device, use the kernels
     that there are for these. They run one at a time, and so share what memory these need."""
     modules = [module for module in model.modules() if isinstance(module, Linear | Embedding)]
-    kernels = fused.linear_kernels([module.weight for module in modules])
+    kernels = dispatch.linear_kernels([module.weight for module in modules])
     for module in modules:
         module.kernels = kernels
 

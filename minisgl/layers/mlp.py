@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
 from minisgl.layers.linear import MergedLinear, SummedLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
@@ -27,12 +27,12 @@ class GatedMLP(nn.Module):
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         first = self.gate_up_proj
         if first.bias is None:
-            hidden, rows = fused.norm_linear_silu_mul(
+            hidden, rows = dispatch.norm_linear_silu_mul(
                 residual, norm.weight, norm.eps, first.weight, first.kernels
             )
         else:
-            gate_up, rows = fused.norm_linear(
+            gate_up, rows = dispatch.norm_linear(
                 residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
             )
-            hidden = fused.silu_mul(gate_up)
+            hidden = dispatch.silu_mul(gate_up)
         return self.down_proj.add(hidden, rows)

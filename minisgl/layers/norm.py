@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
 from minisgl.layers.linear import empty_weight
 
 
@@ -19,5 +19,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, residual: Residual) -> Tensor:
         """[num_rows, size]"""
-        normed, _ = fused.norm(residual, self.weight, self.eps)
+        normed, _ = dispatch.norm(residual, self.weight, self.eps)
         return normed

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, LayerKV, StepInputs
 from minisgl.distributed.communicator import ALONE, Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.dispatch import Residual
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.experts import SparseMLP
 from minisgl.layers.linear import Embedding, Linear, share_kernels, tune
@@ -119,7 +119,7 @@ class CausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], of the
         rank's part of the vocabulary, its padding included."""
-        return fused.linear(hidden, self._head.weight, None, self._head.kernels)
+        return dispatch.linear(hidden, self._head.weight, None, self._head.kernels)
 
     def tune(self) -> None:
         """Choose what multiplies matrices in steps of few rows on a GPU, by trying. Before anything

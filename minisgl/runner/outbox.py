@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels.sampling import TokenScores
-from minisgl.kernels.slots import Ring, SlotState, feed_slots
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.kernels.slots.dispatch import feed_slots
+from minisgl.kernels.slots.state import Ring, SlotState
 from minisgl.request import MAX_LOGPROBS
 
 # More than steps may be queued and not yet collected.

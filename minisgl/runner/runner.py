@@ -21,7 +21,7 @@ from minisgl.attention.base import Attention, LayerKV
 from minisgl.config import Capacity
 from minisgl.distributed.communicator import ALONE, Communicator
 from minisgl.errors import EngineStoppedError, StepError
-from minisgl.kernels.sampling import TokenScores, top_logprobs
+from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.models.transformer import CausalLM
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs, Variant

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.distributed.communicator import ALONE, Communicator
-from minisgl.kernels.fused import runs_triton
-from minisgl.kernels.sampling import (
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.sampling.reference import (
     SamplingRows,
     TokenScores,
     add_bias,
@@ -29,7 +29,7 @@ from minisgl.kernels.sampling import (
     perturb,
     top_logprobs,
 )
-from minisgl.kernels.sampling_tables import (
+from minisgl.kernels.sampling.tables import (
     NUM_PROMPT_TOKENS,
     RECORD_WORDS,
     SamplingTables,
@@ -46,7 +46,7 @@ from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
 if TYPE_CHECKING:  # imports Triton, which may be missing
-    from minisgl.kernels.triton_sampling import TritonSampling
+    from minisgl.kernels.sampling.launch import TritonSampling
 
 # Rows that the kernels work on at a time: the slots of a usual batch and room for padded ones.
 BLOCK_ROWS = 320
@@ -163,7 +163,7 @@ class Sampler:
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
         if backend == "triton":
-            from minisgl.kernels.triton_sampling import SampleWorkspace, TritonSampling
+            from minisgl.kernels.sampling.launch import SampleWorkspace, TritonSampling
 
             num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
             workspace = SampleWorkspace(num_rows, vocab_size, device)

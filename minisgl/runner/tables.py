@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from minisgl.attention.base import ChunkRows, DecodeRows, StepInputs
-from minisgl.kernels.slots import SlotRows, SlotState, kv_index_of, read_slots
+from minisgl.kernels.slots.dispatch import read_slots
+from minisgl.kernels.slots.state import SlotRows, SlotState, kv_index_of
 from minisgl.runner.lanes import Lanes
 from minisgl.scheduler.plan import StepPlan
 

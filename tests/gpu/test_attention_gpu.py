@@ -26,7 +26,8 @@ from attention_cases import (
 from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels.triton_linear import LinearWorkspace, linear
+from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.linear.launch import linear
 
 pytestmark = pytest.mark.gpu
 

@@ -14,8 +14,9 @@ from checkpoints import EXPERT_SPECS
 from expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
 from test_parity import FEW_PAGES, case_of, check
 
-from minisgl.kernels import experts, triton_experts
-from minisgl.kernels.experts import Routing
+from minisgl.kernels.moe import launch
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.reference import Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +79,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        return triton_experts.mix(x, logits, weights, routing)[0]
+        return launch.mix(x, logits, weights, routing)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -17,11 +17,11 @@ from layer_cases import (
     send,
 )
 
-from minisgl.kernels import fused
-from minisgl.kernels.triton_activation import silu_mul
-from minisgl.kernels.triton_embedding import embed
-from minisgl.kernels.triton_heads import turn_and_store
-from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.embedding import embed
+from minisgl.kernels.elementwise.heads import turn_and_store
+from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ ROWS = [1, 3, 17, 256, 1023, 2048]
 
 
 def test_the_layers_take_these_kernels() -> None:
-    assert fused._kernels_for(GPU) == fused.triton_kernels()
+    assert dispatch._kernels_for(GPU) == dispatch.triton_kernels()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

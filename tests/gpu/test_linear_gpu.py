@@ -9,16 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_launch import shared_bytes_of
-from minisgl.kernels.triton_linear import (
-    LinearWorkspace,
-    Norm,
-    linear,
-    linear_add,
-    linear_silu_mul,
-    tiles,
-)
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.launch import shared_bytes_of
+from minisgl.kernels.linear.config import LinearWorkspace, tiles
+from minisgl.kernels.linear.launch import Norm, linear, linear_add, linear_silu_mul
 
 pytestmark = pytest.mark.gpu
 

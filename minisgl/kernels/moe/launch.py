@@ -1,0 +1,58 @@
+"""A mixture of experts in Triton. The references, and the rounding that is kept to, are those of
+experts.py.
+
+The time is that of reading the weights of the experts that any row has chosen, once; of many rows,
+that of the products. Nothing here asks the host: which experts are read follows from what the
+router has written. A row and one of its experts are a *pair*. There are two ways:
+
+- *few* rows, of which two seldom share an expert (where they do, its weights come out of L2): two
+  launches, each of which finds the chosen experts in the logits by itself. In the second, a program
+  has some outputs of all the experts of one row. It asks for their weights before the first launch
+  has ended, since the logits are older than that, holds them in registers, and adds everything up.
+- *many* rows: one program for each expert lists its pairs. The grid of a product has a place for
+  every expert, and several for its pairs; a program whose expert has none left returns at once. W
+  is on the left, as in linear/launch.py, because an expert has few pairs. The second product leaves
+  each pair's weighted share, and the last kernel adds up those of a row.
+
+A row's sum does not depend on the other rows, but for the tiles that its experts are worked on in.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minisgl.kernels.launch import shared_bytes_of
+from minisgl.kernels.moe.config import FewTiles, ManyTiles, tiles
+from minisgl.kernels.moe.few_rows import mix_few
+from minisgl.kernels.moe.many_rows import mix_many
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.routing import place_for_sum
+
+
+def mix(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None = None,
+    *,
+    how: FewTiles | ManyTiles | None = None,
+    pdl: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As mix of moe/dispatch.py, all contiguous; or added to `residual`, like x, in its place: then
+    also the squares that a linear.launch.Norm of it takes.
+
+    Of equally good experts the lower comes first. A row whose probabilities are NaN chooses experts
+    that there are, each once, and is NaN: a number out of range, or many of the same, would let the
+    kernels leave their tensors. `pdl`: overlap launches where the device can, by the rule of
+    launch.py.
+    """
+    tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    if how is None:
+        how = tiles(len(x), experts, routing, shared_bytes_of(x.device))
+    if len(x) == 0:
+        return place_for_sum(x, residual, 1)
+    if isinstance(how, FewTiles):
+        return mix_few(x, logits, experts, routing, residual, how, pdl)
+    return mix_many(x, logits, experts, routing, residual, how, pdl)
