@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # --help works without Triton
     from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
-ROUTING = Routing(num_chosen=8, normalize=True)
+ROUTING = Routing(top_k=8, normalize=True)
 MAX_FEW_ROWS = 8
 NUM_CALLS = 12
 
@@ -56,7 +56,7 @@ class Problem:
         num_weights = 3 * HIDDEN_SIZE * SIZE
         chosen = [choose_reference(logits, ROUTING)[0].unique().numel() for logits in self.logits]
         num_bytes = 2 * (sum(chosen) / len(chosen) * num_weights + 2 * self.num_rows * HIDDEN_SIZE)
-        operations = 2 * self.num_rows * ROUTING.num_chosen * num_weights
+        operations = 2 * self.num_rows * ROUTING.top_k * num_weights
         return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
 
     def mix(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
@@ -101,7 +101,7 @@ def few_candidates() -> Iterator[FewTiles]:
 def many_candidates(num_rows: int) -> list[Tiles]:
     from minisgl.kernels.moe.config import Tiles
 
-    pairs = num_rows * ROUTING.num_chosen / NUM_EXPERTS
+    pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
     found = []
     for block_m in sizes:

@@ -353,8 +353,9 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     """All launches of a layer, many layers one behind the other, each on what the last one wrote.
     Attention is a norm of the heads."""
     from minisgl.kernels.elementwise.activation import silu_mul
-    from minisgl.kernels.elementwise.heads import turn_and_store
+    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.reference import NormRope
     from minisgl.kernels.launch import shared_bytes_of
     from minisgl.kernels.linear import launch as ours
 
@@ -367,12 +368,13 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     ]
     size, head_dim, eps = shapes["qkv"].k, 128, 1e-6
     norm, head_norm, table = random(size), random(head_dim), torch.rand(4096, head_dim).to(DEVICE)
+    norm_rope = NormRope(table, head_norm, head_norm, eps)
     caches = torch.zeros(2, 64, 16, 8, head_dim, device=DEVICE, dtype=DTYPE)
     workspace = make_workspace()
 
     def attend(qkv: Tensor) -> Tensor:
         place = places[: len(qkv)]
-        q = turn_and_store(qkv, place, table, place, *caches, head_norm, head_norm, eps)
+        q = qk_norm_rope_store_kv(qkv, place, place, *caches, norm_rope)
         return rms_norm(q.view(-1, head_dim), head_norm, eps).view(len(qkv), -1)
 
     def cublas(residual: Tensor) -> None:

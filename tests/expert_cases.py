@@ -82,7 +82,7 @@ def check_nan(
     logits[2:] = float("nan")
     chosen, shares = routing.choose(logits, routing, pdl=pdl)
     assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
-    assert all(len(set(row)) == routing.num_chosen for row in chosen.tolist())
+    assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
     assert shares[1:].isnan().all()
     wanted = experts.apply_reference(x[:1], weights, chosen[:1], shares[:1])
     for how in ways(num_rows, weights, routing):
@@ -94,7 +94,7 @@ def check_nan(
 def check_mix(
     num_rows: int,
     num_experts: int,
-    num_chosen: int,
+    top_k: int,
     hidden_size: int,
     size: int,
     *,
@@ -104,7 +104,7 @@ def check_mix(
     crowded: bool = False,
 ) -> None:
     """crowded: all rows choose the same experts."""
-    routing = Routing(num_chosen, normalize=True)
+    routing = Routing(top_k, normalize=True)
     weights = random_experts(num_experts, hidden_size, size, dtype, device)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)

@@ -30,18 +30,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (60, 4), (5, 5), (128, 8)])
-def test_choose(num_experts: int, num_chosen: int, normalize: bool, dtype: torch.dtype) -> None:
-    check_choose(
-        3, num_experts, Routing(num_chosen, normalize), dtype=dtype, device=DEVICE, pdl=False
-    )
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (5, 5), (128, 8)])
+def test_choose(num_experts: int, top_k: int, normalize: bool, dtype: torch.dtype) -> None:
+    check_choose(3, num_experts, Routing(top_k, normalize), dtype=dtype, device=DEVICE, pdl=False)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(3, 8, 3), (40, 6, 2)])
-def test_nan(num_rows: int, num_experts: int, num_chosen: int, normalize: bool) -> None:
-    check_nan(num_rows, num_experts, Routing(num_chosen, normalize), device=DEVICE, pdl=False)
+@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), [(3, 8, 3), (40, 6, 2)])
+def test_nan(num_rows: int, num_experts: int, top_k: int, normalize: bool) -> None:
+    check_nan(num_rows, num_experts, Routing(top_k, normalize), device=DEVICE, pdl=False)
 
 
 def test_of_equals_the_lower_expert_comes_first() -> None:
@@ -51,13 +49,13 @@ def test_of_equals_the_lower_expert_comes_first() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "num_chosen", "hidden_size", "size"),
+    ("num_rows", "num_experts", "top_k", "hidden_size", "size"),
     [(1, 8, 2, 64, 32), (5, 60, 4, 48, 24), (40, 16, 4, 64, 48), (70, 6, 2, 40, 72)],
 )
 def test_mix(
     num_rows: int,
     num_experts: int,
-    num_chosen: int,
+    top_k: int,
     hidden_size: int,
     size: int,
     crowded: bool,
@@ -66,7 +64,7 @@ def test_mix(
     check_mix(
         num_rows,
         num_experts,
-        num_chosen,
+        top_k,
         hidden_size,
         size,
         dtype=dtype,

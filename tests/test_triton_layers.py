@@ -33,7 +33,7 @@ from minisgl.kernels import dispatch
 from minisgl.kernels.launch import MANY_ROWS, pdl_options
 from minisgl.kernels.linear import config as linear_config
 from minisgl.kernels.linear.config import LinearWorkspace
-from minisgl.layers.linear import Embedding, Linear
+from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
 
@@ -133,10 +133,9 @@ def test_a_model_of_these_kernels(
         for name in ("is_worth_it", "is_norm_worth_it"):
             monkeypatch.setattr(linear_config, name, lambda *shape, gated: True)
         workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
-        linear_kernels = dispatch.LinearKernels(workspace, products=None)
-        for module in model.modules():
-            if isinstance(module, Linear | Embedding):
-                module.kernels = linear_kernels
+        for product in model._products():
+            assert isinstance(product, DenseProduct)
+            product.kernels = LinearKernels(workspace, products=None)
     num_tokens = len(case.prompt) + 2
     paged = PagedModel(model, config, page_size=16)
     paged.attention = Attention(TorchAttention(), TritonAttention())

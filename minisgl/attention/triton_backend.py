@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.kernels.attention.paged_decode import DecodeTiles, DecodeWorkspace, paged_decode
 from minisgl.kernels.attention.paged_prefill import PrefillTiles, paged_prefill
 from minisgl.kernels.elementwise.reference import NormRope
@@ -54,7 +54,7 @@ def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:
 
 
 class TritonAttention:
-    """Implements AttentionBackend and DecodesQKV on a CUDA device, for float32, float16, bfloat16.
+    """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
 
     Calls go on one stream: the splits of decode meet in memory that all calls share. A row's result
     depends on the rows beside it only in where its keys are split, which follows from how many rows
@@ -77,7 +77,7 @@ class TritonAttention:
         # The last one is the largest; captured graphs may hold the others.
         self._workspaces: list[DecodeWorkspace] = []
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
 
         Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
@@ -85,9 +85,9 @@ class TritonAttention:
         return self._decode(q, q.shape[1], kv, rows, scale, None)
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """qkv: as turn_and_store of dispatch.py takes it; returns [num_rows, num_heads, head_dim].
+        """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
 
         Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
         """
@@ -101,7 +101,7 @@ class TritonAttention:
         heads: Tensor,
         num_heads: int,
         kv: LayerKV,
-        rows: DecodeRows,
+        rows: DecodeBatch,
         scale: float,
         norm_rope: NormRope | None,
     ) -> Tensor:
@@ -128,7 +128,7 @@ class TritonAttention:
             pdl=self._pdl,
         )
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return paged_prefill(
             q,

@@ -46,7 +46,7 @@ def over_peer_memory(
 ) -> Communicator:
     """Of the same ranks; `group` itself where the GPUs cannot reach each other's memory."""
     try:
-        if not group.smallest(int(runs_triton(group.device))):
+        if not group.host_min(int(runs_triton(group.device))):
             raise PeerMemoryError("its kernels need Triton")
         return PeerCommunicator(group, hidden_size, dtype)
     except PeerMemoryError as error:  # on all ranks
@@ -79,34 +79,34 @@ class PeerCommunicator:
             flags=flags,
             flag_addresses=self._addresses(flags),
             rounds=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=group.device),
-            bell=self._mailbox(1, 2, 4),
+            barrier_mailbox=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)
         # Behind it, too, no inbox is still to be zeroed.
-        if not group.smallest(int(self._memory.error is None)):
+        if not group.host_min(int(self._memory.error is None)):
             raise self._memory.error or PeerMemoryError("another rank cannot reach it")
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         if self._are_few(part):
-            return self._one_shot.sum_rows(part, self._rows)
+            return self._one_shot.all_reduce(part, self._rows)
         if part.shape[1] % self.size:
-            return self._group.sum(part)
+            return self._group.all_reduce(part)
         out = torch.empty_like(part)
         for total, some in zip(self._rounds(out), self._rounds(part), strict=True):
-            self._two_shot.sum_many(total, some, self._shared)
+            self._two_shot.all_reduce(total, some, self._shared)
         return out
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if self._are_few(part):
-            return self._one_shot.sum_norm(part, rows, weight, eps, self._rows)
+            return self._one_shot.all_reduce_norm(part, rows, weight, eps, self._rows)
         if part.shape[1] % self.size:
-            return self._group.sum_norm(part, rows, weight, eps)
+            return self._group.all_reduce_norm(part, rows, weight, eps)
         out = torch.empty_like(part)
         rounds = zip(self._rounds(out), self._rounds(part), self._rounds(rows), strict=True)
         for normed, some, onto in rounds:
-            self._two_shot.sum_norm_many(normed, some, onto, weight, eps, self._shared)
+            self._two_shot.all_reduce_norm(normed, some, onto, weight, eps, self._shared)
         return out, rows
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
@@ -119,18 +119,18 @@ class PeerCommunicator:
         """What fits into the shared memory at a time."""
         return torch.split(rows, SHARED_BYTES // 2 // (rows.shape[1] * rows.itemsize))
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         if part.nbytes > SHARED_BYTES:
-            return self._group.gather(part)
-        return self._gather.gather(part, self._shared)
+            return self._group.all_gather(part)
+        return self._gather.all_gather(part, self._shared)
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         if len(values) > MAX_MAXIMA:
-            return self._group.maximum(values)
-        return self._one_shot.maximum(values, self._maxima)
+            return self._group.all_reduce_max(values)
+        return self._one_shot.all_reduce_max(values, self._maxima)
 
-    def smallest(self, number: int) -> int:
-        return self._group.smallest(number)
+    def host_min(self, number: int) -> int:
+        return self._group.host_min(number)
 
     def close(self) -> None:
         self._memory.close()

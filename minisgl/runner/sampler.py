@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.sampling.reference import (
     SamplingRows,
@@ -150,7 +150,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         backend: Literal["triton", "torch"] | None = None,
-        ranks: Communicator = ALONE,
+        ranks: Communicator = SINGLE_RANK,
     ) -> None:
         """`backend`: None: Triton where it runs."""
         self.vocab_size = vocab_size
@@ -247,7 +247,7 @@ class Sampler:
         if self._ranks.size > 1:
             if not (needs.filters or needs.full) and allowed is None:
                 return SampledRows(self._sample_part(logits, slots, output_index, needs), None)
-            logits = self._ranks.gather(logits)[:, : self.vocab_size]
+            logits = self._ranks.all_gather(logits)[:, : self.vocab_size]
         if self._triton is None:
             token_ids = self.perturbed(logits, slots, output_index, needs, allowed).argmax(dim=-1)
             scores = None
@@ -270,9 +270,11 @@ class Sampler:
         logits, first_id = logits[:, : self._vocab.num_real], self._vocab.first
         if self._triton is not None:
             rows = logits, slots, output_index
-            return self._triton.sample_part(*rows, first_id=first_id, maximum=self._ranks.maximum)
+            return self._triton.sample_part(
+                *rows, first_id=first_id, all_reduce_max=self._ranks.all_reduce_max
+            )
         perturbed = self.perturbed(logits, slots, output_index, needs, first_id=first_id)
-        return id_of_rank(self._ranks.maximum(best_ranks(perturbed, first_id)))
+        return id_of_rank(self._ranks.all_reduce_max(best_ranks(perturbed, first_id)))
 
     def perturbed(
         self,

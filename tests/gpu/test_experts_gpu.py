@@ -33,12 +33,12 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 33, 1000])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
-def test_choose(num_experts: int, num_chosen: int, num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
+def test_choose(num_experts: int, top_k: int, num_rows: int, dtype: torch.dtype) -> None:
     check_choose(
         num_rows,
         num_experts,
-        Routing(num_chosen, normalize=True),
+        Routing(top_k, normalize=True),
         dtype=dtype,
         device=GPU,
         pdl=True,
@@ -59,9 +59,9 @@ def test_of_equals_the_lower_expert_comes_first() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 500])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
-def test_nan(num_rows: int, num_experts: int, num_chosen: int) -> None:
-    check_nan(num_rows, num_experts, Routing(num_chosen, normalize=True), device=GPU, pdl=True)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
+def test_nan(num_rows: int, num_experts: int, top_k: int) -> None:
+    check_nan(num_rows, num_experts, Routing(top_k, normalize=True), device=GPU, pdl=True)
 
 
 def test_more_rows_than_a_grid_has_in_its_later_dimensions() -> None:

@@ -86,7 +86,7 @@ class SharingRanks(Ranks):
                 flags=flags[box.rank],
                 flag_addresses=tuple(of_rank.data_ptr() for of_rank in flags),
                 rounds=torch.zeros(self.PROGRAMS, dtype=torch.int32, device=GPU),
-                bell=box,
+                barrier_mailbox=box,
             )
             for box in boxes
         ]
@@ -129,7 +129,7 @@ def test_sums(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> N
         parts = parts_of(num_ranks, num_rows, size, dtype)
 
         def work(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
-            return one_shot.sum_rows(parts[box.rank], box)
+            return one_shot.all_reduce(parts[box.rank], box)
 
         results = ranks.run(work)
         for found in results:
@@ -150,7 +150,7 @@ def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.d
         def work(
             box: Mailbox, parts: list[Tensor] = parts, rows: Tensor = rows
         ) -> tuple[Tensor, Tensor]:
-            return one_shot.sum_norm(parts[box.rank], rows.clone(), weight, EPS, box)
+            return one_shot.all_reduce_norm(parts[box.rank], rows.clone(), weight, EPS, box)
 
         results = ranks.run(work)
         assert_summed_and_normed(results, parts, rows, weight)
@@ -165,7 +165,7 @@ def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
         values = values[:, :, :num_columns]
 
         def work(box: Mailbox, values: Tensor = values) -> Tensor:
-            return one_shot.maximum(values[box.rank], box)
+            return one_shot.all_reduce_max(values[box.rank], box)
 
         for maxima in ranks.run(work):
             assert torch.equal(maxima, values.amax(dim=(0, 2)))
@@ -216,20 +216,22 @@ def test_sums_and_gathers_of_many_rows(
         rows = torch.randn(num_rows, size, device=GPU).to(dtype)
 
         def add(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
-            part = parts[shared.bell.rank]
+            part = parts[shared.barrier_mailbox.rank]
             out = torch.empty_like(part)
-            two_shot.sum_many(out, part, shared)
+            two_shot.all_reduce(out, part, shared)
             return out
 
         def add_norm(
             shared: SharedMemory, parts: list[Tensor] = parts, rows: Tensor = rows
         ) -> tuple[Tensor, Tensor]:
             out, own = torch.empty_like(rows), rows.clone()
-            two_shot.sum_norm_many(out, parts[shared.bell.rank], own, weight, EPS, shared)
+            two_shot.all_reduce_norm(
+                out, parts[shared.barrier_mailbox.rank], own, weight, EPS, shared
+            )
             return out, own
 
         def gather(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
-            return gather.gather(parts[shared.bell.rank], shared)
+            return gather.all_gather(parts[shared.barrier_mailbox.rank], shared)
 
         totals = ranks.share(add)
         for found in totals:
@@ -254,8 +256,8 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
         results: list[Tensor] = []
         for own in (of_ranks[box.rank] for of_ranks in parts):
             out = torch.empty_like(own)
-            two_shot.sum_many(out, own, shared)
-            results += [out, one_shot.sum_rows(own[:16], box), gather.gather(own, shared)]
+            two_shot.all_reduce(out, own, shared)
+            results += [out, one_shot.all_reduce(own[:16], box), gather.all_gather(own, shared)]
         return results
 
     def reserve(_box: Mailbox) -> list[Tensor]:
@@ -267,15 +269,15 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
     for own in parts:
 
         def alone(shared: SharedMemory, own: list[Tensor] = own) -> None:
-            part = own[shared.bell.rank]
-            two_shot.sum_many(torch.empty_like(part), part, shared)
+            part = own[shared.barrier_mailbox.rank]
+            two_shot.all_reduce(torch.empty_like(part), part, shared)
 
         def gather(shared: SharedMemory, own: list[Tensor] = own) -> None:
-            gather.gather(own[shared.bell.rank], shared)
+            gather.all_gather(own[shared.barrier_mailbox.rank], shared)
 
         ranks.share(alone)
         ranks.share(gather)
-        few.run(lambda box, own=own: one_shot.sum_rows(own[box.rank][:16], box))
+        few.run(lambda box, own=own: one_shot.all_reduce(own[box.rank][:16], box))
     for results in ranks._each(list(zip(ranks.shared, few.boxes, strict=True)), work):
         for of_ranks, total, start, whole in zip(
             parts, results[::3], results[1::3], results[2::3], strict=True
@@ -291,9 +293,9 @@ def test_in_graphs_that_are_replayed() -> None:
     parts = parts_of(2, 4, 1024, torch.bfloat16)
 
     def twice(box: Mailbox) -> Tensor:
-        return one_shot.sum_rows(one_shot.sum_rows(parts[box.rank], box), box)
+        return one_shot.all_reduce(one_shot.all_reduce(parts[box.rank], box), box)
 
-    ranks.run(lambda box: one_shot.sum_rows(parts[box.rank], box))
+    ranks.run(lambda box: one_shot.all_reduce(parts[box.rank], box))
     graphs: list[torch.cuda.CUDAGraph] = []
     results: list[Tensor] = []
     for box in ranks.boxes:

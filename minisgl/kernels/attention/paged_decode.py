@@ -77,10 +77,10 @@ def paged_decode(
     """q: [num_rows, num_heads, head_dim]; page_table: [num_rows, max_pages] int32, and lengths:
     [num_rows] int32, on the device. Returns the shape of q; rows of length 0 are zeros.
 
-    With `norm_rope`, q is what turn_and_store of dispatch.py takes, as [num_rows, num_heads +
+    With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads +
     2 * num_kv_heads, head_dim], and its work is done too: the rows' own tokens, the last of their
     lengths, need not be in the cache, but are written to it. Rows of length 0 write nothing. K and
-    q may differ from turn_and_store's by a unit in the last place, and rarely do.
+    q may differ from qk_norm_rope_store_kv's by a unit in the last place, and rarely do.
 
     The keys of all rows are cut into shares of one size, about `num_shares` of them. A row has a
     whole number of shares, hence there are up to num_rows more, the *items*, which the workspace

@@ -43,8 +43,8 @@ def paged_prefill(
     tiles: PrefillTiles,
     pdl: bool = True,
 ) -> Tensor:
-    """q: [num_rows, num_heads, head_dim]; the others as in ChunkRows. Returns the shape of q; rows
-    that belong to no chunk are neither read nor written."""
+    """q: [num_rows, num_heads, head_dim]; the others as in PrefillBatch. Returns the shape of q;
+    rows that belong to no chunk are neither read nor written."""
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
     num_chunks = ends.shape[0]

@@ -11,12 +11,12 @@ from minisgl.kernels.comm.mailbox import after, pointer
 from minisgl.kernels.comm.shared_memory import SharedMemory, barrier
 
 
-def gather(part: Tensor, shared: SharedMemory) -> Tensor:
+def all_gather(part: Tensor, shared: SharedMemory) -> Tensor:
     """All ranks' `part` [num_rows, width] side by side: [num_rows, ranks · width], a new tensor.
 
     part: of at most as many bytes as the shared memory; its rows are a multiple of 4 bytes.
     """
-    rank, num_ranks = shared.bell.rank, shared.bell.num_ranks
+    rank, num_ranks = shared.barrier_mailbox.rank, shared.barrier_mailbox.num_ranks
     shared.own[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
     barrier(shared)
     whole = part.new_empty((part.shape[0], num_ranks * part.shape[1]))

@@ -27,39 +27,39 @@ from minisgl.kernels.comm.mailbox import Mailbox, receive, send
 from minisgl.kernels.launch import pdl_options, warps_for
 
 
-def sum_rows(part: Tensor, mailbox: Mailbox) -> Tensor:
+def all_reduce(part: Tensor, mailbox: Mailbox) -> Tensor:
     """The sum of all ranks' `part`, [num_rows, size] contiguous, rounded once to its dtype. A new
     tensor."""
     out = torch.empty_like(part)
-    _launch_sum(out, part, None, None, 0.0, mailbox)
+    _launch(out, part, None, None, 0.0, mailbox)
     return out
 
 
-def sum_norm(
+def all_reduce_norm(
     part: Tensor, rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm of elementwise/norm.py of `sum_rows` of `part` and `rows`; all contiguous."""
+    """add_rms_norm of elementwise/norm.py of `all_reduce` of `part` and `rows`; all contiguous."""
     out = torch.empty_like(part)
-    _launch_sum(out, part, rows, weight, eps, mailbox)
+    _launch(out, part, rows, weight, eps, mailbox)
     return out, rows
 
 
 def received_norm(
     rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
-    """sum_norm of parts that all ranks have sent already, or are about to."""
+    """all_reduce_norm of parts that all ranks have sent already, or are about to."""
     out = torch.empty_like(rows)
-    _launch_sum(out, None, rows, weight, eps, mailbox)
+    _launch(out, None, rows, weight, eps, mailbox)
     return out, rows
 
 
-def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
+def all_reduce_max(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
     """The largest of each row of all ranks' `values` [num_rows, any] int64, whose columns are
     contiguous: [num_rows]. The mailbox has two words of 32 bits a row."""
     num_rows, num_columns = values.shape
     assert num_rows <= mailbox.max_rows and values.stride(1) == 1
     out = torch.empty(num_rows, dtype=torch.int64, device=values.device)
-    _maximum_of_row[(num_rows,)](
+    _max_row[(num_rows,)](
         out,
         values,
         values.stride(0),
@@ -77,7 +77,7 @@ def maximum(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
     return out
 
 
-def _launch_sum(
+def _launch(
     out: Tensor,
     part: Tensor | None,
     rows: Tensor | None,
@@ -89,7 +89,7 @@ def _launch_sum(
     assert all(tensor is None or tensor.is_contiguous() for tensor in (part, rows))
     assert num_rows <= mailbox.max_rows and mailbox.takes(out)
     block = triton.next_power_of_2(size)
-    _sum_row[(num_rows,)](
+    _all_reduce_row[(num_rows,)](
         out,
         part,
         rows,
@@ -109,7 +109,7 @@ def _launch_sum(
 
 
 @triton.jit(do_not_specialize=["rank"])
-def _sum_row(
+def _all_reduce_row(
     out,
     part,
     residual,
@@ -176,7 +176,7 @@ def settle_row(out, residual, total, x, factor, place, inside, eps, size: tl.con
 
 
 @triton.jit(do_not_specialize=["stride", "num_columns", "rank"])
-def _maximum_of_row(
+def _max_row(
     out,
     values,
     stride,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox
-from minisgl.kernels.comm.one_shot import maximum
+from minisgl.kernels.comm.one_shot import all_reduce_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class SharedMemory:
     flags: Tensor
     flag_addresses: tuple[int, ...]  # of each rank's
     rounds: Tensor  # [programs] int32, zero at first: of each program, those so far
-    bell: Mailbox  # of one row with two words
+    barrier_mailbox: Mailbox  # of one row with two words
 
     @property
     def num_bytes(self) -> int:
@@ -35,4 +35,4 @@ def barrier(shared: SharedMemory) -> None:
     Launched without overlap, so that the device has finished what came before in every respect.
     """
     anything = shared.own[:8].view(torch.int64).view(1, 1)
-    maximum(anything, shared.bell, pdl=False)
+    all_reduce_max(anything, shared.barrier_mailbox, pdl=False)

@@ -15,20 +15,20 @@ from minisgl.kernels.launch import pdl_options, warps_for
 _ROWS_OF_ROUND = tl.constexpr(4)
 
 
-def sum_many(out: Tensor, part: Tensor, shared: SharedMemory) -> None:
-    """Leave sum_rows of `part` in `out`, in two shots: of at most half the shared memory, and a
+def all_reduce(out: Tensor, part: Tensor, shared: SharedMemory) -> None:
+    """Leave the sum of `part` in `out`, in two shots: of at most half the shared memory, and a
     size that divides by the ranks."""
-    _launch_two_shots(out, part, None, None, 0.0, shared)
+    _launch(out, part, None, None, 0.0, shared)
 
 
-def sum_norm_many(
+def all_reduce_norm(
     out: Tensor, part: Tensor, rows: Tensor, weight: Tensor, eps: float, shared: SharedMemory
 ) -> None:
-    """As sum_norm, in two shots, with the norm left in `out`."""
-    _launch_two_shots(out, part, rows, weight, eps, shared)
+    """As all_reduce_norm of one_shot.py, in two shots, with the norm left in `out`."""
+    _launch(out, part, rows, weight, eps, shared)
 
 
-def _launch_two_shots(
+def _launch(
     out: Tensor,
     part: Tensor,
     rows: Tensor | None,
@@ -36,14 +36,14 @@ def _launch_two_shots(
     eps: float,
     shared: SharedMemory,
 ) -> None:
-    (num_rows, size), num_ranks = part.shape, shared.bell.num_ranks
-    rank = shared.bell.rank
+    (num_rows, size), num_ranks = part.shape, shared.barrier_mailbox.num_ranks
+    rank = shared.barrier_mailbox.rank
     assert part.is_contiguous() and (rows is None or rows.is_contiguous())
     assert size % num_ranks == 0 and 2 * part.nbytes <= shared.num_bytes
     max_programs = shared.flags.shape[1]
     many = num_rows > max_programs * _ROWS_OF_ROUND.value  # more than a round
     block = triton.next_power_of_2(size)
-    _sum_in_two_shots[(min(num_rows, max_programs),)](
+    _all_reduce_rows[(min(num_rows, max_programs),)](
         out,
         part,
         rows,
@@ -69,7 +69,7 @@ def _launch_two_shots(
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
-def _sum_in_two_shots(
+def _all_reduce_rows(
     out,
     part,
     residual,
@@ -117,17 +117,17 @@ def _sum_in_two_shots(
     memory = pointer(targets[num_ranks - 1], part.dtype.element_ty)
     end = tl.minimum(stride, num_rows)
     _first_shot(part, targets, program, end, num_rows, rank, size, share_block)
-    _tell(flag_targets, first_flags + rank, this, lanes)
+    _signal(flag_targets, first_flags + rank, this, lanes)
     for start in range(program, num_rows, stride):
         ahead = start + stride
         end = tl.minimum(ahead, num_rows)
         if many and ahead < num_rows:
             ahead_end = tl.minimum(ahead + stride, num_rows)
             _first_shot(part, targets, ahead, ahead_end, num_rows, rank, size, share_block)
-            _tell(flag_targets, first_flags + rank, this + 1, lanes)
+            _signal(flag_targets, first_flags + rank, this + 1, lanes)
         _wait_for_all(flags + first_flags, this, num_ranks, lanes)
         _second_shot(memory, targets, to_results, start, end, num_rows, rank, size, share_block)
-        _tell(flag_targets, second_flags + rank, this, lanes)
+        _signal(flag_targets, second_flags + rank, this, lanes)
         if many and start > program:
             _wait_for_all(flags + second_flags, this - 1, num_ranks, lanes)
             _settle_rows(
@@ -225,7 +225,7 @@ def _deal_out(own, targets, there, within, rank, share: tl.constexpr):
 
 
 @triton.jit
-def _tell(flag_targets, place, number, lanes: tl.constexpr):
+def _signal(flag_targets, place, number, lanes: tl.constexpr):
     """To all ranks: that what this program has written so far is there, round `number`. A lane
     tells one."""
     lane = tl.arange(0, lanes)

@@ -1,5 +1,5 @@
 """All that happens to a row's heads between their projection and attention, as one Triton kernel.
-The reference, and the rounding that is kept to, is `turn_and_store` of reference.py."""
+The reference, and the rounding that is kept to, is `qk_norm_rope_store_kv` of reference.py."""
 
 from __future__ import annotations
 
@@ -7,38 +7,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 
 
-def turn_and_store(
+def qk_norm_rope_store_kv(
     qkv: Tensor,
     positions: Tensor,
-    table: Tensor,
-    kv_index: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm_rope: NormRope,
     *,
     pdl: bool = True,
 ) -> Tensor:
     """As in dispatch; qkv and the caches contiguous. `pdl`: overlap launches where the device can,
-    by the rule of launch.py: positions and kv_index must be two launches old."""
+    by the rule of launch.py: positions and slot_mapping must be two launches old."""
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    table, q_weight, k_weight, eps = norm_rope
     assert (q_weight is None) == (k_weight is None)
     num_rows, (num_kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     q = qkv.new_empty((num_rows, num_heads, head_dim))
     half_block = triton.next_power_of_2(head_dim // 2)
     head_block = min(max(1024 // half_block, 16), triton.next_power_of_2(qkv.shape[1] // head_dim))
-    _turn_and_store_heads[(num_rows * triton.cdiv(num_heads + 2 * num_kv_heads, head_block),)](
+    _heads_kernel[(num_rows * triton.cdiv(num_heads + 2 * num_kv_heads, head_block),)](
         q,
         k_cache,
         v_cache,
         qkv,
         positions,
-        kv_index,
+        slot_mapping,
         table,
         q_weight,
         k_weight,
@@ -59,14 +58,14 @@ def turn_and_store(
 
 
 # Slices of the step's tables start anywhere: no variant of the kernel for each alignment.
-@triton.jit(do_not_specialize_on_alignment=["positions", "kv_index"])
-def _turn_and_store_heads(
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _heads_kernel(
     q,
     k_cache,
     v_cache,
     qkv,
     positions,
-    kv_index,
+    slot_mapping,
     table,
     q_weight,
     k_weight,
@@ -95,7 +94,7 @@ def _turn_and_store_heads(
 
     # Before the wait, what is older than the kernel before: the weights, which come from far away,
     # and the position, so that the turn that hangs on it is only one trip to memory behind.
-    position, slot = tl.load(positions + row), tl.load(kv_index + row)
+    position, slot = tl.load(positions + row), tl.load(slot_mapping + row)
     if q_weight is not None:
         first_q = tl.load(q_weight + column, mask=column < half, other=0.0)
         first_k = tl.load(k_weight + column, mask=column < half, other=0.0)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class NormRope(NamedTuple):
-    """How the heads of q and k are normed and turned: what turn_and_store takes of the model."""
+    """The RMS norm and the rotary embedding of the heads of q and k."""
 
-    table: Tensor
-    q_weight: Tensor | None = None
+    table: Tensor  # [max_seq_len, head_dim] float32, contiguous: RotaryEmbedding.table
+    q_weight: Tensor | None = None  # [head_dim], of qkv's dtype; None: no norm, and no k_weight
     k_weight: Tensor | None = None
     eps: float = 0.0
 
@@ -45,17 +45,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def turn_and_store(
+def qk_norm_rope_store_kv(
     qkv: Tensor,
     positions: Tensor,
-    table: Tensor,
-    kv_index: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    norm_rope: NormRope,
 ) -> Tensor:
+    table, q_weight, k_weight, eps = norm_rope
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -63,13 +61,13 @@ def turn_and_store(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)  # [num_rows, 1, head_dim / 2]
-    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, kv_index, _turn(k, cos, sin))
-    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, kv_index, v)
-    return _turn(q, cos, sin)
+    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, _rotate(k, cos, sin))
+    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
+    return _rotate(q, cos, sin)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the heads of x, [num_rows, heads, head_dim], in float32; returns x's dtype."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the heads of x, [num_rows, heads, head_dim], in float32; returns x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)

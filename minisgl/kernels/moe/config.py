@@ -52,10 +52,10 @@ def tiles(
     program may have less than its shared memory, fewer tiles are in flight."""
     num_experts, _, size = experts.down.shape
     itemsize = experts.down.itemsize
-    num_pairs = num_rows * routing.num_chosen
+    num_pairs = num_rows * routing.top_k
     if num_pairs <= MAX_FEW_PAIRS:
         few = FewTiles()
-        held = triton.next_power_of_2(routing.num_chosen) * triton.cdiv(size, few.block_k)
+        held = triton.next_power_of_2(routing.top_k) * triton.cdiv(size, few.block_k)
         held *= few.block_k
         if held <= _HELD:
             block_n = min(1 << (_HELD // held).bit_length() - 1, few.block_n)

@@ -29,11 +29,11 @@ def mix_few(
         "hidden_size": hidden_size,
         "size": size,
         "num_experts": num_experts,
-        "num_chosen": routing.num_chosen,
+        "top_k": routing.top_k,
         "experts_block": triton.next_power_of_2(num_experts),
         **pdl_options(x.device, pdl),
     }
-    inner = x.new_empty((num_rows * routing.num_chosen, size))
+    inner = x.new_empty((num_rows * routing.top_k, size))
     _few_inner[(triton.cdiv(size, how.inner.block_n), len(inner))](
         inner,
         x,
@@ -56,7 +56,7 @@ def mix_few(
         logits,
         experts.down,
         normalize=routing.normalize,
-        places=triton.next_power_of_2(routing.num_chosen),
+        places=triton.next_power_of_2(routing.top_k),
         block_n=how.block_n,
         block_k=how.block_k,
         pieces=triton.cdiv(size, how.block_k),
@@ -75,7 +75,7 @@ def _few_inner(
     hidden_size: tl.constexpr,
     size: tl.constexpr,
     num_experts: tl.constexpr,
-    num_chosen: tl.constexpr,
+    top_k: tl.constexpr,
     experts_block: tl.constexpr,
     exact: tl.constexpr,
     block_n: tl.constexpr,
@@ -88,9 +88,9 @@ def _few_inner(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
-    row = pair // num_chosen
+    row = pair // top_k
     _, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
-    is_mine = rank == pair % num_chosen
+    is_mine = rank == pair % top_k
     expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     weight += expert.to(tl.int64) * (2 * size * hidden_size)
@@ -114,7 +114,7 @@ def _few_outer(
     hidden_size: tl.constexpr,
     size: tl.constexpr,
     num_experts: tl.constexpr,
-    num_chosen: tl.constexpr,
+    top_k: tl.constexpr,
     experts_block: tl.constexpr,
     normalize: tl.constexpr,
     places: tl.constexpr,
@@ -129,13 +129,13 @@ def _few_outer(
     place = tl.arange(0, places)
     # Older than the kernel before, as the weights are.
     probability, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
-    share = weights_of(probability, rank, num_chosen, normalize)
+    share = weights_of(probability, rank, top_k, normalize)
     is_here = rank[:, None] == place[None, :]
     expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
     share = tl.sum(tl.where(is_here, share[:, None], 0.0), 0)
     w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
     w_at += output[None, :, None] * size
-    is_output = (place < num_chosen)[:, None, None] & (output < hidden_size)[None, :, None]
+    is_output = (place < top_k)[:, None, None] & (output < hidden_size)[None, :, None]
     w, rows = (), ()
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]
@@ -143,10 +143,10 @@ def _few_outer(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    inner += (row * num_chosen + place)[:, None, None] * size
+    inner += (row * top_k + place)[:, None, None] * size
     for i in tl.static_range(pieces):
         k = (i * block_k + tl.arange(0, block_k))[None, None, :]
-        mask = (place < num_chosen)[:, None, None] & (k < size)
+        mask = (place < top_k)[:, None, None] & (k < size)
         rows += (tl.load(inner + k, mask=mask, other=0.0),)
     out += row * hidden_size + output
     if squares is not None:

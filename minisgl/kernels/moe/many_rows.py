@@ -26,7 +26,7 @@ def mix_many(
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
-    num_chosen, options = routing.num_chosen, pdl_options(x.device, pdl)
+    top_k, options = routing.top_k, pdl_options(x.device, pdl)
     chosen, weights = choose(logits, routing, pdl=pdl)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     # An expert is chosen once by a row at most.
@@ -60,7 +60,7 @@ def mix_many(
             num_rows,
             num_outputs=num_outputs,
             num_inputs=num_inputs,
-            num_chosen=num_chosen,
+            top_k=top_k,
             places=product.places,
             gated=source is x,
             exact=x.dtype == torch.float32,
@@ -80,7 +80,7 @@ def mix_many(
         squares,
         shares,
         hidden_size=hidden_size,
-        num_chosen=num_chosen,
+        top_k=top_k,
         block=block,
         num_warps=warps_for(block, 8),
         **options,
@@ -117,7 +117,7 @@ def _expert_product(
     num_rows,
     num_outputs: tl.constexpr,
     num_inputs: tl.constexpr,
-    num_chosen: tl.constexpr,
+    top_k: tl.constexpr,
     places: tl.constexpr,
     gated: tl.constexpr,
     exact: tl.constexpr,
@@ -146,7 +146,7 @@ def _expert_product(
         member = first + tl.arange(0, block_m)
         inside = member < count
         pair = tl.load(lists + member, mask=inside, other=0)
-        row = pair // num_chosen if gated else pair
+        row = pair // top_k if gated else pair
         total, up_total = multiply(
             weight, source, output, row, inside, num_outputs, num_inputs, gated, exact,
             block_n, block_m, block_k,
@@ -168,7 +168,7 @@ def _add_shares(
     squares,
     shares,
     hidden_size: tl.constexpr,
-    num_chosen: tl.constexpr,
+    top_k: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -180,8 +180,8 @@ def _add_shares(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < hidden_size
     total = tl.zeros([block], tl.float32)
-    for place in tl.static_range(num_chosen):
-        share = shares + (row * num_chosen + place) * hidden_size + column
+    for place in tl.static_range(top_k):
+        share = shares + (row * top_k + place) * hidden_size + column
         total += tl.load(share, mask=inside, other=0.0).to(tl.float32)
     out += row * hidden_size + column
     result = total.to(out.dtype.element_ty)

@@ -14,7 +14,7 @@ from minisgl.kernels.elementwise.reference import silu_mul
 class Routing(NamedTuple):
     """How a row's experts follow from the router's logits."""
 
-    num_chosen: int
+    top_k: int
     normalize: bool  # whether their weights add up to 1
 
 
@@ -26,11 +26,11 @@ class ExpertWeights(NamedTuple):
 def choose_reference(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Of each row the experts with the largest probabilities, and these as weights.
 
-    Returns [num_rows, num_chosen] int32 and, of logits' dtype, the softmax over all experts in
+    Returns [num_rows, top_k] int32 and, of logits' dtype, the softmax over all experts in
     float32, made to add up to 1 if so.
     """
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-    weights, chosen = probabilities.topk(routing.num_chosen, dim=-1)
+    weights, chosen = probabilities.topk(routing.top_k, dim=-1)
     if routing.normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return chosen.int(), weights.to(logits.dtype)

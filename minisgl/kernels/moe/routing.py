@@ -23,14 +23,14 @@ def place_for_sum(
 def choose(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
     """As choose_reference of moe/reference.py; logits contiguous."""
     num_rows, num_experts = logits.shape
-    chosen = torch.empty((num_rows, routing.num_chosen), dtype=torch.int32, device=logits.device)
+    chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
     _choose_row[(num_rows,)](
         logits,
         chosen,
         weights,
         num_experts=num_experts,
-        num_chosen=routing.num_chosen,
+        top_k=routing.top_k,
         normalize=routing.normalize,
         experts_block=triton.next_power_of_2(num_experts),
         num_warps=4,
@@ -64,9 +64,9 @@ def rank_experts(logits, num_experts: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def weights_of(probability, rank, num_chosen: tl.constexpr, normalize: tl.constexpr):
+def weights_of(probability, rank, top_k: tl.constexpr, normalize: tl.constexpr):
     """Those of the chosen experts; 0 for the others."""
-    weight = tl.where(rank < num_chosen, probability, 0.0)
+    weight = tl.where(rank < top_k, probability, 0.0)
     if normalize:
         weight /= tl.sum(weight)
     return weight
@@ -78,7 +78,7 @@ def _choose_row(
     chosen,
     weights,
     num_experts: tl.constexpr,
-    num_chosen: tl.constexpr,
+    top_k: tl.constexpr,
     normalize: tl.constexpr,
     experts_block: tl.constexpr,
     pdl: tl.constexpr,
@@ -88,10 +88,10 @@ def _choose_row(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     probability, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
-    weight = weights_of(probability, rank, num_chosen, normalize)
-    place = row * num_chosen + rank
-    tl.store(chosen + place, tl.arange(0, experts_block), mask=rank < num_chosen)
-    tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=rank < num_chosen)
+    weight = weights_of(probability, rank, top_k, normalize)
+    place = row * top_k + rank
+    tl.store(chosen + place, tl.arange(0, experts_block), mask=rank < top_k)
+    tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=rank < top_k)
 
 
 @triton.jit

@@ -125,18 +125,18 @@ class TritonSampling:
         output_index: Tensor,
         *,
         first_id: int,
-        maximum: Callable[[Tensor], Tensor],
+        all_reduce_max: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Of rows without filters, of whose logits these are the ones from `first_id` on.
+        """Samples rows without filters from one vocabulary shard, which starts at `first_id`.
 
-        `maximum` makes of the ranks [rows, any] int64 of tokens here the best of each row anywhere,
-        [rows].
+        `all_reduce_max` takes order keys [rows, any] int64 of tokens of this shard, and returns the
+        largest of each row over all shards: [rows].
         """
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
             best = _best(rows, None, self._tables, self._workspace, first_id=first_id)
-            token_ids[part] = ids_of(maximum(best))
+            token_ids[part] = ids_of(all_reduce_max(best))
         return token_ids
 
     def sample_full(

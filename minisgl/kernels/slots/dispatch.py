@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.state import Ring, SlotRows, SlotState, kv_index_of
+from minisgl.kernels.slots.state import Ring, SlotRows, SlotState, slot_mapping_of
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
@@ -32,7 +32,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
     rows.slots.copy_(index)
     rows.token_ids.copy_(state.last_tokens[index])
     rows.positions.copy_(positions)
-    rows.kv_index.copy_(kv_index_of(state.page_table, index, positions, state.page_size))
+    rows.slot_mapping.copy_(slot_mapping_of(state.page_table, index, positions, state.page_size))
     rows.output_index.copy_(positions + 1 - state.prompt_lengths[index])
     rows.lengths.copy_(positions + real)
     rows.page_table.copy_(state.page_table[index, : rows.page_table.shape[1]])

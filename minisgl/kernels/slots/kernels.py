@@ -25,7 +25,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
         rows.slots,
         rows.token_ids,
         rows.positions,
-        rows.kv_index,
+        rows.slot_mapping,
         rows.output_index,
         rows.lengths,
         rows.page_table,
@@ -85,7 +85,7 @@ def _read_slot(
     row_slots,
     row_tokens,
     row_positions,
-    row_kv_index,
+    row_slot_mapping,
     row_output_index,
     row_lengths,
     row_pages,
@@ -106,7 +106,7 @@ def _read_slot(
     tl.store(row_slots + row, slot)
     tl.store(row_tokens + row, tl.load(last_tokens + slot).to(tl.int64))
     tl.store(row_positions + row, position.to(tl.int64))
-    tl.store(row_kv_index + row, page * page_size + position % page_size)
+    tl.store(row_slot_mapping + row, page * page_size + position % page_size)
     tl.store(row_output_index + row, position + 1 - prompt_length)
     tl.store(row_lengths + row, length)
     tl.store(lengths + slot, length)

@@ -31,7 +31,7 @@ class SlotRows:
     slots: Tensor  # [num_rows] int64
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
-    kv_index: Tensor  # [num_rows] int64, as in StepInputs
+    slot_mapping: Tensor  # [num_rows] int64, as in ForwardBatch
     output_index: Tensor  # [num_rows] int64: of the token that the row samples
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
@@ -41,8 +41,10 @@ class SlotRows:
         numbers = torch.zeros((5, num_rows), dtype=torch.int64, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_table = torch.zeros((num_rows, max_pages), dtype=torch.int32, device=device)
-        slots, token_ids, positions, kv_index, output_index = numbers
-        return SlotRows(slots, token_ids, positions, kv_index, output_index, lengths, page_table)
+        slots, token_ids, positions, slot_mapping, output_index = numbers
+        return SlotRows(
+            slots, token_ids, positions, slot_mapping, output_index, lengths, page_table
+        )
 
     def first(self, num_rows: int, width: int) -> SlotRows:
         """A view of the first rows, and of `width` columns of their page table."""
@@ -50,7 +52,7 @@ class SlotRows:
             slots=self.slots[:num_rows],
             token_ids=self.token_ids[:num_rows],
             positions=self.positions[:num_rows],
-            kv_index=self.kv_index[:num_rows],
+            slot_mapping=self.slot_mapping[:num_rows],
             output_index=self.output_index[:num_rows],
             lengths=self.lengths[:num_rows],
             page_table=self.page_table[:num_rows, :width],
@@ -86,7 +88,7 @@ class Ring:
         )
 
 
-def kv_index_of(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
+def slot_mapping_of(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """Where the cache keeps `positions` [n] int64 of `slots` [n] int64; returns int64."""
     pages = page_table[slots, positions // page_size].to(torch.int64)
     return pages * page_size + positions % page_size

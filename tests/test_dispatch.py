@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.kernels import dispatch
-from minisgl.kernels.dispatch import Residual
 from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear.dense import DenseProduct
+from minisgl.kernels.residual import Residual, norm
+from minisgl.layers.norm import RMSNorm
 
 GPU = torch.device("cuda", 0)
 FAKE = dispatch.Kernels(*[lambda *args: torch.empty(0)] * len(dispatch.Kernels._fields))
@@ -68,15 +70,20 @@ def test_a_missing_triton_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_residual_is_added_and_normed_as_one_by_one() -> None:
     """To the bit, whether something is still to be added or not."""
     rows, delta = torch.randn(2, 3, 64).bfloat16()
-    norm_weight, weight = torch.randn(64).bfloat16(), torch.randn(32, 64).bfloat16()
+    weights, weight = RMSNorm(64, 1e-6, torch.bfloat16), torch.randn(32, 64).bfloat16()
+    weights.weight.normal_()
+    product = DenseProduct(weight)
     for residual, total in [(Residual(rows), rows), (Residual(rows, delta), rows + delta)]:
-        normed = reference.rms_norm(total, norm_weight, 1e-6)
-        out, after = dispatch.norm_linear(residual, norm_weight, 1e-6, weight, None, None)
+        normed = reference.rms_norm(total, weights.weight, 1e-6)
+        out, after = product.of_norm(residual, weights)
         assert torch.equal(out, F.linear(normed, weight)) and torch.equal(after, total)
-        out, after = dispatch.norm_linear_silu_mul(residual, norm_weight, 1e-6, weight, None)
+        kept, out, after = product.of_kept_norm(residual, weights)
+        assert torch.equal(out, F.linear(normed, weight)) and torch.equal(after, total)
+        assert torch.equal(kept, normed)
+        out, after = product.silu_mul_of_norm(residual, weights)
         expected = reference.silu_mul(F.linear(normed, weight))
         assert torch.equal(out, expected) and torch.equal(after, total)
-        out, after = dispatch.norm(residual, norm_weight, 1e-6)
+        out, after = norm(residual, weights)
         assert torch.equal(out, normed) and torch.equal(after, total)
-    added = dispatch.linear_add(rows, torch.ones(64, 64).bfloat16(), None, rows, None)
+    added = DenseProduct(torch.ones(64, 64).bfloat16()).add_to(rows, rows)
     assert added.rows is rows and added.delta is not None and added.squares is None
