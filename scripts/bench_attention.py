@@ -37,8 +37,7 @@ from minisgl.attention.base import (
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.attention.triton_backend import TritonAttention
-    from minisgl.kernels.attention.paged_decode import DecodeTiles
-    from minisgl.kernels.attention.paged_prefill import PrefillTiles
+    from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 # Much more than L2, so that each layer finds the cache as cold as it does between the weights.
@@ -275,10 +274,10 @@ def tune_decode(jobs: int) -> None:
 
 
 def decode_candidates() -> list[DecodeTiles]:
-    from minisgl.kernels.attention.paged_decode import DecodeTiles
+    from minisgl.kernels.tuning import DecodeTiles
 
     return [
-        DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_share)
+        DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_split)
         for block_n, num_warps, num_stages in (
             (32, 2, 4),
             (32, 4, 3),
@@ -290,14 +289,14 @@ def decode_candidates() -> list[DecodeTiles]:
             (128, 8, 2),
         )
         for programs_per_sm in (1, 2, 3, 4, 8, 16, 32)
-        for min_share in (64, 128, 256)
+        for min_split in (64, 128, 256)
     ]
 
 
 def num_splits(case: Case, tiles: DecodeTiles, num_sms: int) -> int:
     """Of each row, as the kernel comes to them."""
-    num_shares = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
-    share = max(-(-case.num_rows * case.context // num_shares), tiles.min_share)
+    target_splits = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
+    share = max(-(-case.num_rows * case.context // target_splits), tiles.min_split)
     even = -(-case.context // -(-case.context // share))
     whole_tiles = -(-even // tiles.block_n) * tiles.block_n
     return -(-case.context // whole_tiles)
@@ -332,7 +331,7 @@ def tune_prefill(jobs: int) -> None:
 
 
 def prefill_candidates() -> list[PrefillTiles]:
-    from minisgl.kernels.attention.paged_prefill import PrefillTiles
+    from minisgl.kernels.tuning import PrefillTiles
 
     return [
         PrefillTiles(block_m, block_n, num_warps, num_stages)

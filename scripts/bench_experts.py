@@ -26,7 +26,7 @@ from torch import Tensor
 from minisgl.kernels.moe.reference import ExpertWeights, Routing, choose_reference
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(top_k=8, normalize=True)
@@ -62,13 +62,13 @@ class Problem:
     def mix(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
         from minisgl.kernels.moe import launch
 
-        return launch.mix(x, logits, self.weights, ROUTING, how=how)[0]
+        return launch.mix(x, logits, self.weights, ROUTING, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
     def time_of(self, how: FewTiles | ManyTiles | None) -> float:
-        return self.time_s(partial(self.mix, how=how))
+        return self.time_s(partial(self.mix, tiles=how))
 
     def is_right(self, how: FewTiles | ManyTiles) -> bool:
         out, wanted = (self.mix(self.rows[0], self.logits[0], tiles) for tiles in (how, None))
@@ -86,20 +86,20 @@ def make_weights() -> ExpertWeights:
 
 
 def few_candidates() -> Iterator[FewTiles]:
-    from minisgl.kernels.moe.config import FewTiles, Tiles
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles
 
     plain = FewTiles()
     yield plain
     for block_n in (16, 32, 64):
         for block_k, num_stages in ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4)):
             if 2 * block_n * block_k * 2 * num_stages <= 200 << 10:
-                yield replace(plain, inner=Tiles(block_n, 16, block_k, 4, num_stages))
+                yield replace(plain, inner=ExpertTiles(block_n, 16, block_k, 4, num_stages))
     for block_n, num_warps in [(2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8), (16, 16)]:
         yield replace(plain, block_n=block_n, num_warps=num_warps)
 
 
-def many_candidates(num_rows: int) -> list[Tiles]:
-    from minisgl.kernels.moe.config import Tiles
+def many_candidates(num_rows: int) -> list[ExpertTiles]:
+    from minisgl.kernels.tuning import ExpertTiles
 
     pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
@@ -111,17 +111,17 @@ def many_candidates(num_rows: int) -> list[Tiles]:
                 # The gated product has two tiles of W in flight.
                 if (2 * block_n + block_m) * block_k * 2 * num_stages <= 220 << 10:
                     places = 1 if pairs <= 16 else 2 if pairs <= 96 else 8
-                    found.append(Tiles(block_n, block_m, block_k, warps, num_stages, places))
+                    found.append(ExpertTiles(block_n, block_m, block_k, warps, num_stages, places))
     return found
 
 
 def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
     """The tiles in use with those of one of both products changed."""
-    from minisgl.kernels.launch import shared_bytes_of
-    from minisgl.kernels.moe.config import ManyTiles, tiles
+    from minisgl.kernels.moe.config import choose_tiles
+    from minisgl.kernels.tuning import ManyTiles, tuning_of
 
     found = many_candidates(num_rows)
-    now = tiles(num_rows, weights, ROUTING, shared_bytes_of(weights.down.device))
+    now = choose_tiles(num_rows, weights, ROUTING, tuning_of(weights.down.device))
     if not isinstance(now, ManyTiles):
         now = ManyTiles(found[0], found[0])
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
@@ -179,7 +179,7 @@ Timed = list[tuple[float, "FewTiles | ManyTiles"]]
 
 
 def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
-    from minisgl.kernels.moe.config import FewTiles, ManyTiles
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
@@ -194,7 +194,7 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
 
 
 def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
-    from minisgl.kernels.moe.config import FewTiles, ManyTiles
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     t = how.inner
     if isinstance(how, FewTiles) and kind == "few outer":

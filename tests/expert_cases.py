@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels.launch import shared_bytes_of
 from minisgl.kernels.moe import launch, routing
 from minisgl.kernels.moe import reference as experts
-from minisgl.kernels.moe.config import FewTiles, ManyTiles, Tiles, tiles
+from minisgl.kernels.moe.config import choose_tiles
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, tuning_of
 
 MAX_FEW_ROWS = 16
 
@@ -37,13 +37,13 @@ def random_logits(
 
 
 def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
-    """Tiles to take: those for so many rows, for many and, where that makes sense, for few."""
-    few = FewTiles(Tiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
-    room = shared_bytes_of(weights.down.device)
+    """Tiles for these rows, for many and, where that makes sense, for few."""
+    few = FewTiles(ExpertTiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
+    room = tuning_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        tiles(num_rows, weights, routing, room),
-        tiles(max(num_rows, 1000), weights, routing, room),
+        choose_tiles(num_rows, weights, routing, room),
+        choose_tiles(max(num_rows, 1000), weights, routing, room),
     ]
 
 
@@ -86,7 +86,7 @@ def check_nan(
     assert shares[1:].isnan().all()
     wanted = experts.apply_reference(x[:1], weights, chosen[:1], shares[:1])
     for how in ways(num_rows, weights, routing):
-        out, _ = launch.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, _ = launch.mix(x, logits, weights, routing, tiles=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
 
@@ -113,15 +113,15 @@ def check_mix(
     wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
-        out, squares = launch.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, squares = launch.mix(x, logits, weights, routing, tiles=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
         # A row's sum is the same alone, bit for bit.
-        alone, _ = launch.mix(x[:1], logits[:1], weights, routing, how=how, pdl=pdl)
+        alone, _ = launch.mix(x[:1], logits[:1], weights, routing, tiles=how, pdl=pdl)
         assert torch.equal(alone, out[:1])
 
         rows = stream.clone()
-        added, squares = launch.mix(x, logits, weights, routing, rows, how=how, pdl=pdl)
+        added, squares = launch.mix(x, logits, weights, routing, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

@@ -35,13 +35,12 @@ from minisgl.attention.base import Attention, DecodeBatch, ForwardBatch, Prefill
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
 from minisgl.kernels import dispatch
-from minisgl.kernels.attention.paged_decode import DecodeTiles
-from minisgl.kernels.attention.paged_prefill import PrefillTiles
+from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_share=64)
+TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_split=64)
 # Every group, every head size and every page size.
 SHAPES = [
     Shape(group, head_dim, page_size, num_kv_heads=1 + group % 2, device=DEVICE)
@@ -82,7 +81,7 @@ def test_few_tokens_to_turn(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("programs_per_sm", [1, 64])
 def test_any_number_of_splits_that_turn(programs_per_sm: int) -> None:
-    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_share=16)
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     shape = Shape(3, 64, 16, device=DEVICE)
     for normed, lengths in ((True, [200, 1, 0, 129]), (False, [257])):
         check_decode_qkv(TritonAttention(tiles), shape, lengths, normed=normed)
@@ -122,7 +121,7 @@ def test_float16() -> None:
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 64])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     """A whole row each, and at last shares of the least size, more than are merged at once."""
-    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_share=16)
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     check_decode(TritonAttention(tiles), Shape(2, 64, 16, device=DEVICE), [700, 1, 128, 129])
 
 

@@ -30,10 +30,11 @@ from minisgl.attention.base import Attention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
 from minisgl.kernels import dispatch
-from minisgl.kernels.launch import MANY_ROWS, pdl_options
+from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.linear import config as linear_config
 from minisgl.kernels.linear.config import LinearWorkspace
 from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
+from minisgl.kernels.tuning import H200
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
 
@@ -92,7 +93,7 @@ def test_heads(
 
 def test_many_rows() -> None:
     """The programs that take more at a time, with some left over at the end."""
-    num_rows = MANY_ROWS + 3
+    num_rows = H200.many_rows + 3
     check_embed(num_rows, 100, torch.float16, DEVICE)
     check_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
@@ -130,12 +131,12 @@ def test_a_model_of_these_kernels(
     )
     monkeypatch.setattr(dispatch, "_kernels_for", lambda device: kernels)
     if few_rows:
-        for name in ("is_worth_it", "is_norm_worth_it"):
-            monkeypatch.setattr(linear_config, name, lambda *shape, gated: True)
+        for name in ("should_use", "should_fuse_norm"):
+            monkeypatch.setattr(linear_config, name, lambda *args, gated: True)
         workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
         for product in model._products():
             assert isinstance(product, DenseProduct)
-            product.kernels = LinearKernels(workspace, products=None)
+            product.kernels = LinearKernels(H200, workspace, products=None)
     num_tokens = len(case.prompt) + 2
     paged = PagedModel(model, config, page_size=16)
     paged.attention = Attention(TorchAttention(), TritonAttention())

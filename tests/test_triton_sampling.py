@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from minisgl.kernels.sampling import filters, launch, order
 from minisgl.kernels.sampling import noise as token_noise
 from minisgl.kernels.sampling import rows as row_tables
 from minisgl.kernels.sampling.philox import philox4x32, uniform
+from minisgl.kernels.tuning import H200
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner import sampler as sampler_module
 
@@ -126,7 +128,8 @@ def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> 
     batch = Batch.of(MIXED, 6, random_logits(6, 9000, seed=5).to(DEVICE))
     tokens = batch.run()
     for programs in (6, 12):
-        monkeypatch.setattr(launch, "_PROGRAMS", programs)
+        tuning = replace(H200, sampling_programs=programs)
+        monkeypatch.setattr(launch, "tuning_of", lambda device, tuning=tuning: tuning)
         assert torch.equal(batch.run(), tokens)
 
 

@@ -10,47 +10,24 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
-from minisgl.kernels.attention.paged_decode import DecodeTiles, DecodeWorkspace, paged_decode
-from minisgl.kernels.attention.paged_prefill import PrefillTiles, paged_prefill
+from minisgl.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
+from minisgl.kernels.attention.paged_prefill import paged_prefill
 from minisgl.kernels.elementwise.reference import NormRope
-
-# Without a GPU there is Triton's interpreter, which runs the programs one after the other.
-INTERPRETED_SMS = 4
+from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
 
-def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> DecodeTiles:
-    """num_items: pairs of a row and a KV head; group: query heads that share one.
-
-    Measured on an H200 in bfloat16 with head_dim 128 (bench_attention.py --tune), where the group
-    makes little difference. Few items are cut into as many shares as there are SMs, or twice as
-    many, each long enough to be worth the work at its ends. Many fill the device by themselves, and
-    are cut so that no long row is left alone at the end. Two warps read as fast as four, but with
-    them a step of 8 rows whose shares all turn their row's heads (decode_qkv) was slower than one
-    that left this to a kernel of its own.
-    """
-    del group
-    if itemsize == 4:  # multiplied on CUDA cores, where larger tiles do not keep their registers
-        return DecodeTiles(16, num_warps=4, num_stages=3, programs_per_sm=4, min_share=128)
-    if head_dim > 128:
-        return DecodeTiles(16, num_warps=4, num_stages=4, programs_per_sm=3, min_share=64)
-    if num_items <= 16:
-        return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_share=128)
-    per_sm = 2 if num_items <= 512 else 8
-    min_share = 256 if num_items <= 128 else 64
-    return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=per_sm, min_share=min_share)
-
-
-def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:
-    """Not measured yet: `bench_attention.py --tune-prefill`. They keep their registers on sm_90,
-    and fit into the 99 KiB of shared memory of the smaller GPUs. float32 is multiplied on CUDA
-    cores, exactly."""
+def decode_tiles(num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning) -> DecodeTiles:
+    """num_items: pairs of a row and a KV head."""
     if itemsize == 4:
-        if head_dim > 128:
-            return PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
-        return PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)
+        return tuning.float32_decode_tiles
     if head_dim > 128:
-        return PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    return PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
+        return tuning.wide_decode_tiles
+    return next(tiles for most, tiles in tuning.decode_tiles if num_items <= most)
+
+
+def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> PrefillTiles:
+    table = tuning.float32_prefill_tiles if itemsize == 4 else tuning.prefill_tiles
+    return next(tiles for widest, tiles in table if head_dim <= widest)
 
 
 class TritonAttention:
@@ -73,7 +50,6 @@ class TritonAttention:
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
-        self._num_sms = 0
         # The last one is the largest; captured graphs may hold the others.
         self._workspaces: list[DecodeWorkspace] = []
 
@@ -107,11 +83,12 @@ class TritonAttention:
     ) -> Tensor:
         num_rows, _, head_dim = heads.shape
         num_kv_heads = kv.k.shape[2]
+        tuning = tuning_of(heads.device)
         tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim, heads.itemsize
+            num_rows * num_kv_heads, head_dim, heads.itemsize, tuning
         )
-        num_shares = max(1, self._sms_of(heads.device) * tiles.programs_per_sm // num_kv_heads)
-        num_stats = (num_shares + num_rows) * num_heads
+        target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
+        num_stats = (target_splits + num_rows) * num_heads
         return paged_decode(
             heads,
             kv.k,
@@ -119,7 +96,7 @@ class TritonAttention:
             rows.page_table,
             rows.lengths,
             scale=scale,
-            num_shares=num_shares,
+            target_splits=target_splits,
             workspace=self._workspace(
                 num_stats, num_stats * head_dim, num_rows * num_kv_heads, heads
             ),
@@ -138,17 +115,9 @@ class TritonAttention:
             rows.row_starts,
             rows.ends,
             scale=scale,
-            tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize),
+            tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
             pdl=self._pdl,
         )
-
-    def _sms_of(self, device: torch.device) -> int:
-        if self._num_sms == 0:
-            self._num_sms = INTERPRETED_SMS
-            if device.type == "cuda":
-                properties = torch.cuda.get_device_properties(device)
-                self._num_sms = properties.multi_processor_count
-        return self._num_sms
 
     def _workspace(
         self, num_stats: int, num_accs: int, num_arrivals: int, q: Tensor

@@ -23,17 +23,13 @@ from torch import Tensor
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError
 from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.tuning import tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-# Of a rank's rows that are added up in one shot, between two ranks. Between more, one shot sends
-# each row more often than two shots do, and wins with fewer: measured with two and four.
-MAX_ONE_SHOT_BYTES = 1600 << 10
-# Of a sum: two on each multiprocessor of an H200.
-MAX_PROGRAMS = 264
 # Of memory that ranks share. Logits are gathered there, and rows added up: their parts are in one
 # half and the sums in the other. What does not fit goes in several rounds.
 SHARED_BYTES = 80 << 20
@@ -67,18 +63,21 @@ class PeerCommunicator:
         self._group = group
         self._one_shot, self._two_shot, self._gather = one_shot, two_shot, gather
         self._memory = PeerMemory()
-        max_rows = MAX_ONE_SHOT_BYTES // (dtype.itemsize * hidden_size * (self.size - 1) ** 2)
-        max_rows = min(max(max_rows, 1), MAX_PROGRAMS)
+        tuning = tuning_of(group.device)
+        programs = tuning.collective_programs
+        row_bytes = dtype.itemsize * hidden_size
+        max_rows = tuning.one_shot_bytes // (row_bytes * (self.size - 1) ** 2)
+        max_rows = min(max(max_rows, 1), programs)
         self._rows = self._mailbox(max_rows, hidden_size, dtype.itemsize)
         self._maxima = self._mailbox(MAX_MAXIMA, 2, 4)
         own = torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=group.device)
-        flags = torch.zeros((2, MAX_PROGRAMS, self.size), dtype=torch.int32, device=group.device)
+        flags = torch.zeros((2, programs, self.size), dtype=torch.int32, device=group.device)
         self._shared = SharedMemory(
             own=own,
             addresses=self._addresses(own),
             flags=flags,
             flag_addresses=self._addresses(flags),
-            rounds=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=group.device),
+            rounds=torch.zeros(programs, dtype=torch.int32, device=group.device),
             barrier_mailbox=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)

@@ -24,13 +24,6 @@ from functools import cache
 
 import torch
 
-# From here on the bandwidth counts, and a program takes more; with fewer rows the latency counts,
-# and the work is spread over as many programs as there are.
-MANY_ROWS = 1024
-
-# Of a program on an H200, for which the tiles of our kernels were chosen.
-H200_SHARED_BYTES = 227 << 10
-
 
 @cache
 def pdl_options(device: torch.device, wanted: bool) -> dict[str, bool]:
@@ -44,32 +37,10 @@ def pdl_options(device: torch.device, wanted: bool) -> dict[str, bool]:
 
 
 @cache
-def shared_bytes_of(device: torch.device) -> int:
-    """The shared memory that a program may have: on GPUs of compute capability 8.6, 8.9 and 12.0
-    99 KiB, of 8.0 163, of 9.0 and 10.0 227. With more, a launch fails.
-
-    Elsewhere, for Triton's interpreter, which has no limit, as on an H200.
-    """
-    if device.type != "cuda":
-        return H200_SHARED_BYTES
-    from triton.runtime import driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    # What Triton itself compares with.
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-@cache
 def compiles_gated_norm(device: torch.device) -> bool:
     """Of compute capability 10, Triton 3.6 fails to compile the gated stream of linear/launch.py
     with a norm."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10
-
-
-def fitting_stages(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:
-    """So many tiles in flight, or as many as there is room for. The one at work counts: wgmma reads
-    it from shared memory. Without wgmma it is in registers, and there is room to spare."""
-    return min(num_stages, shared_bytes // stage_bytes)
 
 
 def warps_for(num_elements: int, per_thread: int) -> int:

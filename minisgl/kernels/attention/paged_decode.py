@@ -20,20 +20,10 @@ from minisgl.kernels.attention.paged_common import (
 )
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.tuning import DecodeTiles
 
 # Numbers in a tile of what is merged; more take registers that the main loop has no use for.
 _MERGED = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeTiles:
-    """How a program of decode works, and over how many the keys are split."""
-
-    block_n: int  # keys in a tile
-    num_warps: int
-    num_stages: int  # tiles in flight, the one at work included
-    programs_per_sm: int  # that the keys of all rows are split over, if they are enough
-    min_share: int  # keys under which a row is not split any further
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +58,7 @@ def paged_decode(
     lengths: Tensor,
     *,
     scale: float,
-    num_shares: int,
+    target_splits: int,
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
     norm_rope: NormRope | None = None,
@@ -82,7 +72,7 @@ def paged_decode(
     lengths, need not be in the cache, but are written to it. Rows of length 0 write nothing. K and
     q may differ from qk_norm_rope_store_kv's by a unit in the last place, and rarely do.
 
-    The keys of all rows are cut into shares of one size, about `num_shares` of them. A row has a
+    The keys of all rows are cut into shares of one size, about `target_splits` of them. A row has a
     whole number of shares, hence there are up to num_rows more, the *items*, which the workspace
     must have room for.
     """
@@ -100,7 +90,7 @@ def paged_decode(
         return out
     block_g = triton.next_power_of_2(group)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    _decode_kernel[(num_kv_heads, num_shares + num_rows)](
+    _decode_kernel[(num_kv_heads, target_splits + num_rows)](
         out,
         q,
         k,
@@ -113,8 +103,8 @@ def paged_decode(
         workspace.arrivals,
         *(norm_rope or (None, None, None, 0.0)),
         num_rows,
-        num_shares,
-        tiles.min_share,
+        target_splits,
+        tiles.min_split,
         q.stride(0),
         page_table.stride(0),
         scale * LOG2_E,
@@ -136,7 +126,7 @@ def paged_decode(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_shares", "min_share", "table_stride"],
+    do_not_specialize=["num_rows", "target_splits", "min_split", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "lengths"],
 )
 def _decode_kernel(
@@ -155,8 +145,8 @@ def _decode_kernel(
     k_weight,
     eps,
     num_rows,
-    num_shares,
-    min_share,
+    target_splits,
+    min_split,
     q_stride,
     table_stride,
     scale,
@@ -185,17 +175,19 @@ def _decode_kernel(
     with it. That program writes it to the cache, where none reads it.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
-    row, first_item, share = _find_row(lengths, item, num_rows, num_shares, min_share, block_rows)
+    row, first_item, split_size = _find_row(
+        lengths, item, num_rows, target_splits, min_split, block_rows
+    )
     if row >= num_rows:
         return  # without having waited; every row has a program that does
     # The row's shares are made even, and whole tiles.
     length = tl.load(lengths + row)
-    num_splits = _num_shares(length, share)
-    share = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
-    first = (item - first_item) * share
+    num_splits = _num_splits(length, split_size)
+    split_size = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
+    first = (item - first_item) * split_size
     if (first > 0) & (first >= length):
         return
-    end = tl.minimum(first + share, length)
+    end = tl.minimum(first + split_size, length)
     table = page_table + row * table_stride
     num_own = ((end == length) & (length > 0)).to(tl.int32)  # of the row's own token: 1 or 0
     if rotary_table is not None:
@@ -239,7 +231,7 @@ def _decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     total = tl.sum(lane_totals, 1)
-    num_splits = tl.cdiv(length, share)
+    num_splits = tl.cdiv(length, split_size)
     if num_splits <= 1:
         result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
         tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
@@ -371,10 +363,10 @@ def _norm_and_turn(
 
 
 @triton.jit
-def _num_shares(length, share):
+def _num_splits(length, split_size):
     """Into how many a row is cut: rounded, since a row little longer than a share is better left
     whole, and where all are of one length, they are all cut or none."""
-    return tl.maximum((length + share // 2) // share, 1)
+    return tl.maximum((length + split_size // 2) // split_size, 1)
 
 
 @triton.jit
@@ -382,19 +374,19 @@ def _find_row(
     lengths,
     item,
     num_rows,
-    num_shares,
-    min_share,
+    target_splits,
+    min_split,
     block_rows: tl.constexpr,
 ):
     """Which row has `item` (num_rows or more: none), the row's first item, and how many keys are
     to be a share. Every row has an item at least, and items are counted row by row."""
     rows = tl.arange(0, block_rows)
     numbers = tl.load(lengths + rows, rows < num_rows, 0)
-    share = tl.maximum(tl.cdiv(tl.sum(numbers), num_shares), min_share)
-    items = tl.where(rows < num_rows, _num_shares(numbers, share), 0)
+    split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
+    items = tl.where(rows < num_rows, _num_splits(numbers, split_size), 0)
     ends = tl.cumsum(items)
     before = ends <= item
-    return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), share
+    return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), split_size
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -19,16 +17,7 @@ from minisgl.kernels.attention.paged_common import (
     offsets_of,
 )
 from minisgl.kernels.launch import pdl_options
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillTiles:
-    """How a program of prefill works."""
-
-    block_m: int  # pairs of a token and a head
-    block_n: int  # keys in a tile
-    num_warps: int
-    num_stages: int
+from minisgl.kernels.tuning import PrefillTiles
 
 
 def paged_prefill(

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch import MANY_ROWS, pdl_options, warps_for
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
 
 # Divides the intermediate sizes in use, so that no lane is idle.
 _COLUMNS = 1024
@@ -19,7 +20,7 @@ def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
-    rows, per_thread = (4, 16) if num_rows >= MANY_ROWS else (1, 8)
+    rows, per_thread = (4, 16) if num_rows >= tuning_of(gate_up.device).many_rows else (1, 8)
     # One axis, since the others end at 65535; a row's columns are neighbours on it.
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, _COLUMNS),)
     _silu_mul_tile[grid](

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch import MANY_ROWS, pdl_options, warps_for
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
@@ -20,7 +21,7 @@ def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True
     num_rows, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((num_rows, size))
     columns = min(triton.next_power_of_2(size), 1024)
-    rows, per_thread = (4, 16) if num_rows >= MANY_ROWS else (1, 8)
+    rows, per_thread = (4, 16) if num_rows >= tuning_of(weight.device).many_rows else (1, 8)
     # One axis, since the others end at 65535; a row's columns are neighbours on it.
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, columns),)
     _embed_tile[grid](

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.launch import MANY_ROWS, pdl_options, warps_for
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
@@ -36,7 +37,8 @@ def _launch(
     block = triton.next_power_of_2(size)
     # A row is spread as widely as 16-byte loads of half precision allow, for the shortest way from
     # the load to the reduction; of many rows, a thread keeps twice as much in flight.
-    tile, per_thread = (2048, 16) if num_rows >= MANY_ROWS else (1024, 8)
+    many = num_rows >= tuning_of(residual.device).many_rows
+    tile, per_thread = (2048, 16) if many else (1024, 8)
     rows = max(tile // block, 1)
     _norm_rows[(triton.cdiv(num_rows, rows),)](
         out,

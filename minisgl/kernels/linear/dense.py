@@ -18,6 +18,7 @@ from minisgl.kernels.dispatch import runs_triton, silu_mul
 from minisgl.kernels.launch import compiles_gated_norm
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.tuning import DeviceTuning, tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
     from minisgl.kernels.comm.mailbox import Mailbox
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # not every platform has Triton
 class LinearKernels(NamedTuple):
     """What the products of a model share. They run one at a time."""
 
+    tuning: DeviceTuning
     workspace: LinearWorkspace  # of the Triton kernels
     products: Products | None  # of cuBLASLt, for the shapes that it was tuned for
 
@@ -56,7 +58,7 @@ class DenseProduct(Product):
         if kernels is not None:
             from minisgl.kernels.linear import config, launch
 
-            if config.is_worth_it(x.shape[0], *self.weight.shape, gated=False):
+            if config.should_use(kernels.tuning, x.shape[0], *self.weight.shape, gated=False):
                 return launch.linear(x, self.weight, self.bias, workspace=kernels.workspace)
         return self._gemm(x)
 
@@ -65,8 +67,10 @@ class DenseProduct(Product):
         if kernels is not None and squares is not None:
             from minisgl.kernels.linear import config, launch
 
-            if config.is_norm_worth_it(rows.shape[0], *self.weight.shape, gated=False):
-                fused = launch.Norm(weights.weight, weights.eps, squares)
+            if config.should_fuse_norm(
+                kernels.tuning, rows.shape[0], *self.weight.shape, gated=False
+            ):
+                fused = launch.FusedNorm(weights.weight, weights.eps, squares)
                 y = launch.linear(
                     rows, self.weight, self.bias, norm=fused, workspace=kernels.workspace
                 )
@@ -76,12 +80,12 @@ class DenseProduct(Product):
     def of_kept_norm(
         self, residual: Residual, weights: NormWeights
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows, squares = residual.rows, residual.squares
-        if self.kernels is not None and squares is not None:
+        kernels, rows, squares = self.kernels, residual.rows, residual.squares
+        if kernels is not None and squares is not None:
             from minisgl.kernels.linear import config, launch
 
-            if config.can_leave_norm(rows.shape[0], *self.weight.shape, device=rows.device):
-                fused = launch.Norm(weights.weight, weights.eps, squares)
+            if config.should_keep_norm(kernels.tuning, rows.shape[0], *self.weight.shape):
+                fused = launch.FusedNorm(weights.weight, weights.eps, squares)
                 x = torch.empty_like(rows)
                 return x, launch.linear(rows, self.weight, self.bias, norm=fused, normed=x), rows
         return super().of_kept_norm(residual, weights)
@@ -93,15 +97,17 @@ class DenseProduct(Product):
         from minisgl.kernels.linear import config, launch
 
         if squares is not None:
-            worth_it = config.is_norm_worth_it(rows.shape[0], *self.weight.shape, gated=True)
-            if worth_it and compiles_gated_norm(rows.device):
-                fused = launch.Norm(weights.weight, weights.eps, squares)
+            fuse = config.should_fuse_norm(
+                kernels.tuning, rows.shape[0], *self.weight.shape, gated=True
+            )
+            if fuse and compiles_gated_norm(rows.device):
+                fused = launch.FusedNorm(weights.weight, weights.eps, squares)
                 y = launch.linear_silu_mul(
                     rows, self.weight, norm=fused, workspace=kernels.workspace
                 )
                 return y, rows
         x, rows = norm(residual, weights)
-        if config.is_worth_it(x.shape[0], *self.weight.shape, gated=True):
+        if config.should_use(kernels.tuning, x.shape[0], *self.weight.shape, gated=True):
             return launch.linear_silu_mul(x, self.weight, workspace=kernels.workspace), rows
         return silu_mul(self(x)), rows
 
@@ -110,7 +116,7 @@ class DenseProduct(Product):
         if kernels is not None:
             from minisgl.kernels.linear import config, launch
 
-            if config.is_worth_it(x.shape[0], *self.weight.shape, gated=False):
+            if config.should_use(kernels.tuning, x.shape[0], *self.weight.shape, gated=False):
                 squares = launch.linear_add(
                     x, self.weight, self.bias, rows, workspace=kernels.workspace
                 )
@@ -124,7 +130,7 @@ class DenseProduct(Product):
         from minisgl.kernels.comm import one_shot
         from minisgl.kernels.linear import config, launch
 
-        if not config.is_worth_it(x.shape[0], *self.weight.shape, gated=False):
+        if not config.should_use(kernels.tuning, x.shape[0], *self.weight.shape, gated=False):
             return None
         launch.linear_send(x, self.weight, self.bias, mailbox, workspace=kernels.workspace)
         return partial(one_shot.received_norm, mailbox=mailbox)
@@ -152,6 +158,7 @@ def share_kernels(products: Iterable[Product]) -> None:
 
     shapes = {(product.weight.shape[0], product.weight.shape[1]) for product in dense}
     kernels = LinearKernels(
+        tuning=tuning_of(first.device),
         workspace=LinearWorkspace.allocate(shapes, MAX_ROWS, first.device),
         products=load_products(first.dtype, first.device),
     )

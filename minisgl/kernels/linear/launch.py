@@ -27,7 +27,7 @@ products is part of them, with the rounding of reference.py:
   the gate and of the other half.
 - `linear_add` adds its product to the residual stream, and leaves the sums of squares of what it
   wrote, one for each block of columns.
-- With these sums the next product norms its x on the way from L2 to the tensor cores (`Norm`).
+- With these sums the next product norms its x on the way from L2 to the tensor cores (`FusedNorm`).
 - `linear_send` leaves its product in the inboxes of all ranks (comm/mailbox.py), each of which
   has a summand of what is wanted.
 """
@@ -41,13 +41,20 @@ import triton
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox
-from minisgl.kernels.launch import pdl_options, shared_bytes_of
+from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.linear.burst import burst_kernel
-from minisgl.kernels.linear.config import LinearWorkspace, Tiles, shares_of, tiles, workspace_size
+from minisgl.kernels.linear.config import (
+    LinearTiles,
+    LinearWorkspace,
+    choose_tiles,
+    split_k,
+    workspace_size,
+)
 from minisgl.kernels.linear.stream import stream_kernel
+from minisgl.kernels.tuning import tuning_of
 
 
-class Norm(NamedTuple):
+class FusedNorm(NamedTuple):
     """Root mean square normalisation of x, as rms_norm of reference.py."""
 
     weight: Tensor  # [k], of x's dtype
@@ -60,10 +67,10 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    norm: Norm | None = None,
+    norm: FusedNorm | None = None,
     normed: Tensor | None = None,
     workspace: LinearWorkspace | None = None,
-    how: Tiles | None = None,
+    tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """The map of x or, with a norm, of x's norm. x: [m, k], its rows contiguous; weight: [n, k]
@@ -74,7 +81,7 @@ def linear(
     by the rule of launch.py; the weights and the bias must be older than two launches.
     """
     out, _ = _launch(
-        x, weight, bias, None, norm, workspace, how, gated=False, pdl=pdl, normed=normed
+        x, weight, bias, None, norm, workspace, tiles, gated=False, pdl=pdl, normed=normed
     )
     return out
 
@@ -83,16 +90,16 @@ def linear_silu_mul(
     x: Tensor,
     weight: Tensor,
     *,
-    norm: Norm | None = None,
+    norm: FusedNorm | None = None,
     workspace: LinearWorkspace | None = None,
-    how: Tiles | None = None,
+    tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """silu_mul(linear(x, weight)), to the rounding. weight: [2 · size, k], the gates first.
 
     Returns [m, size].
     """
-    out, _ = _launch(x, weight, None, None, norm, workspace, how, gated=True, pdl=pdl)
+    out, _ = _launch(x, weight, None, None, norm, workspace, tiles, gated=True, pdl=pdl)
     return out
 
 
@@ -103,14 +110,14 @@ def linear_add(
     residual: Tensor,
     *,
     workspace: LinearWorkspace | None = None,
-    how: Tiles | None = None,
+    tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
     """Add linear(x, weight, bias), rounded, to `residual`, [m, n] contiguous, in its place.
 
-    Returns the squares that a Norm of the sum takes.
+    Returns the squares that a FusedNorm of the sum takes.
     """
-    _, squares = _launch(x, weight, bias, residual, None, workspace, how, gated=False, pdl=pdl)
+    _, squares = _launch(x, weight, bias, residual, None, workspace, tiles, gated=False, pdl=pdl)
     assert squares is not None
     return squares
 
@@ -122,13 +129,13 @@ def linear_send(
     mailbox: Mailbox,
     *,
     workspace: LinearWorkspace | None = None,
-    how: Tiles | None = None,
+    tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> None:
     """Send linear(x, weight, bias) to all ranks, rows 0 to m - 1 of their inboxes, whose rows have
     n elements: what one_shot.received_norm waits for."""
     assert x.shape[0] <= mailbox.max_rows and mailbox.takes(weight.T)
-    _launch(x, weight, bias, None, None, workspace, how, gated=False, pdl=pdl, mailbox=mailbox)
+    _launch(x, weight, bias, None, None, workspace, tiles, gated=False, pdl=pdl, mailbox=mailbox)
 
 
 def _launch(
@@ -136,9 +143,9 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    norm: Norm | None,
+    norm: FusedNorm | None,
     workspace: LinearWorkspace | None,
-    how: Tiles | None,
+    tiles: LinearTiles | None,
     *,
     gated: bool,
     pdl: bool,
@@ -150,12 +157,12 @@ def _launch(
     assert weight.is_contiguous() and weight.shape[1] == k and x.stride(1) == 1
     assert residual is None or (residual.is_contiguous() and residual.shape == (m, n))
     assert norm is None or (norm.squares.is_contiguous() and norm.squares.shape[0] == m)
-    if how is None:
+    if tiles is None:
         may_split = workspace is not None
-        how = tiles(m, n, k, shared_bytes_of(x.device), gated=gated, may_split=may_split)
+        tiles = choose_tiles(m, n, k, tuning_of(x.device), gated=gated, may_split=may_split)
     if gated:
         n //= 2
-    across_n, across_m = triton.cdiv(n, how.block_n), triton.cdiv(m, how.block_m)
+    across_n, across_m = triton.cdiv(n, tiles.block_n), triton.cdiv(m, tiles.block_m)
     if residual is None:
         out, squares = x.new_empty((0 if mailbox else m, n)), None
     else:
@@ -180,43 +187,43 @@ def _launch(
         else (mailbox.targets, mailbox.exchanges, mailbox.max_rows, mailbox.rank)
     )
     options = {
-        "block_n": how.block_n,
-        "block_m": how.block_m,
-        "block_k": how.block_k,
-        "groups": how.groups,
+        "block_n": tiles.block_n,
+        "block_m": tiles.block_m,
+        "block_k": tiles.block_k,
+        "groups": tiles.groups,
         # As wide as a tile of x, so that the compiler keeps both in one layout.
-        "parts": max(triton.next_power_of_2(num_parts), how.block_k // how.groups),
+        "parts": max(triton.next_power_of_2(num_parts), tiles.block_k // tiles.groups),
         "gated": gated,
-        "whole_n": n % how.block_n == 0,
-        "whole_k": k % how.block_k == 0,
-        "num_warps": how.num_warps,
+        "whole_n": n % tiles.block_n == 0,
+        "whole_k": k % tiles.block_k == 0,
+        "num_warps": tiles.num_warps,
         **pdl_options(x.device, pdl),
     }
-    assert normed is None or (how.burst and norm is not None and normed.is_contiguous())
-    if how.burst:
-        pieces = triton.cdiv(k, how.block_k)
+    assert normed is None or (tiles.burst and norm is not None and normed.is_contiguous())
+    if tiles.burst:
+        pieces = triton.cdiv(k, tiles.block_k)
         burst_kernel[(across_m, 1, across_n)](
             *tensors, *numbers, *mail, normed, pieces=pieces, **options
         )
         return out, squares
 
-    splits, share = shares_of(k, how)
-    partials = arrivals = None
+    splits, split_size = split_k(k, tiles)
+    partials = semaphores = None
     if splits > 1:
         assert workspace is not None
-        room, counters = workspace_size(m, weight.shape[0], k, how, gated=gated)
-        partials, arrivals = workspace.partials, workspace.arrivals
-        assert room <= partials.numel() and counters <= arrivals.numel()
+        room, counters = workspace_size(m, weight.shape[0], k, tiles, gated=gated)
+        partials, semaphores = workspace.partials, workspace.semaphores
+        assert room <= partials.numel() and counters <= semaphores.numel()
     stream_kernel[(across_m, splits, across_n)](
         *tensors,
         *numbers,
         *mail,
         partials,
-        arrivals,
-        share,
-        how.prefetch if k % 8 == 0 else 0,
-        stages=how.num_stages,
-        lanes=how.num_warps * 32,
+        semaphores,
+        split_size,
+        tiles.prefetch if k % 8 == 0 else 0,
+        stages=tiles.num_stages,
+        lanes=tiles.num_warps * 32,
         **options,
     )
     return out, squares

@@ -65,8 +65,8 @@ def stream_kernel(
     max_rows,
     rank,
     partials,
-    arrivals,
-    share,
+    semaphores,
+    split_size,
     prefetch,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
@@ -80,10 +80,10 @@ def stream_kernel(
     lanes: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of [block_n, block_m], over one share of k."""
+    """A block of [block_n, block_m], over one split_size of k."""
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first = part * share
-    end = tl.minimum(first + share, k)
+    first = part * split_size
+    end = tl.minimum(first + split_size, k)
     weight += n_tile.to(tl.int64) * block_n * k
     up_weight = weight + n.to(tl.int64) * k
     if pdl:
@@ -138,7 +138,7 @@ def stream_kernel(
     up = total(up, groups) if gated else acc
     if partials is not None:
         tile = n_tile * tl.cdiv(num_rows, block_m) + m_tile
-        splits = tl.cdiv(k, share)
+        splits = tl.cdiv(k, split_size)
         block: tl.constexpr = block_m * block_n * (2 if gated else 1)
         within = tl.arange(0, block_m)[:, None] * block_n + tl.arange(0, block_n)[None, :]
         block_at = partials + tile * splits * block + within
@@ -148,9 +148,9 @@ def stream_kernel(
         # One thread does the atomic: the others' stores must come before it. It releases them, and
         # acquires those of the programs that came earlier.
         tl.debug_barrier()
-        earlier = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
+        earlier = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
         if earlier == splits - 1:
-            tl.store(arrivals + tile, 0)  # for the next launch
+            tl.store(semaphores + tile, 0)  # for the next launch
             acc = _add_up(block_at, live, splits, block, block_m, block_n)
             if gated:
                 up = _add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)

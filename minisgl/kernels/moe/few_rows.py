@@ -9,9 +9,9 @@ from torch import Tensor
 
 from minisgl.kernels.device import from_here
 from minisgl.kernels.launch import pdl_options
-from minisgl.kernels.moe.config import FewTiles
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import activated, multiply, place_for_sum, rank_experts, weights_of
+from minisgl.kernels.tuning import FewTiles
 
 
 def mix_few(
@@ -20,7 +20,7 @@ def mix_few(
     experts: ExpertWeights,
     routing: Routing,
     residual: Tensor | None,
-    how: FewTiles,
+    tiles: FewTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
@@ -34,20 +34,20 @@ def mix_few(
         **pdl_options(x.device, pdl),
     }
     inner = x.new_empty((num_rows * routing.top_k, size))
-    _few_inner[(triton.cdiv(size, how.inner.block_n), len(inner))](
+    _few_inner[(triton.cdiv(size, tiles.inner.block_n), len(inner))](
         inner,
         x,
         logits,
         experts.gate_up,
         exact=x.dtype == torch.float32,
-        block_n=how.inner.block_n,
-        block_m=how.inner.block_m,
-        block_k=how.inner.block_k,
-        num_warps=how.inner.num_warps,
-        num_stages=how.inner.num_stages,
+        block_n=tiles.inner.block_n,
+        block_m=tiles.inner.block_m,
+        block_k=tiles.inner.block_k,
+        num_warps=tiles.inner.num_warps,
+        num_stages=tiles.inner.num_stages,
         **numbers,
     )
-    num_blocks = triton.cdiv(hidden_size, how.block_n)
+    num_blocks = triton.cdiv(hidden_size, tiles.block_n)
     out, squares = place_for_sum(x, residual, num_blocks)
     _few_outer[(num_blocks, num_rows)](
         out,
@@ -57,10 +57,10 @@ def mix_few(
         experts.down,
         normalize=routing.normalize,
         places=triton.next_power_of_2(routing.top_k),
-        block_n=how.block_n,
-        block_k=how.block_k,
-        pieces=triton.cdiv(size, how.block_k),
-        num_warps=how.num_warps,
+        block_n=tiles.block_n,
+        block_k=tiles.block_k,
+        pieces=triton.cdiv(size, tiles.block_k),
+        num_warps=tiles.num_warps,
         **numbers,
     )
     return out, squares

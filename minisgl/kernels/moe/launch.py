@@ -21,12 +21,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minisgl.kernels.launch import shared_bytes_of
-from minisgl.kernels.moe.config import FewTiles, ManyTiles, tiles
+from minisgl.kernels.moe.config import choose_tiles
 from minisgl.kernels.moe.few_rows import mix_few
 from minisgl.kernels.moe.many_rows import mix_many
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import place_for_sum
+from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
 
 
 def mix(
@@ -36,7 +36,7 @@ def mix(
     routing: Routing,
     residual: Tensor | None = None,
     *,
-    how: FewTiles | ManyTiles | None = None,
+    tiles: FewTiles | ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """As mix of moe/dispatch.py, all contiguous; or added to `residual`, like x, in its place: then
@@ -49,10 +49,10 @@ def mix(
     """
     tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
-    if how is None:
-        how = tiles(len(x), experts, routing, shared_bytes_of(x.device))
+    if tiles is None:
+        tiles = choose_tiles(len(x), experts, routing, tuning_of(x.device))
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
-    if isinstance(how, FewTiles):
-        return mix_few(x, logits, experts, routing, residual, how, pdl)
-    return mix_many(x, logits, experts, routing, residual, how, pdl)
+    if isinstance(tiles, FewTiles):
+        return mix_few(x, logits, experts, routing, residual, tiles, pdl)
+    return mix_many(x, logits, experts, routing, residual, tiles, pdl)

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.launch import pdl_options, warps_for
-from minisgl.kernels.moe.config import ManyTiles
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import activated, choose, multiply, place_for_sum
+from minisgl.kernels.tuning import ManyTiles
 
 _MAX_LISTED = 4096  # pairs that a program looks at at a time
 
@@ -21,7 +21,7 @@ def mix_many(
     experts: ExpertWeights,
     routing: Routing,
     residual: Tensor | None,
-    how: ManyTiles,
+    tiles: ManyTiles,
     pdl: bool,
 ) -> tuple[Tensor, Tensor | None]:
     num_rows, hidden_size = x.shape
@@ -45,8 +45,8 @@ def mix_many(
     inner = x.new_empty((chosen.numel(), size))
     shares = x.new_empty((chosen.numel(), hidden_size))
     for source, weight, target, product in (
-        (x, experts.gate_up, inner, how.inner),
-        (inner, experts.down, shares, how.outer),
+        (x, experts.gate_up, inner, tiles.inner),
+        (inner, experts.down, shares, tiles.outer),
     ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
         across = triton.cdiv(num_outputs, product.block_n) * product.places

@@ -53,10 +53,10 @@ from minisgl.kernels.sampling.reference import TokenScores
 from minisgl.kernels.sampling.rows import GROUP
 from minisgl.kernels.sampling.scores import edit_kernel, record_kernel
 from minisgl.kernels.sampling.tables import SamplingTables
+from minisgl.kernels.tuning import tuning_of
 from minisgl.request import MAX_LOGPROBS
 
 _TILE = 2048  # ids that a program works on at a time
-_PROGRAMS = 1056  # about eight on each multiprocessor of an H200
 
 
 class SampleWorkspace:
@@ -185,10 +185,12 @@ def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> Token
     )
 
 
-def _split(vocab_size: int, num_rows: int) -> tuple[int, int]:
+def _split(logits: Tensor) -> tuple[int, int]:
     """(programs a row, tiles a program): enough to fill the device, and long enough to pay off."""
+    num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, _TILE)
-    tiles = triton.cdiv(num_tiles * num_rows, _PROGRAMS)
+    programs = tuning_of(logits.device).sampling_programs
+    tiles = triton.cdiv(num_tiles * num_rows, programs)
     tiles = min(max(tiles, 1), num_tiles)
     return triton.cdiv(num_tiles, tiles), tiles
 
@@ -210,7 +212,7 @@ def _best(
     the workspace, as the first pass has left it."""
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape
-    splits, tiles = _split(vocab_size, num_rows)
+    splits, tiles = _split(logits)
     draw_kernel[(splits, num_rows)](
         logits,
         logits if edited is None else edited,
@@ -247,7 +249,7 @@ def _draw(
 ) -> None:
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape
-    splits, tiles = _split(vocab_size, num_rows)
+    splits, tiles = _split(logits)
     source = logits if edited is None else edited
     sizes = (vocab_size, logits.stride(0))
     padded_tiles = triton.next_power_of_2(workspace.num_tiles)
@@ -301,7 +303,7 @@ def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> No
     logits, slots, output_index = rows
     assert workspace.edited is not None, "allocate_full comes first"
     num_rows, vocab_size = logits.shape
-    splits, tiles = _split(vocab_size, num_rows)
+    splits, tiles = _split(logits)
     edit_kernel[(splits, num_rows)](
         logits,
         workspace.edited,
