@@ -23,7 +23,7 @@ import torch
 from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
 from torch import Tensor
 
-from minisgl.kernels.moe.reference import ExpertWeights, Routing, choose_reference
+from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
@@ -54,24 +54,26 @@ class Problem:
     @property
     def limit_s(self) -> float:
         num_weights = 3 * HIDDEN_SIZE * SIZE
-        chosen = [choose_reference(logits, ROUTING)[0].unique().numel() for logits in self.logits]
+        chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
         num_bytes = 2 * (sum(chosen) / len(chosen) * num_weights + 2 * self.num_rows * HIDDEN_SIZE)
         operations = 2 * self.num_rows * ROUTING.top_k * num_weights
         return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
 
-    def mix(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
+    def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
         from minisgl.kernels.moe import launch
 
-        return launch.mix(x, logits, self.weights, ROUTING, tiles=how)[0]
+        return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
     def time_of(self, how: FewTiles | ManyTiles | None) -> float:
-        return self.time_s(partial(self.mix, tiles=how))
+        return self.time_s(partial(self.fused_experts, tiles=how))
 
     def is_right(self, how: FewTiles | ManyTiles) -> bool:
-        out, wanted = (self.mix(self.rows[0], self.logits[0], tiles) for tiles in (how, None))
+        out, wanted = (
+            self.fused_experts(self.rows[0], self.logits[0], tiles) for tiles in (how, None)
+        )
         return bool((out - wanted).norm() < 0.01 * wanted.norm())
 
 
@@ -135,7 +137,7 @@ def compile_variant(how: FewTiles | ManyTiles) -> str:
     )
     try:
         problem = Problem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
-        problem.mix(problem.rows[0], problem.logits[0], how)
+        problem.fused_experts(problem.rows[0], problem.logits[0], how)
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, most likely; the case is left out
         return f"{how}: {str(error)[:100]}"

@@ -199,8 +199,8 @@ def test_a_lost_expert_is_named(folder: Path, tmp_path: Path) -> None:
 
 def test_weights_add_up_to_one_where_they_shall() -> None:
     logits = torch.randn(5, 16)
-    chosen, plain = experts.choose_reference(logits, Routing(4, normalize=False))
-    same, normal = experts.choose_reference(logits, Routing(4, normalize=True))
+    chosen, plain = experts.topk_softmax(logits, Routing(4, normalize=False))
+    same, normal = experts.topk_softmax(logits, Routing(4, normalize=True))
     assert torch.equal(chosen, same)
     assert torch.equal(plain, logits.softmax(-1).gather(1, chosen.long()))
     torch.testing.assert_close(normal.sum(-1), torch.ones(5))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
 
-from minisgl.kernels.sampling import filters, launch, order
+from minisgl.kernels.sampling import device_order, filters, launch
 from minisgl.kernels.sampling import noise as token_noise
 from minisgl.kernels.sampling import rows as row_tables
 from minisgl.kernels.sampling.philox import philox4x32, uniform
@@ -38,9 +38,9 @@ def _noise_kernel(words, gumbel, most, rank, seed, index, first, QUADS: tl.const
     noise = token_noise.gumbel(drawn)
     tl.store(gumbel + places, noise)
     tl.store(most + places, token_noise.most_gumbel(drawn))
-    ranks = order.rank_of(noise, places)
-    found = order.id_of(ranks)
-    tl.store(rank + places, tl.where(order.value_of(ranks) == noise, found, -1))
+    ranks = device_order.order_key(noise, places)
+    found = device_order.id_of(ranks)
+    tl.store(rank + places, tl.where(device_order.value_of(ranks) == noise, found, -1))
 
 
 @triton.jit

@@ -120,21 +120,24 @@ class TritonAttention:
         )
 
     def _workspace(
-        self, num_stats: int, num_accs: int, num_arrivals: int, q: Tensor
+        self, num_stats: int, num_accs: int, num_semaphores: int, q: Tensor
     ) -> DecodeWorkspace:
         if self._workspaces:
             last = self._workspaces[-1]
-            held = (last.peaks.numel(), last.accs.numel(), last.arrivals.numel())
-            if num_stats <= held[0] and num_accs <= held[1] and num_arrivals <= held[2]:
+            held = (last.peaks.numel(), last.accs.numel(), last.semaphores.numel())
+            if num_stats <= held[0] and num_accs <= held[1] and num_semaphores <= held[2]:
                 return last
             num_stats, num_accs = max(num_stats, held[0]), max(num_accs, held[1])
-            num_arrivals = max(num_arrivals, held[2])
+            num_semaphores = max(num_semaphores, held[2])
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             # Its zeros would be written by this graph alone, and others would come to use them.
             raise RuntimeError("decode as many rows once before a graph of them is captured")
         self._workspaces.append(
             DecodeWorkspace.allocate(
-                num_accs=num_accs, num_stats=num_stats, num_arrivals=num_arrivals, device=q.device
+                num_accs=num_accs,
+                num_stats=num_stats,
+                num_semaphores=num_semaphores,
+                device=q.device,
             )
         )
         return self._workspaces[-1]

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.sampling.order import ids_of as token_ids_of
+from minisgl.kernels.sampling.order import order_keys
 from minisgl.kernels.sampling.reference import (
     SamplingRows,
     TokenScores,
     add_bias,
-    best_ranks,
-    id_of_rank,
     penalize,
     perturb,
     top_logprobs,
@@ -274,7 +274,8 @@ class Sampler:
                 *rows, first_id=first_id, all_reduce_max=self._ranks.all_reduce_max
             )
         perturbed = self.perturbed(logits, slots, output_index, needs, first_id=first_id)
-        return id_of_rank(self._ranks.all_reduce_max(best_ranks(perturbed, first_id)))
+        best = order_keys(perturbed, first_id).amax(dim=-1, keepdim=True)
+        return token_ids_of(self._ranks.all_reduce_max(best))
 
     def perturbed(
         self,

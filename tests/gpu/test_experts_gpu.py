@@ -79,7 +79,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        return launch.mix(x, logits, weights, routing)[0]
+        return launch.fused_experts(x, logits, weights, routing)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -89,7 +89,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
         x.normal_()
         logits.normal_()
         graph.replay()
-        wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
+        wanted = experts.fused_experts(x, weights, *experts.topk_softmax(logits, routing))
         torch.testing.assert_close(out, wanted, rtol=5e-2, atol=3e-2)
 
 

@@ -18,6 +18,7 @@ from minisgl.kernels.attention.paged_common import (
     load_pages,
     offsets_of,
 )
+from minisgl.kernels.device import apply_norm, arrive, rms_scale
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
@@ -30,23 +31,23 @@ _MERGED = 2048
 class DecodeWorkspace:
     """Where the splits of a row leave what they have, for the last of them to merge.
 
-    One launch at a time may use it. `arrivals` is zero between launches.
+    One launch at a time may use it. `semaphores` is zero between launches.
     """
 
     accs: Tensor  # [num_items * num_heads * head_dim] float32, for the items of paged_decode
     peaks: Tensor  # [num_items * num_heads] float32, and so the next
     totals: Tensor
-    arrivals: Tensor  # [num_rows * num_kv_heads] int32
+    semaphores: Tensor  # [num_rows * num_kv_heads] int32
 
     @classmethod
     def allocate(
-        cls, *, num_accs: int, num_stats: int, num_arrivals: int, device: torch.device
+        cls, *, num_accs: int, num_stats: int, num_semaphores: int, device: torch.device
     ) -> DecodeWorkspace:
         return cls(
             accs=torch.empty(num_accs, dtype=torch.float32, device=device),
             peaks=torch.empty(num_stats, dtype=torch.float32, device=device),
             totals=torch.empty(num_stats, dtype=torch.float32, device=device),
-            arrivals=torch.zeros(num_arrivals, dtype=torch.int32, device=device),
+            semaphores=torch.zeros(num_semaphores, dtype=torch.int32, device=device),
         )
 
 
@@ -100,7 +101,7 @@ def paged_decode(
         workspace.accs,
         workspace.peaks,
         workspace.totals,
-        workspace.arrivals,
+        workspace.semaphores,
         *(norm_rope or (None, None, None, 0.0)),
         num_rows,
         target_splits,
@@ -139,7 +140,7 @@ def _decode_kernel(
     accs,
     peaks,
     totals,
-    arrivals,
+    semaphores,
     rotary_table,
     q_weight,
     k_weight,
@@ -241,12 +242,9 @@ def _decode_kernel(
     tl.store(accs + mine * head_dim + within, acc, mask=real)
     tl.store(peaks + mine + heads, peak, mask=heads < group)
     tl.store(totals + mine + heads, total, mask=heads < group)
-    # One thread does the atomic: the others' stores must come before it. It releases them, and
-    # acquires those of the programs that came earlier.
-    tl.debug_barrier()
-    arrived = arrivals + row * num_kv_heads + kv_head
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-        tl.store(arrived, 0)  # for the next launch
+    semaphores += row * num_kv_heads
+    if arrive(semaphores, kv_head) == num_splits - 1:
+        tl.store(semaphores + kv_head, 0)  # for the next launch
         merged = _merge(
             accs, peaks, totals, first_item, num_splits, kv_head * group,
             num_heads, group, head_dim, block_g, block_d, block_s,
@@ -352,14 +350,11 @@ def _norm_and_turn(
     products are rounded before they are added. All tiles are [heads, dims]; a head's partners are
     its own elements in another order."""
     dtype = x.dtype
-    x, partners = x.to(tl.float32), partners.to(tl.float32)
     if x_scales is not None and partner_scales is not None:
-        scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) * (1.0 / head_dim) + eps)
-        x = (x * scale).to(dtype).to(tl.float32)
-        x = (x_scales.to(tl.float32) * x).to(dtype).to(tl.float32)
-        partners = (partners * scale).to(dtype).to(tl.float32)
-        partners = (partner_scales.to(tl.float32) * partners).to(dtype).to(tl.float32)
-    return (x * cos + partners * sin).to(dtype)
+        wide = x.to(tl.float32)
+        scale = rms_scale(tl.sum(wide * wide, 1, keep_dims=True), head_dim, eps)
+        x, partners = apply_norm(x, scale, x_scales), apply_norm(partners, scale, partner_scales)
+    return (x.to(tl.float32) * cos + partners.to(tl.float32) * sin).to(dtype)
 
 
 @triton.jit

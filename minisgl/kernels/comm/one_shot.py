@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox, receive, send
+from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.launch import pdl_options, warps_for
 
 
@@ -170,9 +171,9 @@ def settle_row(out, residual, total, x, factor, place, inside, eps, size: tl.con
         added = (x.to(tl.float32) + total.to(kind).to(tl.float32)).to(kind)
         tl.store(residual + place, added, mask=inside)
         wide = added.to(tl.float32)
-        quotient = (wide * tl.rsqrt(tl.sum(wide * wide) * (1.0 / size) + eps)).to(kind)
-        product = factor.to(tl.float32) * quotient.to(tl.float32)
-        tl.store(out + place, product.to(kind), mask=inside)
+        scale = rms_scale(tl.sum(wide * wide), size, eps)
+        normed = apply_norm(added, scale, factor)
+        tl.store(out + place, normed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride", "num_columns", "rank"])

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels import device
 from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -59,7 +60,5 @@ def _silu_mul_tile(
 
     gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
     up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    product = device.silu_mul(gate, up, gate.dtype)
     tl.store(out + row[:, None] * size + column[None, :], product, mask=inside)

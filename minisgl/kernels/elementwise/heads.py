@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 
@@ -116,12 +117,9 @@ def _heads_kernel(
     dtype = first.dtype
     x, y = first.to(tl.float32), second.to(tl.float32)
     if q_weight is not None:
-        mean = tl.sum(x * x + y * y, axis=1, keep_dims=True) * (1.0 / head_dim)
-        scale = tl.rsqrt(mean + eps)
-        x = (x * scale).to(dtype).to(tl.float32)
-        y = (y * scale).to(dtype).to(tl.float32)
-        x = (tl.where(is_q, first_q, first_k).to(tl.float32) * x).to(dtype).to(tl.float32)
-        y = (tl.where(is_q, second_q, second_k).to(tl.float32) * y).to(dtype).to(tl.float32)
+        scale = rms_scale(tl.sum(x * x + y * y, axis=1, keep_dims=True), head_dim, eps)
+        x = apply_norm(first, scale, tl.where(is_q, first_q, first_k)).to(tl.float32)
+        y = apply_norm(second, scale, tl.where(is_q, second_q, second_k)).to(tl.float32)
     first = tl.where(is_v, first, (x * cos - y * sin).to(dtype))
     second = tl.where(is_v, second, (y * cos + x * sin).to(dtype))
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
@@ -85,7 +86,6 @@ def _norm_rows(
         tl.store(residual + place, x, mask=inside)
 
     wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) * (1.0 / size) + eps)
-    quotient = (wide * scale[:, None]).to(x.dtype)
-    product = factor[None, :].to(tl.float32) * quotient.to(tl.float32)
-    tl.store(out + place, product.to(x.dtype), mask=inside)
+    scale = rms_scale(tl.sum(wide * wide, axis=1), size, eps)
+    normed = apply_norm(x, scale[:, None], factor[None, :])
+    tl.store(out + place, normed, mask=inside)

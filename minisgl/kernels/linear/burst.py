@@ -5,14 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.device import from_here
+from minisgl.kernels.device import apply_norm, from_here
 from minisgl.kernels.linear.device import (
-    apply_norm,
     columns_of,
     finish,
     load,
+    load_residual,
     load_squares,
     multiply,
+    next_exchange,
     spread,
     total,
     zeros,
@@ -80,14 +81,11 @@ def burst_kernel(
         if not whole_k:
             there &= i * block_k + columns < k
         rows += (tl.load(x + i * block_k, mask=there, other=0.0),)
+    residual, exchange = squares, row  # anything, unless they are needed
     if squares is not None:
-        live = (row < num_rows)[:, None] & (column < n)[None, :]
-        residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
-    else:
-        residual = squares
-    exchange = row  # anything
+        residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
-        exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
+        exchange = next_exchange(exchanges, row, num_rows)
     if norm_weight is not None:
         found = load_squares(x_squares, row, num_rows, num_parts, parts)
     tl.debug_barrier()  # all loads are on their way

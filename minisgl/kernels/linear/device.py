@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.comm.mailbox import send
+from minisgl.kernels.device import silu_mul
 
 
 @triton.jit
@@ -75,9 +76,16 @@ def load_squares(
 
 
 @triton.jit
-def apply_norm(x, scale, factor):
-    quotient = (x.to(tl.float32) * scale).to(x.dtype)
-    return (factor.to(tl.float32) * quotient.to(tl.float32)).to(x.dtype)
+def load_residual(out, row, column, num_rows, n):
+    """The block of `out` that `finish` adds to."""
+    live = (row < num_rows)[:, None] & (column < n)[None, :]
+    return tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
+
+
+@triton.jit
+def next_exchange(exchanges, row, num_rows):
+    """The number of the exchange of each row, in which `finish` sends it."""
+    return tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
 
 
 @triton.jit
@@ -105,9 +113,7 @@ def finish(
     if bias is not None:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     if gated:
-        gate = acc.to(dtype).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
-        acc = silu.to(tl.float32) * up.to(dtype).to(tl.float32)
+        acc = silu_mul(acc, up, dtype)
     result = acc.to(dtype)
     inside = (row < num_rows)[:, None] & (column < n)[None, :]
     if squares is not None:

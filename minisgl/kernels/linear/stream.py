@@ -5,13 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.device import apply_norm, arrive
 from minisgl.kernels.linear.device import (
-    apply_norm,
     columns_of,
     finish,
     load,
+    load_residual,
     load_squares,
     multiply,
+    next_exchange,
     spread,
     total,
     zeros,
@@ -97,13 +99,11 @@ def stream_kernel(
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
+    residual, exchange = squares, row  # anything, unless they are needed
     if squares is not None:
-        residual = tl.load(out + row[:, None] * n + column[None, :], mask=live, other=0.0)
-    else:
-        residual = squares
-    exchange = row  # anything
+        residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
-        exchange = tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
+        exchange = next_exchange(exchanges, row, num_rows)
     if x_squares is not None:
         found = load_squares(x_squares, row, num_rows, num_parts, parts)
         scale = spread(tl.rsqrt(tl.sum(found, 1) / k + eps), groups)
@@ -145,11 +145,7 @@ def stream_kernel(
         tl.store(block_at + part * block, acc, mask=live)
         if gated:
             tl.store(block_at + part * block + block_m * block_n, up, mask=live)
-        # One thread does the atomic: the others' stores must come before it. It releases them, and
-        # acquires those of the programs that came earlier.
-        tl.debug_barrier()
-        earlier = tl.atomic_add(semaphores + tile, 1, sem="acq_rel", scope="gpu")
-        if earlier == splits - 1:
+        if arrive(semaphores, tile) == splits - 1:
             tl.store(semaphores + tile, 0)  # for the next launch
             acc = _add_up(block_at, live, splits, block, block_m, block_n)
             if gated:

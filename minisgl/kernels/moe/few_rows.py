@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.device import from_here
+from minisgl.kernels.device import from_here, silu_mul
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
-from minisgl.kernels.moe.routing import activated, multiply, place_for_sum, rank_experts, weights_of
+from minisgl.kernels.moe.routing import expert_places, multiply, place_for_sum, weights_of
 from minisgl.kernels.tuning import FewTiles
 
 
-def mix_few(
+def few_rows_experts(
     x: Tensor,
     logits: Tensor,
     experts: ExpertWeights,
@@ -89,7 +89,7 @@ def _few_inner(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
     row = pair // top_k
-    _, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
+    _, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
     is_mine = rank == pair % top_k
     expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
@@ -99,7 +99,7 @@ def _few_inner(
     gate, up = multiply(
         weight, x, output, rows, inside, size, hidden_size, True, exact, block_n, block_m, block_k
     )
-    result = activated(gate, up, inner.dtype.element_ty)
+    result = silu_mul(gate, up, inner.dtype.element_ty)
     place = inner + pair * size + output[:, None] + tl.zeros([1, block_m], tl.int32)
     tl.store(place, result, mask=(output < size)[:, None] & inside[None, :])
 
@@ -128,7 +128,7 @@ def _few_outer(
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
     # Older than the kernel before, as the weights are.
-    probability, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
+    probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
     share = weights_of(probability, rank, top_k, normalize)
     is_here = rank[:, None] == place[None, :]
     expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)

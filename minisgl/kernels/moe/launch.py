@@ -22,14 +22,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from minisgl.kernels.moe.config import choose_tiles
-from minisgl.kernels.moe.few_rows import mix_few
-from minisgl.kernels.moe.many_rows import mix_many
+from minisgl.kernels.moe.few_rows import few_rows_experts
+from minisgl.kernels.moe.many_rows import many_rows_experts
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import place_for_sum
 from minisgl.kernels.tuning import FewTiles, ManyTiles, tuning_of
 
 
-def mix(
+def fused_experts(
     x: Tensor,
     logits: Tensor,
     experts: ExpertWeights,
@@ -39,13 +39,15 @@ def mix(
     tiles: FewTiles | ManyTiles | None = None,
     pdl: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As mix of moe/dispatch.py, all contiguous; or added to `residual`, like x, in its place: then
-    also the squares that a linear.launch.Norm of it takes.
+    """The weighted sum over each row's chosen experts, as fused_experts of reference.py.
 
-    Of equally good experts the lower comes first. A row whose probabilities are NaN chooses experts
-    that there are, each once, and is NaN: a number out of range, or many of the same, would let the
-    kernels leave their tensors. `pdl`: overlap launches where the device can, by the rule of
-    launch.py.
+    x and residual: [num_rows, hidden_size]; logits: [num_rows, num_experts]; all contiguous and of
+    one dtype. Returns a new tensor like x, and None; or `residual`, to which the sum was added, and
+    the squares [num_rows, any] float32 that a FusedNorm of it takes.
+
+    Of equally likely experts the lower one comes first. A row whose probabilities are NaN still
+    chooses existing experts, each once, so that no kernel leaves its tensors; its result is NaN.
+    `pdl`: overlap launches where the device can, by the rule of launch.py.
     """
     tensors = (x, logits, *experts) if residual is None else (x, logits, *experts, residual)
     assert all(tensor.is_contiguous() for tensor in tensors)
@@ -54,5 +56,5 @@ def mix(
     if len(x) == 0:
         return place_for_sum(x, residual, 1)
     if isinstance(tiles, FewTiles):
-        return mix_few(x, logits, experts, routing, residual, tiles, pdl)
-    return mix_many(x, logits, experts, routing, residual, tiles, pdl)
+        return few_rows_experts(x, logits, experts, routing, residual, tiles, pdl)
+    return many_rows_experts(x, logits, experts, routing, residual, tiles, pdl)

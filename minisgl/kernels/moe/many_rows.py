@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernels.device import silu_mul
 from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.moe.reference import ExpertWeights, Routing
-from minisgl.kernels.moe.routing import activated, choose, multiply, place_for_sum
+from minisgl.kernels.moe.routing import multiply, place_for_sum, topk_softmax
 from minisgl.kernels.tuning import ManyTiles
 
 _MAX_LISTED = 4096  # pairs that a program looks at at a time
 
 
-def mix_many(
+def many_rows_experts(
     x: Tensor,
     logits: Tensor,
     experts: ExpertWeights,
@@ -27,7 +28,7 @@ def mix_many(
     num_rows, hidden_size = x.shape
     num_experts, _, size = experts.down.shape
     top_k, options = routing.top_k, pdl_options(x.device, pdl)
-    chosen, weights = choose(logits, routing, pdl=pdl)
+    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     # An expert is chosen once by a row at most.
     lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
@@ -153,7 +154,7 @@ def _expert_product(
         )  # fmt: skip
         kind = target.dtype.element_ty
         if gated:
-            result = activated(total, up_total, kind)
+            result = silu_mul(total, up_total, kind)
         else:
             share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
             result = total.to(kind).to(tl.float32) * share[None, :]

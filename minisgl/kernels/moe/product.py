@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
-from minisgl.kernels.moe.reference import (
-    ExpertWeights,
-    Routing,
-    apply_reference,
-    choose_reference,
-)
+from minisgl.kernels.moe import reference
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.residual import Residual
 
 
@@ -67,13 +63,14 @@ class DenseExperts(ExpertsProduct):
         if runs_triton(x.device):
             from minisgl.kernels.moe import launch
 
-            return launch.mix(x, logits, self.experts, routing)[0]
-        return apply_reference(x, self.experts, *choose_reference(logits, routing))
+            return launch.fused_experts(x, logits, self.experts, routing)[0]
+        chosen, weights = reference.topk_softmax(logits, routing)
+        return reference.fused_experts(x, self.experts, chosen, weights)
 
     def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
         if runs_triton(x.device):
             from minisgl.kernels.moe import launch
 
-            rows, squares = launch.mix(x, logits, self.experts, routing, rows)
+            rows, squares = launch.fused_experts(x, logits, self.experts, routing, rows)
             return Residual(rows, squares=squares)
         return super().add_to(x, logits, routing, rows)

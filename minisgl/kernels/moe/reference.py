@@ -23,7 +23,7 @@ class ExpertWeights(NamedTuple):
     down: Tensor  # [num_experts, hidden_size, size]
 
 
-def choose_reference(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """Of each row the experts with the largest probabilities, and these as weights.
 
     Returns [num_rows, top_k] int32 and, of logits' dtype, the softmax over all experts in
@@ -36,7 +36,7 @@ def choose_reference(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return chosen.int(), weights.to(logits.dtype)
 
 
-def apply_reference(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor) -> Tensor:
+def fused_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor) -> Tensor:
     """Expert by expert. An expert's output is rounded, and its weighted share is; the shares are
     added in float32."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

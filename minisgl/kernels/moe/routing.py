@@ -20,8 +20,8 @@ def place_for_sum(
     return residual, x.new_empty((len(x), num_blocks), dtype=torch.float32)
 
 
-def choose(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """As choose_reference of moe/reference.py; logits contiguous."""
+def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
+    """As topk_softmax of moe/reference.py; logits contiguous."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
@@ -40,7 +40,7 @@ def choose(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tenso
 
 
 @triton.jit
-def rank_experts(logits, num_experts: tl.constexpr, block: tl.constexpr):
+def expert_places(logits, num_experts: tl.constexpr, block: tl.constexpr):
     """How likely each expert of a row is, NaN for all if the row is not of numbers, and how many
     come before it."""
     expert = tl.arange(0, block)
@@ -87,7 +87,7 @@ def _choose_row(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    probability, rank = rank_experts(logits + row * num_experts, num_experts, experts_block)
+    probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
     weight = weights_of(probability, rank, top_k, normalize)
     place = row * top_k + rank
     tl.store(chosen + place, tl.arange(0, experts_block), mask=rank < top_k)
@@ -131,10 +131,3 @@ def multiply(
                 tl.load(up_at, mask=w_mask, other=0.0), x, up_total, input_precision=precision
             )
     return total, up_total
-
-
-@triton.jit
-def activated(gate, up, kind: tl.constexpr):
-    gate = gate.to(kind).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    return (silu * up.to(kind).to(tl.float32)).to(kind)

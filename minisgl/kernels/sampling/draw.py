@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.sampling.device_order import order_key
 from minisgl.kernels.sampling.noise import gumbel, most_gumbel, words_of_quads
-from minisgl.kernels.sampling.order import rank_of
 from minisgl.kernels.sampling.rows import (
     GROUP_QUADS,
     SEED,
@@ -44,7 +44,7 @@ def draw_kernel(
     quads_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A part of a row: its best token if it is not drawn by rank; if the row is filtered, the
+    """A part of a row: its best token if it is not drawn by key; if the row is filtered, the
     largest logit and the maxima of the groups, and what no token of a group scores more than.
 
     The logits are of the ids from `first_id` on, a multiple of 4; best has the ids themselves."""
@@ -55,7 +55,7 @@ def draw_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     index = tl.load(output_index + row).to(tl.int32)
     seed = load_integer(records, slot, SEED)
-    temperature, _, _, _, by_rank, _, filtered = load_filters(records, slot, vocab_size)
+    temperature, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size)
     source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
     group_max += row * num_groups
     group_bound += row * num_groups
@@ -79,7 +79,7 @@ def draw_kernel(
             maxima = group_maxima(x)
             tl.store(group_max + groups, maxima, mask=groups < num_groups)
             peaks = tl.maximum(peaks, maxima)
-        if not by_rank:
+        if not by_top_k:
             if temperature > 0:
                 words = words_of_quads(seed, index, quads + first_id // 4)
                 inverse = 1 / temperature
@@ -99,6 +99,6 @@ def draw_kernel(
                 best = tl.where(ahead, x, best)
                 best_ids = tl.where(ahead, ids, best_ids)
     part = row * num_tiles + tl.program_id(0)
-    tl.store(best_out + part, tl.max(rank_of(best, best_ids + first_id)))
+    tl.store(best_out + part, tl.max(order_key(best, best_ids + first_id)))
     if filtered:
         tl.store(peaks_out + part, tl.max(peaks))

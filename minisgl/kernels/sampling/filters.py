@@ -1,7 +1,7 @@
 """min_p, top_k and top_p behind the first pass, in Triton: one kernel that weighs, and one that
 settles each row's token.
 
-All three keep a prefix of one order (order.py), so what is kept are the ranks from some `low`
+All three keep a prefix of one order (order.py), so what is kept are the keys from some `low`
 on. The token drawn from all is the token drawn from the kept ones if it is kept itself; if not, it
 is drawn again from those before it.
 """
@@ -11,17 +11,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.sampling.noise import gumbel, words_of_quads
-from minisgl.kernels.sampling.order import (
+from minisgl.kernels.sampling.device_order import (
     LOWEST,
-    above_ranks,
     id_of,
+    key_above,
+    least_key,
     least_of_value,
-    least_rank,
-    rank_of,
+    order_key,
     select,
     value_of,
 )
+from minisgl.kernels.sampling.noise import gumbel, words_of_quads
 from minisgl.kernels.sampling.rows import (
     GROUP_QUADS,
     SEED,
@@ -33,7 +33,7 @@ from minisgl.kernels.sampling.rows import (
 )
 
 LIST_GROUPS = tl.constexpr(64)  # groups of a list that are worked on at a time
-LIST_IDS = tl.constexpr(64 * 64)  # their ids; also how many ranks can be gathered
+LIST_IDS = tl.constexpr(64 * 64)  # their ids; also how many keys can be gathered
 
 
 @triton.jit(
@@ -65,13 +65,13 @@ def weigh_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    temperature, _, min_p, _, by_rank, by_weight, _ = load_filters(records, slot, vocab_size)
-    if by_weight & (by_rank == 0):
+    temperature, _, min_p, _, by_top_k, by_top_p, _ = load_filters(records, slot, vocab_size)
+    if by_top_p & (by_top_k == 0):
         source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
         token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
         low = _least_kept(largest, min_p)
-        drawn = _rank_of_token(source, token, temperature, full)
+        drawn = _key_of_token(source, token, temperature, full)
         totals = tl.zeros([quads_block], tl.int64)
         befores = tl.zeros([quads_block], tl.int64)
         first = tl.program_id(0) * tiles_per_program
@@ -86,10 +86,10 @@ def weigh_kernel(
             following = load_logits(
                 source, ids + quads_block * 4, ids + quads_block * 4 < end, full
             )
-            ranks = rank_of(scaled, ids)
-            weights = tl.where(ranks >= low, weight_of(scaled - largest), 0)
+            keys = order_key(scaled, ids)
+            weights = tl.where(keys >= low, weight_of(scaled - largest), 0)
             totals += tl.sum(weights, axis=1)
-            befores += tl.sum(tl.where(ranks > drawn, weights, 0), axis=1)
+            befores += tl.sum(tl.where(keys > drawn, weights, 0), axis=1)
         part = (row * num_tiles + tl.program_id(0)) * 2
         tl.store(sums + part, tl.sum(totals))
         tl.store(sums + part + 1, tl.sum(befores))
@@ -133,7 +133,7 @@ def _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block: tl.con
 def _least_kept(largest, min_p):
     low = tl.cast(LOWEST, tl.int64)
     if min_p > 0:
-        low = least_rank(largest + tl.log(min_p))
+        low = least_key(largest + tl.log(min_p))
     return low
 
 
@@ -144,9 +144,9 @@ def _target(total, top_p):
 
 
 @triton.jit
-def _rank_of_token(source, token, temperature, full: tl.constexpr):
+def _key_of_token(source, token, temperature, full: tl.constexpr):
     x = load_logits(source, token, token < source[4], full)
-    return rank_of(tl.div_rn(x, temperature), token)
+    return order_key(tl.div_rn(x, temperature), token)
 
 
 # The second pass
@@ -186,7 +186,7 @@ def settle_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    temperature, top_p, min_p, top_k, by_rank, by_weight, filtered = load_filters(
+    temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered = load_filters(
         records, slot, vocab_size
     )
     token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
@@ -199,10 +199,10 @@ def settle_kernel(
         low = _least_kept(largest, min_p)
         target = tl.cast(1.0, tl.float64)  # what the weight before a kept token is under
         settled = tl.cast(0, tl.int1)
-        if not by_rank:
-            drawn = _rank_of_token(source, token, temperature, full)
+        if not by_top_k:
+            drawn = _key_of_token(source, token, temperature, full)
             settled = drawn >= low
-            if by_weight:
+            if by_top_p:
                 total, before = _weighed(sums, row, num_tiles, num_splits, tiles_block)
                 target = _target(total, top_p)
                 refused = before.to(tl.float64) >= target
@@ -211,32 +211,32 @@ def settle_kernel(
         if not settled:
             seed = load_integer(records, slot, SEED)
             index = tl.load(output_index + row).to(tl.int32)
-            ranks = _load_group_ranks(group_max, temperature, num_groups, groups_block)
+            keys = _load_group_keys(group_max, temperature, num_groups, groups_block)
             least = least_of_value(low)
-            if by_rank:
-                least = _cut_of_groups(ranks, largest, top_k, num_groups)
+            if by_top_k:
+                least = _cut_of_groups(keys, largest, top_k, num_groups)
             groups = tl.arange(0, groups_block)
-            listed = _write_list(group_list, groups, (ranks >= least) & (ranks > LOWEST))
-            if by_rank:
+            listed = _write_list(group_list, groups, (keys >= least) & (keys > LOWEST))
+            if by_top_k:
                 least = tl.where(top_k <= num_groups, least_of_value(least), LOWEST + 1)
-                last = _rank_of_last(
+                last = _key_of_last(
                     source,
                     group_list,
                     listed,
                     gathered + row * LIST_IDS,
                     temperature,
                     least,
-                    above_ranks(largest),
+                    key_above(largest),
                     top_k,
                     full,
                 )
                 low = tl.maximum(low, last)
             # Turns of a draw and the weighing of what comes before it, until a token is kept. Where
             # only now it is known what top_p counts, the first turn weighs that, and draws nothing.
-            draws = (by_rank & by_weight) == 0
-            hot = (by_rank == 0) & (listed > LIST_GROUPS)
+            draws = (by_top_k & by_top_p) == 0
+            hot = (by_top_k == 0) & (listed > LIST_GROUPS)
             while not settled:
-                weighs = by_weight
+                weighs = by_top_p
                 if draws:
                     num_drawn = listed
                     others = tl.cast(-float("inf"), tl.float32)
@@ -250,10 +250,10 @@ def settle_kernel(
                     )
                     token = id_of(winner)
                     certain = value_of(winner) > others
-                    weighs = certain & by_weight
-                    settled = tl.where(certain, by_weight == 0, hot == 0)
+                    weighs = certain & by_top_p
+                    settled = tl.where(certain, by_top_p == 0, hot == 0)
                     if weighs:
-                        low = _rank_of_token(source, token, temperature, full) + 1
+                        low = _key_of_token(source, token, temperature, full) + 1
                     hot = hot & certain
                 if weighs:
                     weight = _weigh(source, group_list, listed, temperature, largest, low, full)
@@ -279,20 +279,20 @@ def _weighed(sums, row, num_tiles, num_splits, tiles_block: tl.constexpr):
 
 
 @triton.jit
-def _load_group_ranks(group_max, temperature, num_groups, groups_block: tl.constexpr):
+def _load_group_keys(group_max, temperature, num_groups, groups_block: tl.constexpr):
     """Of the groups by their maxima; LOWEST where there is none."""
     groups = tl.arange(0, groups_block)
     maxima = tl.load(group_max + groups, mask=groups < num_groups, other=-float("inf"))
-    return tl.where(groups < num_groups, rank_of(tl.div_rn(maxima, temperature), groups), LOWEST)
+    return tl.where(groups < num_groups, order_key(tl.div_rn(maxima, temperature), groups), LOWEST)
 
 
 @triton.jit
-def _cut_of_groups(ranks, largest, top_k, num_groups):
+def _cut_of_groups(keys, largest, top_k, num_groups):
     """Reached by the k groups with the largest maxima, which hold the k likeliest tokens, or by
     some more that fill up the last tile of the list."""
     wanted = tl.minimum(top_k, num_groups).to(tl.int32)
     room = tl.cdiv(wanted, LIST_GROUPS) * LIST_GROUPS
-    return select(ranks, tl.cast(LOWEST, tl.int64), above_ranks(largest), wanted, room)
+    return select(keys, tl.cast(LOWEST, tl.int64), key_above(largest), wanted, room)
 
 
 @triton.jit
@@ -311,11 +311,11 @@ def _list_hottest(
     places = tl.arange(0, groups_block)
     groups = tl.load(group_list + places, mask=places < listed, other=0)
     bounds = tl.load(group_bound + groups, mask=places < listed, other=-float("inf"))
-    ranks = tl.where(places < listed, rank_of(bounds, groups), LOWEST)
-    high = tl.max(ranks) + 1
-    cut = select(ranks, tl.cast(LOWEST, tl.int64), high, LIST_GROUPS // 2, LIST_GROUPS)
-    others = tl.max(tl.where(ranks >= cut, LOWEST, ranks))
-    return _write_list(hot_list, groups, ranks >= cut), value_of(others)
+    keys = tl.where(places < listed, order_key(bounds, groups), LOWEST)
+    high = tl.max(keys) + 1
+    cut = select(keys, tl.cast(LOWEST, tl.int64), high, LIST_GROUPS // 2, LIST_GROUPS)
+    others = tl.max(tl.where(keys >= cut, LOWEST, keys))
+    return _write_list(hot_list, groups, keys >= cut), value_of(others)
 
 
 @triton.jit
@@ -328,8 +328,8 @@ def _write_list(places, groups, chosen):
 
 @triton.jit
 def load_listed(source, group_list, listed, tile, temperature, full: tl.constexpr):
-    """(quads, ids and ranks [quads, 4]) of a tile of the listed groups; behind the end of the list
-    ranks are LOWEST."""
+    """(quads, ids and keys [quads, 4]) of a tile of the listed groups; behind the end of the list
+    keys are LOWEST."""
     quads_block: tl.constexpr = LIST_GROUPS * GROUP_QUADS
     offsets = tl.arange(0, quads_block)
     places = tile * LIST_GROUPS + offsets // GROUP_QUADS
@@ -339,12 +339,12 @@ def load_listed(source, group_list, listed, tile, temperature, full: tl.constexp
     quads = groups * GROUP_QUADS + offsets % GROUP_QUADS
     ids = ids_of(quads)
     x = load_logits(source, ids, ids < source[4], full)
-    ranks = tl.where(ids < source[4], rank_of(tl.div_rn(x, temperature), ids), LOWEST)
-    return quads, ids, ranks
+    keys = tl.where(ids < source[4], order_key(tl.div_rn(x, temperature), ids), LOWEST)
+    return quads, ids, keys
 
 
 @triton.jit
-def _rank_of_last(
+def _key_of_last(
     source,
     group_list,
     listed,
@@ -355,13 +355,13 @@ def _rank_of_last(
     top_k,
     full: tl.constexpr,
 ):
-    """The rank of the k-th token of the listed groups. It lies from `low` to below `high`."""
+    """The key of the k-th token of the listed groups. It lies from `low` to below `high`."""
     wanted = top_k.to(tl.int32)
     if listed <= LIST_GROUPS:
-        ranks = load_listed(source, group_list, listed, 0, temperature, full)[2]
-        ranks = tl.reshape(ranks, [LIST_IDS])
+        keys = load_listed(source, group_list, listed, 0, temperature, full)[2]
+        keys = tl.reshape(keys, [LIST_IDS])
     else:
-        # Gathers the ranks between, at once if they fit: they do unless k is in the thousands, or
+        # Gathers the keys between, at once if they fit: they do unless k is in the thousands, or
         # thousands of logits are equal. Else it halves the distance until they do.
         inside = source[4]
         middle = low
@@ -376,8 +376,8 @@ def _rank_of_last(
             gathers = (high > low) & ((enough == 0) | (inside > LIST_IDS))
             middle = tl.where(inside > LIST_IDS, (low + high) >> 1, low)
         place = tl.arange(0, LIST_IDS)
-        ranks = tl.load(gathered + place, mask=place < inside, other=LOWEST)
-    return select(ranks, low, high, wanted, wanted)
+        keys = tl.load(gathered + place, mask=place < inside, other=LOWEST)
+    return select(keys, low, high, wanted, wanted)
 
 
 @triton.jit
@@ -391,15 +391,15 @@ def _gather(
     high,
     full: tl.constexpr,
 ):
-    """Writes the listed ranks from `low` to below `high`, as many as fit. Returns how many they
+    """Writes the listed keys from `low` to below `high`, as many as fit. Returns how many they
     are."""
     count = tl.cast(0, tl.int32)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        ranks = load_listed(source, group_list, listed, tile, temperature, full)[2]
-        ranks = tl.reshape(ranks, [LIST_IDS])
-        chosen = (ranks >= low) & (ranks < high)
+        keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
+        keys = tl.reshape(keys, [LIST_IDS])
+        chosen = (keys >= low) & (keys < high)
         places = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        tl.store(gathered + places, ranks, mask=chosen & (places < LIST_IDS))
+        tl.store(gathered + places, keys, mask=chosen & (places < LIST_IDS))
         count += tl.sum(chosen.to(tl.int32))
     tl.debug_barrier()
     return count
@@ -415,11 +415,11 @@ def _weigh(
     low,
     full: tl.constexpr,
 ):
-    """The weight of the listed tokens from rank `low` on."""
+    """The weight of the listed tokens from key `low` on."""
     total = tl.cast(0, tl.int64)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        ranks = load_listed(source, group_list, listed, tile, temperature, full)[2]
-        total += tl.sum(tl.where(ranks >= low, weight_of(value_of(ranks) - largest), 0))
+        keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
+        total += tl.sum(tl.where(keys >= low, weight_of(value_of(keys) - largest), 0))
     return total
 
 
@@ -434,11 +434,11 @@ def _draw(
     low,
     full: tl.constexpr,
 ):
-    """The winner among the listed tokens from rank `low` on: its rank by perturbed logits."""
+    """The winner among the listed tokens from key `low` on: its key by perturbed logits."""
     winner = tl.cast(LOWEST, tl.int64)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        quads, ids, ranks = load_listed(source, group_list, listed, tile, temperature, full)
-        score = value_of(ranks) + gumbel(words_of_quads(seed, index, quads))
-        score = tl.where(ranks >= low, score, -float("inf"))
-        winner = tl.maximum(winner, tl.max(rank_of(score, ids)))
+        quads, ids, keys = load_listed(source, group_list, listed, tile, temperature, full)
+        score = value_of(keys) + gumbel(words_of_quads(seed, index, quads))
+        score = tl.where(keys >= low, score, -float("inf"))
+        winner = tl.maximum(winner, tl.max(order_key(score, ids)))
     return winner

@@ -15,7 +15,7 @@ rounding may differ. Three ideas keep the logits, read once, nearly the only cos
 - The first pass leaves the maximum of every group behind. The k likeliest tokens lie in the k
   groups with the largest maxima (of equals the lower ids): if a group is left out, each of those k
   has a token that comes before all of its own. So top_k reads k groups again, not the row, and the
-  20 rivals of the logprobs read 20.
+  20 top logprobs read 20.
 
 Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full
 one has `edit` before and `record` behind them (scores.py).
@@ -144,9 +144,9 @@ class TritonSampling:
     ) -> tuple[Tensor, TokenScores]:
         """The full variant: edits and penalties too, and counts the tokens into the history.
 
-        Of the scores, a row's logprob and its first num_logprobs rivals are written, and nothing of
-        rows that want none. Two kernels more. Raises RuntimeError if it is captured before what it
-        needs is allocated: the tables' history, and the workspace by the first call.
+        Two kernels more. Of the scores, a row's logprob and its first num_logprobs top logprobs are
+        written; those of rows that want none are undefined. Raises RuntimeError if it is captured
+        before what it needs is allocated: the tables' history, and the workspace by the first call.
         """
         tables, workspace = self._tables, self._workspace
         complete = tables.prompt_seen is not None and workspace.edited is not None
@@ -177,11 +177,11 @@ def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
 
 
 def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> TokenScores:
-    rivals = (num_rows, min(MAX_LOGPROBS, vocab_size))
+    shape = (num_rows, min(MAX_LOGPROBS, vocab_size))
     return TokenScores(
         logprob=torch.empty(num_rows, dtype=torch.float32, device=device),
-        top_ids=torch.empty(rivals, dtype=torch.int64, device=device),
-        top_logprobs=torch.empty(rivals, dtype=torch.float32, device=device),
+        top_ids=torch.empty(shape, dtype=torch.int64, device=device),
+        top_logprobs=torch.empty(shape, dtype=torch.float32, device=device),
     )
 
 
@@ -208,7 +208,7 @@ def _best(
     *,
     first_id: int = 0,
 ) -> Tensor:
-    """[rows, any] int64: of each row's parts the rank of the best token before filters. A view of
+    """[rows, any] int64: of each row's parts the key of the best token before filters. A view of
     the workspace, as the first pass has left it."""
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape

@@ -1,77 +1,27 @@
-"""The order of a row's tokens: the larger logit first, of equals the lower id. In Triton.
+"""The order of a row's tokens: the larger logit first, of equal logits the lower id.
 
-A token's rank is one int64 in which its value and id can be read; ids have ID_BITS.
+`topk` leaves open which of equal logits it returns, and half-precision models make many. So a
+token has an order key: one int64, larger for what comes first, from which its logit and its id can
+be read back. device_order.py has the same in Triton.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
-ID_BITS = tl.constexpr(24)
-_ID_MASK = tl.constexpr(2**24 - 1)
-LOWEST = tl.constexpr(-(2**55))  # below the rank of any token
+ID_BITS = 24
+ID_MASK = (1 << ID_BITS) - 1
 
 
-@triton.jit
-def _key(value):
-    """int32, ordered as float32 `value` is; -0 equals 0."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def order_keys(logits: Tensor, first_id: int = 0) -> Tensor:
+    """The keys of `logits` [rows, n] float32, whose ids begin at `first_id`: [rows, n] int64."""
+    bits = (logits + 0.0).view(torch.int32).long()  # adding 0 makes -0 equal to 0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats count downwards
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    return (ordered << ID_BITS) | (ids ^ ID_MASK)
 
 
-@triton.jit
-def rank_of(value, id):
-    """int64, larger for what comes first."""
-    return (_key(value).to(tl.int64) << ID_BITS) | (id.to(tl.int64) ^ _ID_MASK)
-
-
-@triton.jit
-def id_of(rank):
-    return ((rank & _ID_MASK) ^ _ID_MASK).to(tl.int32)
-
-
-def ids_of(ranks: Tensor) -> Tensor:
-    """For torch: int64, of any shape."""
-    mask: int = _ID_MASK.value
-    return (ranks & mask) ^ mask
-
-
-@triton.jit
-def value_of(rank):
-    key = (rank >> ID_BITS).to(tl.int32)
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def least_rank(value):
-    """The least that a token of this value could have."""
-    return _key(value).to(tl.int64) << ID_BITS
-
-
-@triton.jit
-def least_of_value(rank):
-    """The least that a token of the value of `rank` could have."""
-    return (rank >> ID_BITS) << ID_BITS
-
-
-@triton.jit
-def above_ranks(value):
-    """The least that no token of this value reaches."""
-    return (_key(value).to(tl.int64) + 1) << ID_BITS
-
-
-@triton.jit
-def select(ranks, low, high, wanted, room):
-    """A cut which from `wanted` to `room` of `ranks` reach, or the largest that `wanted` reach.
-
-    At least `wanted` reach `low`, fewer reach `high`.
-    """
-    middle = (low + high) >> 1
-    while middle > low:
-        count = tl.sum((ranks >= middle).to(tl.int32))
-        high = tl.where(count < wanted, middle, tl.where(count <= room, middle + 1, high))
-        low = tl.where(count < wanted, low, middle)
-        middle = (low + high) >> 1
-    return low
+def ids_of(keys: Tensor) -> Tensor:
+    """The ids in order keys: int64, of the same shape."""
+    return (keys & ID_MASK) ^ ID_MASK

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from minisgl.kernels.sampling.order import order_keys
 from minisgl.kernels.sampling.philox import uniform
 
 
@@ -36,39 +37,18 @@ class TokenScores:
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
-    """Scores `token_ids` [rows] int64 under raw `logits` [rows, vocab] float32, k rivals a row."""
+    """Logprobs of `token_ids` [rows] int64 and of each row's k likeliest tokens, under raw `logits`
+    [rows, vocab] float32."""
     logprobs = logits.log_softmax(dim=-1)
     if k == 0:
         top_ids = token_ids.new_empty((len(token_ids), 0))
     else:
-        top_ids = _ranks(logits).topk(min(k, logits.shape[1]), dim=-1).indices
+        top_ids = order_keys(logits).topk(min(k, logits.shape[1]), dim=-1).indices
     return TokenScores(
         logprob=logprobs.gather(1, token_ids[:, None]).squeeze(1),
         top_ids=top_ids,
         top_logprobs=logprobs.gather(1, top_ids),
     )
-
-
-def _ranks(logits: Tensor) -> Tensor:
-    """[rows, vocab] int64, ordered as the float32 logits are, and of equals the lower id above.
-
-    `topk` leaves open which of equals it returns, and half-precision models make many.
-    """
-    bits = (logits + 0.0).view(torch.int32).long()  # adding 0 makes -0 equal to 0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # negative floats count downwards
-    return (ordered << 32) - torch.arange(logits.shape[1], device=logits.device)
-
-
-def best_ranks(logits: Tensor, first_id: int) -> Tensor:
-    """[rows, 1] int64: the largest of `logits` [rows, n] float32, which are those from `first_id`
-    on, and its id, so that the maximum of several such is of the best token of them all; of equals
-    the lower id's."""
-    return _ranks(logits).amax(dim=-1, keepdim=True) - first_id
-
-
-def id_of_rank(ranks: Tensor) -> Tensor:
-    """The ids in what `best_ranks` returns: int64, of the same shape."""
-    return -ranks & 0xFFFFFFFF
 
 
 def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:

@@ -47,9 +47,9 @@ def load_num_logprobs(records, slot):
 
 @triton.jit
 def load_filters(records, slot, vocab_size):
-    """(temperature, top_p, min_p, top_k, by_rank, by_weight, filtered).
+    """(temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered).
 
-    by_rank: top_k counts, and is settled from the group maxima alone; by_weight: top_p counts;
+    by_top_k: top_k counts, and is settled from the group maxima alone; by_top_p: top_p counts;
     filtered: anything does.
     """
     temperature = load_float(records, slot, TEMPERATURE)
@@ -57,10 +57,10 @@ def load_filters(records, slot, vocab_size):
     min_p = load_float(records, slot, MIN_P)
     top_k = load_integer(records, slot, TOP_K)
     random = temperature > 0
-    by_rank = random & (top_k > 0) & (top_k < vocab_size)
-    by_weight = random & (top_p < 1)
-    filtered = by_rank | by_weight | (random & (min_p > 0))
-    return temperature, top_p, min_p, top_k, by_rank, by_weight, filtered
+    by_top_k = random & (top_k > 0) & (top_k < vocab_size)
+    by_top_p = random & (top_p < 1)
+    filtered = by_top_k | by_top_p | (random & (min_p > 0))
+    return temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered
 
 
 @triton.jit

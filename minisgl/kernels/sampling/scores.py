@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minisgl.kernels.sampling.device_order import LOWEST, id_of, order_key, value_of
 from minisgl.kernels.sampling.filters import LIST_GROUPS, load_listed
-from minisgl.kernels.sampling.order import LOWEST, id_of, rank_of, value_of
 from minisgl.kernels.sampling.rows import (
     GROUP_QUADS,
     MIN_TOKENS,
@@ -138,14 +138,16 @@ def record_kernel(
     stride,
     num_groups,
     num_tiles,
-    num_rivals,
+    num_top,
     groups_block: tl.constexpr,
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Counts a row's token if the row has penalties, and scores it and its rivals if it asked.
+    """Counts a row's token if the row has penalties, and writes its logprob and the top logprobs if
+    the row wants them.
 
-    The rivals are taken one by one: first the groups with the largest maxima, then their tokens.
+    The likeliest tokens are taken one by one: first the groups with the largest maxima, then their
+    tokens.
     """
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -156,7 +158,7 @@ def record_kernel(
     if output_counts is not None:  # noqa: SIM102, the one is known to the compiler
         if load_penalties(records, slot, vocab_size)[0] > 0:
             tl.atomic_add(output_counts + slot * vocab_size + token, 1)
-    wanted = tl.minimum(load_num_logprobs(records, slot), num_rivals)
+    wanted = tl.minimum(load_num_logprobs(records, slot), num_top)
     if wanted >= 0:
         logits += row * stride
         group_list += row * (num_groups + LIST_GROUPS)
@@ -172,18 +174,18 @@ def record_kernel(
         groups = tl.arange(0, groups_block)
         exists = groups < num_groups
         maxima = tl.load(raw_max + row * num_groups + groups, mask=exists, other=-float("inf"))
-        ranks = tl.where(exists, rank_of(maxima, groups), LOWEST)
+        keys = tl.where(exists, order_key(maxima, groups), LOWEST)
         listed = tl.minimum(wanted, num_groups)
         for place in range(listed):
-            best = tl.max(ranks)
+            best = tl.max(keys)
             tl.store(group_list + place, id_of(best))
-            ranks = tl.where(ranks == best, LOWEST, ranks)
+            keys = tl.where(keys == best, LOWEST, keys)
         tl.debug_barrier()
         source = (logits, logits, vocab_size, 0, vocab_size)
-        rivals = load_listed(source, group_list, listed, 0, 1.0, False)[2]
+        candidates = load_listed(source, group_list, listed, 0, 1.0, False)[2]
         for place in range(wanted):
-            best = tl.max(rivals)
-            rivals = tl.where(rivals == best, LOWEST, rivals)
-            tl.store(top_ids + row * num_rivals + place, id_of(best).to(tl.int64))
+            best = tl.max(candidates)
+            candidates = tl.where(candidates == best, LOWEST, candidates)
+            tl.store(top_ids + row * num_top + place, id_of(best).to(tl.int64))
             score = value_of(best) - largest - log_sum
-            tl.store(top_logprobs + row * num_rivals + place, score)
+            tl.store(top_logprobs + row * num_top + place, score)

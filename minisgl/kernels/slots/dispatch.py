@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.state import Ring, SlotRows, SlotState, slot_mapping_of
+from minisgl.kernels.slots.state import OutputRing, SlotRows, SlotState, slot_mapping_of
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
@@ -43,7 +43,7 @@ def feed_slots(
     token_ids: Tensor,
     scores: TokenScores | None,
     state: SlotState,
-    ring: Ring,
+    ring: OutputRing,
     ring_row: int,
 ) -> None:
     """Make `token_ids` [num_rows] int64 the last tokens of `slots` [num_rows] int64, and write them
@@ -62,8 +62,8 @@ def feed_slots(
     num_rows = len(slots)
     ring.token_ids[ring_row, :num_rows].copy_(token_ids, non_blocking=True)
     if scores is not None:
-        rivals = scores.top_ids.shape[1]
+        num_top = scores.top_ids.shape[1]
         ring.logprob[ring_row, :num_rows].copy_(scores.logprob, non_blocking=True)
-        ring.top_ids[ring_row, :num_rows, :rivals].copy_(scores.top_ids, non_blocking=True)
-        logprobs = ring.top_logprobs[ring_row, :num_rows, :rivals]
+        ring.top_ids[ring_row, :num_rows, :num_top].copy_(scores.top_ids, non_blocking=True)
+        logprobs = ring.top_logprobs[ring_row, :num_rows, :num_top]
         logprobs.copy_(scores.top_logprobs, non_blocking=True)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.slots.state import Ring, SlotRows, SlotState
+from minisgl.kernels.slots.state import OutputRing, SlotRows, SlotState
 
 _PAGES_AT_ONCE = 256
 
@@ -40,12 +40,12 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
 
 
 def feed_slots(
-    slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: Ring
+    slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: OutputRing
 ) -> None:
     """As in slots.py; the device knows the row of the ring."""
     num_rows = len(slots)
     if scores is not None:
-        rivals = scores.top_ids.shape[1]
+        num_top = scores.top_ids.shape[1]
         _send_scores[(num_rows,)](
             scores.logprob,
             scores.top_ids,
@@ -54,7 +54,7 @@ def feed_slots(
             ring.top_ids,
             ring.top_logprobs,
             ring.next_row,
-            rivals,
+            num_top,
             scores.top_ids.stride(0),
             ring.top_ids.shape[1],
             ring.top_ids.shape[2],
@@ -155,20 +155,20 @@ def _send_scores(
     ring_ids,
     ring_logprobs,
     next_row,
-    num_rivals,
-    rivals_stride,
+    num_top,
+    top_stride,
     ring_rows,
-    ring_rivals,
+    ring_top,
     block: tl.constexpr,
 ):
     """A row a program; before `_feed` moves on."""
     row = tl.program_id(0)
     place = tl.load(next_row) * ring_rows + row
     tl.store(ring_logprob + place, tl.load(logprob + row))
-    rival = tl.arange(0, block)
-    there = rival < num_rivals
-    source = row * rivals_stride + rival
-    target = place * ring_rivals + rival
+    index = tl.arange(0, block)
+    there = index < num_top
+    source = row * top_stride + index
+    target = place * ring_top + index
     ids = tl.load(top_ids + source, mask=there).to(tl.int32)
     tl.store(ring_ids + target, ids, mask=there)
     tl.store(ring_logprobs + target, tl.load(top_logprobs + source, mask=there), mask=there)

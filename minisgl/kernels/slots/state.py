@@ -60,7 +60,7 @@ class SlotRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class OutputRing:
     """Rows of host memory that the device writes in turn, one a step.
 
     Pinned and mapped where the device is a GPU, so that its kernels store to it themselves.
@@ -68,22 +68,22 @@ class Ring:
 
     token_ids: Tensor  # [ring, rows] int32
     logprob: Tensor  # [ring, rows] float32, and the next two as in TokenScores
-    top_ids: Tensor  # [ring, rows, rivals] int32
-    top_logprobs: Tensor  # [ring, rows, rivals] float32
+    top_ids: Tensor  # [ring, rows, num_top] int32
+    top_logprobs: Tensor  # [ring, rows, num_top] float32
     next_row: Tensor  # [1] int32, on the device: where the next step is written
 
     @staticmethod
-    def allocate(size: int, num_rows: int, num_rivals: int, device: torch.device) -> Ring:
+    def allocate(size: int, num_rows: int, num_top: int, device: torch.device) -> OutputRing:
         pinned = device.type == "cuda"
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros((size, *shape), dtype=dtype, pin_memory=pinned)
 
-        return Ring(
+        return OutputRing(
             token_ids=zeros(num_rows, dtype=torch.int32),
             logprob=zeros(num_rows, dtype=torch.float32),
-            top_ids=zeros(num_rows, num_rivals, dtype=torch.int32),
-            top_logprobs=zeros(num_rows, num_rivals, dtype=torch.float32),
+            top_ids=zeros(num_rows, num_top, dtype=torch.int32),
+            top_logprobs=zeros(num_rows, num_top, dtype=torch.float32),
             next_row=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
