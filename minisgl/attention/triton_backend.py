@@ -1,7 +1,7 @@
-"""Paged attention with Triton alone: fast wherever torch is, with no toolkit and no plan per step.
+"""Paged attention in Triton, which needs no CUDA toolkit and no plan per step.
 
-Both phases read page tables, lengths and the bounds of chunks on the device, so that CUDA graphs of
-them are good for any that fit.
+Both phases read page tables, lengths and the bounds of chunks on the device, so that a CUDA graph
+of either serves any batch that fits.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> Prefill
 class TritonAttention:
     """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
 
-    Calls go on one stream: the splits of decode meet in memory that all calls share. A row's result
-    depends on the rows beside it only in where its keys are split, which follows from how many rows
-    and tokens there are; the same rows give the same bits, in any order.
+    For one stream: all calls share the memory through which the splits of decode are merged. A
+    row's result depends on the other rows only in where its keys are split, which follows from the
+    number of rows and tokens; the same rows give the same bits, in any order.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class TritonAttention:
         *,
         pdl: bool = True,
     ) -> None:
-        """Tiles to take instead of those that the functions above choose. `pdl`: overlap launches
+        """decode, prefill: tiles to use in place of the device's tuning. pdl: overlap launches
         where the device can, by the rule of launch.py."""
         self._decode_tiles = decode
         self._prefill_tiles = prefill
@@ -53,15 +53,15 @@ class TritonAttention:
         # The last one is the largest; captured graphs may hold the others.
         self._workspaces: list[DecodeWorkspace] = []
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
 
         Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
         """
-        return self._decode(q, q.shape[1], kv, rows, scale, None)
+        return self._decode(q, q.shape[1], kv, batch, scale, None)
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
         """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
 
@@ -70,14 +70,14 @@ class TritonAttention:
         num_kv_heads, head_dim = kv.k.shape[2:]
         num_all = qkv.shape[1] // head_dim
         heads = qkv.view(qkv.shape[0], num_all, head_dim)
-        return self._decode(heads, num_all - 2 * num_kv_heads, kv, rows, scale, norm_rope)
+        return self._decode(heads, num_all - 2 * num_kv_heads, kv, batch, scale, norm_rope)
 
     def _decode(
         self,
         heads: Tensor,
         num_heads: int,
         kv: LayerKV,
-        rows: DecodeBatch,
+        batch: DecodeBatch,
         scale: float,
         norm_rope: NormRope | None,
     ) -> Tensor:
@@ -93,8 +93,8 @@ class TritonAttention:
             heads,
             kv.k,
             kv.v,
-            rows.page_table,
-            rows.lengths,
+            batch.page_table,
+            batch.lengths,
             scale=scale,
             target_splits=target_splits,
             workspace=self._workspace(
@@ -105,15 +105,15 @@ class TritonAttention:
             pdl=self._pdl,
         )
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return paged_prefill(
             q,
             kv.k,
             kv.v,
-            rows.page_table,
-            rows.row_starts,
-            rows.ends,
+            batch.page_table,
+            batch.row_starts,
+            batch.ends,
             scale=scale,
             tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
             pdl=self._pdl,
@@ -130,8 +130,8 @@ class TritonAttention:
             num_stats, num_accs = max(num_stats, held[0]), max(num_accs, held[1])
             num_semaphores = max(num_semaphores, held[2])
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            # Its zeros would be written by this graph alone, and others would come to use them.
-            raise RuntimeError("decode as many rows once before a graph of them is captured")
+            # The graph would zero the semaphores at each replay, while other graphs use them.
+            raise RuntimeError("decode a batch of this size once before a graph of it is captured")
         self._workspaces.append(
             DecodeWorkspace.allocate(
                 num_accs=num_accs,

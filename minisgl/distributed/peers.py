@@ -1,15 +1,14 @@
-"""Collectives over memory that the GPUs of one host share, over NVLink where there is one. NVLink's
-multicast is not used.
+"""Collectives through GPU memory that the ranks of one host share, over NVLink if there is one.
+NVLink multicast is not used.
 
-By size, as scripts/bench_collectives.py measured it on two and four H200 (the README has the
+The size decides, as scripts/bench_collectives.py measured on two and four H200 (the README has the
 table):
 
-- Few rows go in one shot, which the product before may send: of 5,120 elements in half precision
-  up to 160 rows between two GPUs and 17 between four.
-- More go in two shots.
-
-NCCL is left with many rows whose size does not divide by the ranks, and with what the memory here
-does not hold.
+- An all-reduce of few rows takes one shot, which the GEMM before it can send: with 5,120 elements
+  in half precision up to 160 rows between two GPUs and 17 between four.
+- Larger ones take two shots.
+- NCCL does those of many rows whose size is not divisible by the ranks, and what does not fit into
+  the shared memory.
 """
 
 from __future__ import annotations
@@ -30,31 +29,32 @@ if TYPE_CHECKING:  # not every platform has Triton
 
 logger = logging.getLogger(__name__)
 
-# Of memory that ranks share. Logits are gathered there, and rows added up: their parts are in one
-# half and the sums in the other. What does not fit goes in several rounds.
+# The memory that each rank shares, for gathered logits and for two-shot sums, whose summands take
+# one half and whose results the other. Larger sums take several rounds.
 SHARED_BYTES = 80 << 20
-# More than rows of a step are sampled.
+# More than the rows that a step samples.
 MAX_MAXIMA = 1024
 
 
 def over_peer_memory(
     group: GroupCommunicator, hidden_size: int, dtype: torch.dtype
 ) -> Communicator:
-    """Of the same ranks; `group` itself where the GPUs cannot reach each other's memory."""
+    """A communicator of the same ranks; `group` itself if the GPUs cannot address each other's
+    memory."""
     try:
         if not group.host_min(int(runs_triton(group.device))):
             raise PeerMemoryError("its kernels need Triton")
         return PeerCommunicator(group, hidden_size, dtype)
     except PeerMemoryError as error:  # on all ranks
-        logger.warning("The GPUs share no memory, and NCCL does everything: %s", error)
+        logger.warning("GPU peer access is unavailable; falling back to NCCL: %s", error)
         return group
 
 
 class PeerCommunicator:
-    """For one stream, which may be capturing."""
+    """Collectives of peers, for one stream, which may be capturing."""
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
-        """Raises PeerMemoryError, on all ranks if on one."""
+        """Raises PeerMemoryError; if one rank does, all do."""
         from minisgl.kernels.comm import gather, one_shot, two_shot
         from minisgl.kernels.comm.shared_memory import SharedMemory
 
@@ -81,9 +81,9 @@ class PeerCommunicator:
             barrier_mailbox=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)
-        # Behind it, too, no inbox is still to be zeroed.
+        # After this all ranks have also zeroed their inboxes.
         if not group.host_min(int(self._memory.error is None)):
-            raise self._memory.error or PeerMemoryError("another rank cannot reach it")
+            raise self._memory.error or PeerMemoryError("another rank cannot map it")
 
     def all_reduce(self, part: Tensor) -> Tensor:
         if self._are_few(part):
@@ -115,7 +115,7 @@ class PeerCommunicator:
         return len(part) <= self._rows.max_rows and self._rows.takes(part)
 
     def _rounds(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What fits into the shared memory at a time."""
+        """`rows` in parts that fit into the shared memory."""
         return torch.split(rows, SHARED_BYTES // 2 // (rows.shape[1] * rows.itemsize))
 
     def all_gather(self, part: Tensor) -> Tensor:

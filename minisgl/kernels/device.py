@@ -1,4 +1,5 @@
-"""Triton helpers that several folders share."""
+"""Triton helpers of several folders. They are inlined: a kernel compiles as if they were written
+out."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def from_here(x, pdl: tl.constexpr):
-    """x; what is made of it stays behind this point. The compiler would make it as soon as x is
-    asked for, and so wait for x, before it asks for anything else."""
+    """Returns x; computations with the result stay after this point. The compiler would place them
+    right after the load of x, and so wait for x before it issues the other loads."""
     if pdl:
         pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         return tl.inline_asm_elementwise(

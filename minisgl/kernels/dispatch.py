@@ -1,8 +1,8 @@
-"""What a model computes between its products and attention: one function for each, and one kernel
-where the tensors lie on a GPU that Triton compiles for.
+"""The operations of a model between its GEMMs and attention, and whether Triton runs them.
 
-Elsewhere the functions of `reference.py` run, which also say how results are rounded; each Triton
-file names what it takes beyond the contract here (contiguous inputs) and when its launches overlap.
+On a GPU that Triton compiles for each is one kernel; elsewhere it is a function of
+elementwise/reference.py, which also defines the rounding. Each Triton file states what it requires
+beyond the contract here (contiguous inputs) and when its launches overlap.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from minisgl.kernels.elementwise.reference import NormRope
 
 logger = logging.getLogger(__name__)
 
-_OLDEST = (8, 0)  # compute capability that Triton supports
+_OLDEST = (8, 0)  # the lowest compute capability that Triton supports
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
-    """Row `id - first` of the weight for each id, zeros where it has none.
+    """Row `id - first` of the weight for each id; zeros for ids outside of it.
 
     token_ids: [num_rows] int64; weight: [vocab, size]. Returns a new [num_rows, size].
     """
@@ -42,9 +42,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + delta, and that sum, which may have been written over `residual`.
+    """Returns the RMS norm of residual + delta, and that sum, which may be written over `residual`.
 
-    Both are [num_rows, size] and of one dtype.
+    All are [num_rows, size] and of one dtype; weight: [size], of the same dtype.
     """
     return _kernels_for(residual.device).add_rms_norm(delta, residual, weight, eps)
 
@@ -78,7 +78,7 @@ def qk_norm_rope_store_kv(
 
 
 class Kernels(NamedTuple):
-    """An implementation of the functions above."""
+    """One implementation of the functions above."""
 
     embed: Callable[[Tensor, Tensor, int], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -97,12 +97,12 @@ REFERENCE = Kernels(
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether the functions above are Triton kernels on `device`."""
+    """Whether Triton kernels run on `device`; the references do otherwise."""
     return _kernels_for(device) is not REFERENCE
 
 
 def triton_kernels() -> Kernels:
-    """Imports Triton, which takes a second; ImportError where there is none."""
+    """Imports Triton, which takes a second. Raises ImportError where it is missing."""
     from minisgl.kernels.elementwise.activation import silu_mul
     from minisgl.kernels.elementwise.embedding import embed
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
@@ -119,14 +119,14 @@ def _kernels_for(device: torch.device) -> Kernels:
         kernels = triton_kernels()
         _start_triton()
     except Exception as error:  # an optional package that is broken must not stop the engine
-        logger.warning("The layers run without Triton, which does not run here: %s", error)
+        logger.warning("Triton does not run here; the layers run without it: %s", error)
         return REFERENCE
     return kernels
 
 
 def _start_triton() -> None:
-    """Raises where Triton lacks what it launches kernels with: at its first start on a machine it
-    builds a module, for which it needs a C compiler and the headers of Python."""
+    """Builds the module that Triton launches kernels with, once a machine. Raises without a C
+    compiler or the headers of Python."""
     import triton
 
     triton.runtime.driver.active.get_current_target()

@@ -23,21 +23,18 @@ from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
 
-# Numbers in a tile of what is merged; more take registers that the main loop has no use for.
+# Elements in a tile of a merge; more would take more registers than the main loop needs.
 _MERGED = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Where the splits of a row leave what they have, for the last of them to merge.
+    """Memory through which the KV splits of a row are merged. One launch at a time may use it."""
 
-    One launch at a time may use it. `semaphores` is zero between launches.
-    """
-
-    accs: Tensor  # [num_items * num_heads * head_dim] float32, for the items of paged_decode
-    peaks: Tensor  # [num_items * num_heads] float32, and so the next
-    totals: Tensor
-    semaphores: Tensor  # [num_rows * num_kv_heads] int32
+    accs: Tensor  # [num_items * num_heads * head_dim] float32: partial outputs
+    peaks: Tensor  # [num_items * num_heads] float32: running maxima
+    totals: Tensor  # [num_items * num_heads] float32: denominators
+    semaphores: Tensor  # [num_rows * num_kv_heads] int32, zero between launches
 
     @classmethod
     def allocate(
@@ -65,17 +62,20 @@ def paged_decode(
     norm_rope: NormRope | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """q: [num_rows, num_heads, head_dim]; page_table: [num_rows, max_pages] int32, and lengths:
-    [num_rows] int32, on the device. Returns the shape of q; rows of length 0 are zeros.
+    """Attends from one token of each row to all keys of the row.
 
-    With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads +
-    2 * num_kv_heads, head_dim], and its work is done too: the rows' own tokens, the last of their
-    lengths, need not be in the cache, but are written to it. Rows of length 0 write nothing. K and
-    q may differ from qk_norm_rope_store_kv's by a unit in the last place, and rarely do.
+    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
+    contiguous, of q's dtype; page_table: [num_rows, max_pages] int32; lengths: [num_rows] int32.
+    Returns a new tensor of the shape of q; rows of length 0 are zeros.
 
-    The keys of all rows are cut into shares of one size, about `target_splits` of them. A row has a
-    whole number of shares, hence there are up to num_rows more, the *items*, which the workspace
-    must have room for.
+    With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads + 2 *
+    num_kv_heads, head_dim], and its work is done, too: a row's own token, the last of its length,
+    is written to the cache. Rows of length 0 write nothing. K and q may differ from those of
+    qk_norm_rope_store_kv in the last place, and rarely do.
+
+    The keys of all rows are divided into about `target_splits` splits of equal size. Every row has
+    at least one, so there are up to `target_splits + num_rows` work *items*, for which the
+    workspace must have room.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
@@ -164,24 +164,25 @@ def _decode_kernel(
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """One program: a KV head of an item, with its group, over one share of a row's keys.
+    """One program: a KV head of an item, with its group of query heads, over one split of the keys.
 
-    KV heads are neighbours in the grid as they are in memory. The last program of a row to arrive
-    merges what all have, which costs less than a second launch where a step is short; a row of one
-    share needs no merging. On tensor cores, the group padded to block_h, even for a single head:
-    compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA cores.
+    KV heads are neighbours in the grid as they are in memory. The last program of a row to finish
+    merges the splits, which costs less than a second launch in a short step; a row of one split
+    needs no merging. Tensor cores are used with the group padded to block_h, even for a single
+    head: compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA
+    cores.
 
-    With a rotary table, q is qkv, and each program norms and turns the queries that it needs. A
-    row's own token comes from there too: the softmax of the program that has it in its share starts
-    with it. That program writes it to the cache, where none reads it.
+    With a rotary table, q is qkv, and each program norms and rotates the queries that it needs. The
+    program whose split has the row's own token starts its softmax with it, and writes it to the
+    cache, from which no program reads it.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     row, first_item, split_size = _find_row(
         lengths, item, num_rows, target_splits, min_split, block_rows
     )
     if row >= num_rows:
-        return  # without having waited; every row has a program that does
-    # The row's shares are made even, and whole tiles.
+        return  # without a wait; every row has a program that waits
+    # The row's splits are of equal size, in whole tiles.
     length = tl.load(lengths + row)
     num_splits = _num_splits(length, split_size)
     split_size = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
@@ -190,9 +191,9 @@ def _decode_kernel(
         return
     end = tl.minimum(first + split_size, length)
     table = page_table + row * table_stride
-    num_own = ((end == length) & (length > 0)).to(tl.int32)  # of the row's own token: 1 or 0
+    num_own = ((end == length) & (length > 0)).to(tl.int32)  # 1 in the split of the own token
     if rotary_table is not None:
-        end = tl.minimum(end, tl.maximum(length - 1, 0))  # of the keys that are in the cache
+        end = tl.minimum(end, tl.maximum(length - 1, 0))  # the own token is not in the cache
     pages = load_pages(table, first, end, page_size, block_n)
 
     num_heads: tl.constexpr = num_kv_heads * group
@@ -217,7 +218,7 @@ def _decode_kernel(
         )  # fmt: skip
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
-        # A tile ahead, so that no load of keys waits for a load of pages.
+        # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, block_n)
         keys = start + tl.arange(0, block_n)
         mask = in_cache(keys, end, head_dim, block_d)
@@ -281,12 +282,12 @@ def _start_with_own(
     block_d: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """The queries, and the acc, peak and lane totals of a softmax over the row's own token, which
-    goes to the cache; over nothing where num_own is 0. qkv: of the row; k and v: of the KV head.
+    """(queries, acc, peak and lane totals) of a softmax over the row's own token, which is written
+    to the cache; over nothing if num_own is 0. qkv: of the row; k and v: of the KV head.
 
-    All tiles are [block_h, block_d], and their real rows are loaded alike, the one key and what all
-    heads share once for each: then a thread holds the same places of all, and nothing is passed
-    around through shared memory. Besides each tile there is one of the dims that its own turn with.
+    All tiles are [block_h, block_d] and loaded alike, with the key and the weights repeated for
+    each head, so that a thread holds the same elements of all and no shared memory is needed. A
+    second tile has the partner of each element, with which it is rotated.
     """
     half: tl.constexpr = head_dim // 2
     head = tl.arange(0, block_h)[:, None]
@@ -294,11 +295,11 @@ def _start_with_own(
     partner = tl.where(dim < half, dim + half, dim - half)
     real = (head < group) & (dim < head_dim)
 
-    # Before the wait, what is older than the kernel before: all but the heads.
+    # Before the wait, load what is older than the previous kernel: all but the heads.
     position = tl.maximum(length - 1, 0)
     page = tl.load(table + position // page_size, num_own > 0, 0)
-    turn = rotary_table + position.to(tl.int64) * head_dim + tl.minimum(dim, partner)
-    cos, sin = tl.load(turn, real, 0.0), tl.load(turn + half, real, 0.0)
+    angles = rotary_table + position.to(tl.int64) * head_dim + tl.minimum(dim, partner)
+    cos, sin = tl.load(angles, real, 0.0), tl.load(angles + half, real, 0.0)
     q_scales, k_scales, q_partner_scales, k_partner_scales = None, None, None, None
     if q_weight is not None:
         q_scales = tl.load(q_weight + dim, real, 0.0)
@@ -317,10 +318,10 @@ def _start_with_own(
     value = tl.load(own_v + dim, own, 0.0)
 
     sin = tl.where(dim < half, -sin, sin)
-    query = _norm_and_turn(
+    query = _norm_and_rotate(
         query, query_partners, cos, sin, q_scales, q_partner_scales, eps, head_dim
     )
-    key = _norm_and_turn(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
+    key = _norm_and_rotate(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
     place = (page.to(tl.int64) * page_size + position % page_size) * (num_kv_heads * head_dim) + dim
     tl.store(k + place, key, mask=own & (head == 0))
     tl.store(v + place, value, mask=own & (head == 0))
@@ -336,7 +337,7 @@ def _start_with_own(
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     x,
     partners,
     cos,
@@ -359,8 +360,8 @@ def _norm_and_turn(
 
 @triton.jit
 def _num_splits(length, split_size):
-    """Into how many a row is cut: rounded, since a row little longer than a share is better left
-    whole, and where all are of one length, they are all cut or none."""
+    """Number of KV splits of a row. Rounded, not ceiled: a row slightly longer than one split stays
+    whole, and equal rows split equally."""
     return tl.maximum((length + split_size // 2) // split_size, 1)
 
 
@@ -373,8 +374,8 @@ def _find_row(
     min_split,
     block_rows: tl.constexpr,
 ):
-    """Which row has `item` (num_rows or more: none), the row's first item, and how many keys are
-    to be a share. Every row has an item at least, and items are counted row by row."""
+    """(row of `item`, num_rows or more if there is none; the row's first item; keys in a split).
+    Every row has at least one item, and items are numbered row by row."""
     rows = tl.arange(0, block_rows)
     numbers = tl.load(lengths + rows, rows < num_rows, 0)
     split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
@@ -399,7 +400,7 @@ def _merge(
     block_d: tl.constexpr,
     block_s: tl.constexpr,
 ):
-    """[block_g, block_d]: the softmax of a group over all splits of a row, block_s at a time."""
+    """[block_g, block_d]: the attention of a group over all splits of a row, block_s at a time."""
     heads, dims = tl.arange(0, block_g), tl.arange(0, block_d)
     acc = tl.zeros((block_g, block_d), tl.float32)
     peak = tl.full((block_g,), LOWEST, tl.float32)

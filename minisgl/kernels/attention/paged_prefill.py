@@ -32,8 +32,12 @@ def paged_prefill(
     tiles: PrefillTiles,
     pdl: bool = True,
 ) -> Tensor:
-    """q: [num_rows, num_heads, head_dim]; the others as in PrefillBatch. Returns the shape of q;
-    rows that belong to no chunk are neither read nor written."""
+    """Causal attention from the rows of chunks to the cache, which holds their K and V.
+
+    q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
+    contiguous, of q's dtype; the others as in PrefillBatch. Returns a new tensor of the shape of q;
+    rows of no chunk are neither read nor written.
+    """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
     num_chunks = ends.shape[0]
@@ -98,12 +102,12 @@ def _prefill_kernel(
     pdl: tl.constexpr,
 ):
     """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
-    pairs of a token and a head of the group, so that short chunks fill it too, and long ones mask
+    pairs of a token and a head of the group, so that short chunks fill it and long ones mask
     little.
 
-    Chunk c, whose rows begin at s, has the items from s // tokens + c on, which are enough for it
-    whatever s; so a chunk is found without adding up the items of those before it. Its last tokens
-    come first: they see most keys, and what runs last should be short.
+    Chunk c, whose rows begin at s, has the work items from s // tokens + c on, which are enough for
+    any s; so a chunk is found without a sum over the items of earlier chunks. Its last tokens come
+    first: they see most keys, and the last programs to run should be short.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = block_m // group
@@ -112,7 +116,7 @@ def _prefill_kernel(
     chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
     first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
     end = tl.load(ends + chunk)
-    if pdl:  # for q, k and v to be complete, and for the last reader of `out`; even for no tokens
+    if pdl:  # for q, k and v, and for the last reader of `out`; also programs without tokens wait
         tl.extra.cuda.gdc_wait()
     first_item = first_row // most_tokens + chunk
     left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
@@ -137,7 +141,7 @@ def _prefill_kernel(
     acc = tl.zeros((block_m, block_d), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
-    # Tiles that every token sees whole, then those on the diagonal.
+    # First the tiles of which every token sees all keys, then those on the diagonal.
     diagonal = (position + 1) // block_n * block_n
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
@@ -174,12 +178,12 @@ def _attend_tiles(
     masked: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Keys first..end into acc [block_m, block_d], peak and total [block_m]. Unless `masked`, they
-    are whole tiles, and every query sees them all."""
+    """Adds keys first..end to acc [block_m, block_d], peak and total [block_m]. Unless `masked`,
+    they are whole tiles, and every query sees all of them."""
     pages = load_pages(table, first, end, page_size, block_n)
     for start in tl.range(first, end, block_n, num_stages=stages):
         offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
-        # A tile ahead, so that no load of keys waits for a load of pages.
+        # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, block_n)
         keys = start + tl.arange(0, block_n)
         if masked or head_dim != block_d:

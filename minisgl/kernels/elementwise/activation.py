@@ -1,5 +1,5 @@
-"""The activation of the gated MLP as one Triton kernel. The reference, and the rounding that is
-kept to, is `silu_mul` of reference.py."""
+"""The activation of the gated MLP as one Triton kernel, with the rounding of `silu_mul` in
+reference.py."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from minisgl.kernels import device
 from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.tuning import tuning_of
 
-# Divides the intermediate sizes in use, so that no lane is idle.
+# A divisor of the usual intermediate sizes, so that no lane is idle.
 _COLUMNS = 1024
 
 
 def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
-    """As in dispatch; gate_up contiguous. `pdl`: overlap launches where the device can, by the rule
-    of launch.py."""
+    """As in dispatch.py; gate_up contiguous. `pdl`: overlap launches where the device can, by the
+    rule of launch.py."""
     assert gate_up.is_contiguous()
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((num_rows, size))
     rows, per_thread = (4, 16) if num_rows >= tuning_of(gate_up.device).many_rows else (1, 8)
-    # One axis, since the others end at 65535; a row's columns are neighbours on it.
+    # One axis of the grid, since the others end at 65,535; a row's blocks of columns are
+    # neighbours.
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, _COLUMNS),)
     _silu_mul_tile[grid](
         out,
@@ -54,7 +55,7 @@ def _silu_mul_tile(
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
     gate_place = row[:, None] * (2 * size) + column[None, :]
-    if pdl:  # nothing but addresses can be had before gate_up is complete
+    if pdl:  # for gate_up, without which there is nothing to do
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -1,7 +1,7 @@
-"""The embedding as one Triton kernel. The reference is `embed` of reference.py; nothing is rounded.
+"""The embedding lookup as one Triton kernel; the reference is `embed` of reference.py.
 
-It is the first kernel of a step, behind the one that writes the token ids: overlapping with that
-one, it has only its own start to gain, and lets the first norm fetch its weights meanwhile.
+It is the first kernel of a step, right after the one that writes the token ids. Overlap hides its
+own start, and lets the first norm load its weights.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from minisgl.kernels.tuning import tuning_of
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True) -> Tensor:
-    """As in dispatch; both contiguous. `pdl`: overlap launches where the device can, by the rule of
-    launch.py; the ids may come from the launch before."""
+    """As in dispatch.py; both contiguous. `pdl`: overlap launches where the device can, by the rule
+    of launch.py; the ids may come from the launch before."""
     assert token_ids.is_contiguous() and weight.is_contiguous()
     num_rows, size = token_ids.shape[0], weight.shape[1]
     out = weight.new_empty((num_rows, size))
     columns = min(triton.next_power_of_2(size), 1024)
     rows, per_thread = (4, 16) if num_rows >= tuning_of(weight.device).many_rows else (1, 8)
-    # One axis, since the others end at 65535; a row's columns are neighbours on it.
+    # One axis of the grid, since the others end at 65,535; a row's blocks of columns are
+    # neighbours.
     grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, columns),)
     _embed_tile[grid](
         out,
@@ -40,7 +41,7 @@ def embed(token_ids: Tensor, weight: Tensor, first: int = 0, *, pdl: bool = True
     return out
 
 
-# Slices of the step's tables start anywhere: no variant of the kernel for each alignment.
+# Slices of a step's tables have any alignment: do not compile a variant for each.
 @triton.jit(do_not_specialize=["num_rows", "first"], do_not_specialize_on_alignment=["token_ids"])
 def _embed_tile(
     out,
@@ -60,11 +61,11 @@ def _embed_tile(
     row = (program // across).to(tl.int64) * rows + tl.arange(0, rows)
     column = (program % across) * columns + tl.arange(0, columns)
     inside = (row < num_rows)[:, None] & (column < size)[None, :]
-    if pdl:  # for the ids, which the kernel before may write, and the last reader of out's memory
+    if pdl:  # for the ids, which the previous kernel may write, and the last reader of out's memory
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    place = tl.load(token_ids + row, mask=row < num_rows, other=0) - first
-    there = inside & ((place >= 0) & (place < num_ids))[:, None]
-    value = tl.load(weight + place[:, None] * size + column[None, :], mask=there, other=0.0)
+    source = tl.load(token_ids + row, mask=row < num_rows, other=0) - first
+    held = inside & ((source >= 0) & (source < num_ids))[:, None]
+    value = tl.load(weight + source[:, None] * size + column[None, :], mask=held, other=0.0)
     tl.store(out + row[:, None] * size + column[None, :], value, mask=inside)

@@ -1,5 +1,5 @@
-"""All that happens to a row's heads between their projection and attention, as one Triton kernel.
-The reference, and the rounding that is kept to, is `qk_norm_rope_store_kv` of reference.py."""
+"""Norm and RoPE of the heads of q and k, and the KV write, as one Triton kernel, with the rounding
+of `qk_norm_rope_store_kv` in reference.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def qk_norm_rope_store_kv(
     *,
     pdl: bool = True,
 ) -> Tensor:
-    """As in dispatch; qkv and the caches contiguous. `pdl`: overlap launches where the device can,
-    by the rule of launch.py: positions and slot_mapping must be two launches old."""
+    """As in dispatch.py; qkv and the caches contiguous. `pdl`: overlap launches where the device
+    can, by the rule of launch.py: positions and slot_mapping must be two launches old."""
     assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
     table, q_weight, k_weight, eps = norm_rope
     assert (q_weight is None) == (k_weight is None)
@@ -48,8 +48,8 @@ def qk_norm_rope_store_kv(
         head_dim=head_dim,
         head_block=head_block,
         half_block=half_block,
-        # In half precision a thread holds 16 bytes of either half. With no more threads than half
-        # a head has elements, the compiler would pass cos and sin around through shared memory.
+        # In half precision a thread holds 16 bytes of either half. With more threads than half a
+        # head has elements, the compiler exchanges cos and sin without shared memory.
         num_warps=max(half_block // 16, 4),
         # Products and sums of the rotation are rounded one by one, as the reference's are.
         enable_fp_fusion=False,
@@ -58,7 +58,7 @@ def qk_norm_rope_store_kv(
     return q
 
 
-# Slices of the step's tables start anywhere: no variant of the kernel for each alignment.
+# Slices of a step's tables have any alignment: do not compile a variant for each.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _heads_kernel(
     q,
@@ -78,10 +78,10 @@ def _heads_kernel(
     half_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of a row's heads a program, whether they are q's, k's or v's.
+    """One block of a row's heads a program, of q, k or v.
 
-    The sorts differ in little: all are normed and turned alike, and v's heads are not turned after
-    all. A head is held as its two halves, whose elements turn in pairs.
+    All are normed and rotated alike; for heads of v the result is discarded. A head is held as its
+    two halves, whose elements are rotated in pairs.
     """
     first_v: tl.constexpr = num_heads + num_kv_heads
     total: tl.constexpr = first_v + num_kv_heads
@@ -93,25 +93,25 @@ def _heads_kernel(
     column = tl.arange(0, half_block)[None, :]
     is_q, is_v = head < num_heads, head >= first_v
 
-    # Before the wait, what is older than the kernel before: the weights, which come from far away,
-    # and the position, so that the turn that hangs on it is only one trip to memory behind.
-    position, slot = tl.load(positions + row), tl.load(slot_mapping + row)
+    # Before the wait, load what is older than the previous kernel: the weights, which are far away,
+    # and the position, on which the load of cos and sin depends.
+    position, kv_slot = tl.load(positions + row), tl.load(slot_mapping + row)
     if q_weight is not None:
         first_q = tl.load(q_weight + column, mask=column < half, other=0.0)
         first_k = tl.load(k_weight + column, mask=column < half, other=0.0)
         second_q = tl.load(q_weight + half + column, mask=column < half, other=0.0)
         second_k = tl.load(k_weight + half + column, mask=column < half, other=0.0)
-    if pdl:  # for qkv to be complete, and for the last reader of q's memory and of the cache
+    if pdl:  # for qkv, and for the last reader of q's memory and of the cache
         tl.extra.cuda.gdc_wait()
 
     place = row * (total * head_dim) + head * head_dim + column
     inside = (head < total) & (column < half)
     first = tl.load(qkv + place, mask=inside, other=0.0)
     second = tl.load(qkv + place + half, mask=inside, other=0.0)
-    turn = table + position * head_dim
-    cos = tl.load(turn + column, mask=column < half, other=0.0)
-    sin = tl.load(turn + half + column, mask=column < half, other=0.0)
-    if pdl:  # and all loads stay above this, or the compiler would fetch cos and sin at their use
+    angles = table + position * head_dim
+    cos = tl.load(angles + column, mask=column < half, other=0.0)
+    sin = tl.load(angles + half + column, mask=column < half, other=0.0)
+    if pdl:  # keeps all loads above it; the compiler would load cos and sin at their use
         tl.extra.cuda.gdc_launch_dependents()
 
     dtype = first.dtype
@@ -126,7 +126,7 @@ def _heads_kernel(
     q_place = row * (num_heads * head_dim) + head * head_dim + column
     tl.store(q + q_place, first, mask=inside & is_q)
     tl.store(q + q_place + half, second, mask=inside & is_q)
-    kv_place = slot * (num_kv_heads * head_dim) + column
+    kv_place = kv_slot * (num_kv_heads * head_dim) + column
     k_place = kv_place + (head - num_heads) * head_dim
     is_k = (head >= num_heads) & (head < first_v)
     tl.store(k_cache + k_place, first, mask=inside & is_k)

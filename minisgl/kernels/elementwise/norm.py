@@ -1,5 +1,4 @@
-"""Root mean square normalisation as one Triton kernel. The references, and the rounding that is
-kept to, are `rms_norm` and `add_rms_norm` of reference.py."""
+"""RMS norm in Triton, with the rounding of `rms_norm` and `add_rms_norm` in reference.py."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from minisgl.kernels.tuning import tuning_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
-    """As in dispatch; x contiguous. `pdl`: overlap launches where the device can, by the rule of
+    """As in dispatch.py; x contiguous. pdl: overlap launches where the device can, by the rule of
     launch.py."""
     out = torch.empty_like(x)
     _launch(out, x, None, weight, eps, pdl=pdl)
@@ -24,7 +23,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tens
 def add_rms_norm(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """As in dispatch; both contiguous. Returns a new tensor, and `residual` with the sum in it."""
+    """As in dispatch.py; both contiguous. Returns a new tensor, and `residual`, which holds the
+    sum."""
     out = torch.empty_like(residual)
     _launch(out, residual, delta, weight, eps, pdl=pdl)
     return out, residual
@@ -36,8 +36,8 @@ def _launch(
     assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
     num_rows, size = residual.shape
     block = triton.next_power_of_2(size)
-    # A row is spread as widely as 16-byte loads of half precision allow, for the shortest way from
-    # the load to the reduction; of many rows, a thread keeps twice as much in flight.
+    # A row is spread over as many threads as 16-byte loads of half precision allow, which shortens
+    # the reduction; with many rows a thread has twice as much in flight.
     many = num_rows >= tuning_of(residual.device).many_rows
     tile, per_thread = (2048, 16) if many else (1024, 8)
     rows = max(tile // block, 1)
@@ -69,10 +69,10 @@ def _norm_rows(
     rows: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """`rows` whole rows a program, each held in registers between its reading and its writing."""
+    """`rows` whole rows a program, held in registers from load to store."""
     column = tl.arange(0, block)
     factor = tl.load(weight + column, mask=column < size, other=0.0)
-    if pdl:  # the weight comes from far away; delta and residual are what is waited for
+    if pdl:  # for delta and residual; the weight is old, and far away
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

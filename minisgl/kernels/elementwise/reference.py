@@ -1,6 +1,5 @@
-"""The operations of `dispatch.py` in plain torch: what a CPU runs, and what the Triton kernels are
-tested against, to the rounding. That is the one of transformers, so that half precision models see
-what they were made with."""
+"""The operations of dispatch.py in torch: what a CPU runs, and what the Triton kernels are tested
+against. The rounding is that of transformers, with which half-precision models were trained."""
 
 from __future__ import annotations
 
@@ -21,13 +20,14 @@ class NormRope(NamedTuple):
 
 
 def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
-    places = token_ids - first
-    there = (places >= 0) & (places < len(weight))
-    return F.embedding(places.where(there, 0), weight) * there[:, None]
+    rows = token_ids - first
+    held = (rows >= 0) & (rows < len(weight))
+    return F.embedding(rows.where(held, 0), weight) * held[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The quotient is computed in float32, and rounded to x's dtype before it meets the weight."""
+    """The quotient is computed in float32, and rounded to x's dtype before the weight multiplies
+    it."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The burst kernel of linear maps: all tiles of a program at once, in registers."""
+"""The burst kernel of linear maps: all tiles of a program in registers at once."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def burst_kernel(
     whole_k: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of [block_n, block_m] over all of k: `pieces` tiles, held in registers. The first
-    block leaves the norm of its rows in `normed`, if there is one."""
+    """A block of [block_n, block_m] of the result over all of k, `pieces` tiles in registers. The
+    first block of a row also writes its norm to `normed`, if that is not None."""
     m_tile, n_tile = tl.program_id(0), tl.program_id(2)
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
@@ -81,14 +81,14 @@ def burst_kernel(
         if not whole_k:
             there &= i * block_k + columns < k
         rows += (tl.load(x + i * block_k, mask=there, other=0.0),)
-    residual, exchange = squares, row  # anything, unless they are needed
+    residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:
         residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
         exchange = next_exchange(exchanges, row, num_rows)
     if norm_weight is not None:
         found = load_squares(x_squares, row, num_rows, num_parts, parts)
-    tl.debug_barrier()  # all loads are on their way
+    tl.debug_barrier()  # all loads are issued
 
     if norm_weight is not None:
         found = from_here(found, pdl)

@@ -1,16 +1,16 @@
-"""Matrix products of few rows by cuBLASLt, each with the algorithm that was the fastest when tried.
+"""GEMMs of few rows by cuBLASLt, each with the algorithm that was the fastest in a trial at start.
 
-F.linear takes the first algorithm that cuBLAS proposes. Of all that it proposes, others are up to
-15 % faster on an H200 where a model decodes, often one that does not split k
-(scripts/bench_linear.py). So the proposals are timed at start, on the weights of the model, for
-some numbers of rows; the numbers between them take what the next larger one took.
+F.linear uses the first algorithm that cuBLAS proposes. Other proposals are up to 15 % faster on an
+H200 in decode, often one that does not split k (scripts/bench_linear.py). So the proposals are
+timed at start, on the weights of the model, for some numbers of rows; other numbers use the choice
+of the next larger one.
 
-From some 64 rows on the device comes to its power limit within a tenth of a second. What was the
-fastest in a short trial then loses to cuBLAS's own choice, whose larger tiles move less: 1 to 3 %
-at 128 to 210 rows of Qwen3-14B, and nothing is gained in prefill. So there F.linear stays.
+From about 64 rows on the device reaches its power limit within a tenth of a second. The fastest
+algorithm of a short trial then loses to cuBLAS's own choice, whose larger tiles move less data: 1
+to 3 % at 128 to 210 rows of Qwen3-14B, and prefill gains nothing. So these use F.linear.
 
-The binding is to the library that torch has loaded. Where it lacks something, or refuses a product,
-`Products` has no answer, and the caller takes F.linear.
+The calls go to the library that torch has loaded. If it lacks a function or rejects a shape,
+`Products` returns None, and the caller uses F.linear.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 32 << 20  # as much as torch gives cuBLAS on Hopper
-# Smaller weights are multiplied as fast as they are launched, by any algorithm.
+# With smaller weights any algorithm is bound by its launch.
 MIN_WEIGHT_BYTES = 16 << 20
 ROWS = (8, 16, 32, 48, 64)
 MAX_ROWS = ROWS[-1]
-_ALIGNMENT = 256  # of addresses, which the library takes for granted
-_PROPOSALS = 8  # that are asked for with, and as many without a workspace
-_COLD_BYTES = 128 << 20  # of weights between two readings of the same: none is left in L2
+_ALIGNMENT = 256  # of addresses, which the library assumes
+_PROPOSALS = 8  # requested with a workspace, and again without
+_COLD_BYTES = 128 << 20  # of other weights between two reads of one, so that L2 holds none of it
 _ROUNDS = 3
 
 # From cublasLt.h and library_types.h, which are the same for CUDA 12 and 13.
@@ -76,14 +76,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class CublasLtError(RuntimeError):
-    """The library is missing, or has refused a call."""
+    """The library is missing, or a call failed."""
 
 
 class CublasLt:
-    """The library for products y = x Wᵀ of one dtype on the current device, sums in float32.
+    """The library, for y = x Wᵀ of one dtype on the current device, with sums in float32.
 
-    It knows columns where torch has rows: to it W, [n, k], is a [k, n] to be transposed, x a [k, m]
-    and y an [n, m].
+    It is column-major: to it W [n, k] is a [k, n] to be transposed, x a [k, m] and y an [n, m].
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -123,7 +122,7 @@ class CublasLt:
         self._call("MatrixLayoutDestroy", layout)
 
     def proposals(self, of: Layouts) -> list[_Algorithm]:
-        """Without duplicates, what the library would take first."""
+        """The algorithms that the library proposes, best first, without duplicates."""
         found: dict[bytes, _Algorithm] = {}
         for preference in self._preferences:
             results, count = (_Proposal * _PROPOSALS)(), c_int(0)
@@ -133,7 +132,7 @@ class CublasLt:
                     *(self._handle, self._product, of.weight, of.x, of.y, of.y, preference),
                     *(_PROPOSALS, results, byref(count)),
                 )
-            except CublasLtError:  # there is none that makes do with this workspace
+            except CublasLtError:  # no algorithm runs with this workspace
                 continue
             for result in results[: count.value]:
                 if result.status == 0:
@@ -162,7 +161,7 @@ class CublasLt:
         y: Tensor,
         workspace: Tensor,
     ) -> None:
-        """On the current stream."""
+        """Queues y = x Wᵀ on the current stream. Raises CublasLtError."""
         status = self._matmul(
             self._handle,
             self._product,
@@ -185,7 +184,7 @@ class CublasLt:
             raise CublasLtError(f"cublasLtMatmul returned {status}.")
 
     def time_ms(self, work: Callable[[], None]) -> float:
-        """How long the device takes for what `work` queues on the current stream."""
+        """The device time of what `work` queues on the current stream. Blocks."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         work()
@@ -211,7 +210,7 @@ class CublasLt:
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Of the three matrices of a product; the library's own objects."""
+    """The library's descriptions of the three matrices of a GEMM."""
 
     library: CublasLt
     weight: int
@@ -224,9 +223,9 @@ class Layouts:
 
 
 class Products:
-    """Products y = x Wᵀ without bias, for the weights that `tune` has seen.
+    """y = x Wᵀ without bias, for the shapes of weights that `tune` has seen.
 
-    One product at a time may run, since all share a workspace.
+    One at a time may run, since all share a workspace.
     """
 
     def __init__(self, library: CublasLt, device: torch.device) -> None:
@@ -237,7 +236,8 @@ class Products:
         self._plans: dict[tuple[int, int, int], tuple[Layouts, _Algorithm] | None] = {}
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """x: [m, k]; weight: [n, k]. Returns [m, n], or None where F.linear is to be taken."""
+        """x: [m, k]; weight: [n, k]. Returns a new [m, n], or None if the caller must use
+        F.linear."""
         (m, k), n = x.shape, weight.shape[0]
         if m > MAX_ROWS:
             return None
@@ -252,9 +252,9 @@ class Products:
         return y
 
     def tune(self, weights: Sequence[Tensor]) -> None:
-        """Choose algorithms for weights of this shape, [n, k] contiguous.
+        """Chooses algorithms for weights of one shape, [n, k] contiguous. Takes about 0.1 s.
 
-        Several weights are read in turn, as a model reads its layers'. Takes some 0.1 s.
+        Several weights are read in turn, as a model reads those of its layers.
         """
         n, k = weights[0].shape
         if n % 8 == k % 8 == 0 and weights[0].nbytes >= MIN_WEIGHT_BYTES:
@@ -292,7 +292,7 @@ class Products:
                 time_ms(algorithm)  # loads the kernel, too
                 candidates.append(algorithm)
             except CublasLtError as error:
-                logger.debug("A product of %s is left out: %s", (m, n, k), error)
+                logger.debug("An algorithm for %s does not run: %s", (m, n, k), error)
         times = [math.inf] * len(candidates)
         for _ in range(_ROUNDS):
             for index, algorithm in enumerate(candidates):
@@ -301,12 +301,12 @@ class Products:
 
 
 def load_products(dtype: torch.dtype, device: torch.device) -> Products | None:
-    """None where the library cannot be used for this dtype."""
+    """The GEMMs of `dtype` on `device`; None if the library cannot be used."""
     if dtype not in _DTYPES:
         return None
     try:
         with torch.cuda.device(device):
             return Products(CublasLt(dtype), device)
     except CublasLtError as error:
-        logger.info("Matrix products are left to torch: %s", error)
+        logger.info("cuBLASLt is unavailable; torch does all GEMMs: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""What the stream and the burst kernel have in common."""
+"""Helpers of the stream and the burst kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def columns_of(block_k: tl.constexpr, groups: tl.constexpr):
 
 @triton.jit
 def spread(row, groups: tl.constexpr):
-    """What a row of a tile has, in the shape that goes with `_columns`."""
+    """Values of the rows of a tile, in a shape that broadcasts with `columns_of`."""
     if groups == 1:
         return row[:, None]
     else:
@@ -56,7 +56,7 @@ def zeros(block_n: tl.constexpr, block_m: tl.constexpr, groups: tl.constexpr):
 
 @triton.jit
 def total(acc, groups: tl.constexpr):
-    """[block_m, block_n], the groups added up."""
+    """[block_m, block_n]: the sum of the groups, transposed."""
     if groups > 1:
         acc = tl.sum(acc, 0)
     return tl.trans(acc)
@@ -106,9 +106,9 @@ def finish(
     n,
     gated: tl.constexpr,
 ):
-    """Write the block at rows `row` and columns `column`. `up` is looked at if gated, `residual`,
-    what is added to, if there are squares to be written, and `exchange` of each row if there are
-    `targets`, inboxes."""
+    """Writes the block at rows `row` and columns `column`. `up` is used if gated, `residual` if
+    there are squares to write, `exchange` of each row if there are `targets`, the addresses of
+    inboxes."""
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
         acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]

@@ -1,35 +1,34 @@
 """Linear maps of few rows (decode) in Triton: y = x Wᵀ, half precision, sums in float32.
 
-With few rows the time is that of reading W once: n · k · 2 bytes at 4.28 TB/s on an H200, for which
-some 40 KiB must be under way to each of the 132 multiprocessors at any time. So the kernels are
-made around W. It is the left side of the product, acc[n, m] = W[n, k] xᵀ[k, m], whose rows the
-tensor cores take 64 (wgmma) or 16 (mma) at a time; x is the right side, where they take 8, and it
-comes out of L2. Two kernels:
+With few rows the time is that of reading W once: n · k · 2 bytes at 4.28 TB/s on an H200, which
+takes some 40 KiB in flight to each of the 132 SMs at any time. So the kernels are built around W.
+It is the left operand, acc[n, m] = W[n, k] xᵀ[k, m], of which the tensor cores take 64 (wgmma) or
+16 (mma) rows at a time; x is the right operand, where they take 8, and comes from L2. There are two
+kernels:
 
-- *stream*: a loop over tiles of k, several of them in flight. Where the tiles of n are too few to
-  fill the device, k is split over programs, too; each leaves its part in float32, and the last to
-  arrive adds them up in their order, so that the result is the same at every run.
-- *burst*, for small W: a program has all its rows of W in flight at once, in registers, before it
-  even waits for x, whose way from L2 is then all that lies between the kernel before and the
-  result.
+- *stream*: a pipelined loop over tiles of k. If the tiles of n are too few to fill the device, k is
+  split over programs (split-k): each stores its partial sums in float32, and the last one to finish
+  adds them up in a fixed order, so that the result is the same at every run.
+- *burst*, for small W: a program loads all its rows of W into registers before it waits for x, so
+  that only the load of x from L2 lies between the previous kernel and the result.
 
-A tile of less than 64 rows of W is too little for four warps: there they share out the tile's k
-instead (`groups`), and their sums are added at the end.
+A tile of fewer than 64 rows of W is too small for four warps: there the warps divide the tile's k
+(`groups`), and their sums are added at the end.
 
-W does not depend on the kernel before. With programmatic dependent launch (launch.py) a
-program fetches it before the wait, burst into registers and stream its first part into L2, so that
-the memory works while the launches before still compute.
+W does not depend on the previous kernel. With programmatic dependent launch (kernels/launch.py) a
+program loads it before the wait, burst into registers and stream its first part into L2, while the
+previous launches still compute.
 
-With little to read, each launch in a row costs more than its work. So what lies between two
-products is part of them, with the rounding of reference.py:
+With little to read, a launch costs more than its work. So the operations between two GEMMs are
+fused into them, with the rounding of elementwise/reference.py:
 
-- `linear_silu_mul` is the gated MLP's first product and activation: a program has the same rows of
+- `linear_silu_mul` is the gated MLP's first GEMM and its activation: a program has the same rows of
   the gate and of the other half.
-- `linear_add` adds its product to the residual stream, and leaves the sums of squares of what it
-  wrote, one for each block of columns.
-- With these sums the next product norms its x on the way from L2 to the tensor cores (`FusedNorm`).
-- `linear_send` leaves its product in the inboxes of all ranks (comm/mailbox.py), each of which
-  has a summand of what is wanted.
+- `linear_add` adds its result to the residual stream, and writes the sums of squares of the new
+  stream, one for each block of columns.
+- With these sums the next GEMM norms its x between L2 and the tensor cores (`FusedNorm`).
+- `linear_send` writes its result into the inboxes of all ranks (comm/mailbox.py) as this rank's
+  summand of an all-reduce.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ from minisgl.kernels.tuning import tuning_of
 
 
 class FusedNorm(NamedTuple):
-    """Root mean square normalisation of x, as rms_norm of reference.py."""
+    """The RMS norm of x that a kernel applies itself, as rms_norm of reference.py."""
 
     weight: Tensor  # [k], of x's dtype
     eps: float
-    squares: Tensor  # [m, any] float32, contiguous; a row adds up to the squares of x's row
+    squares: Tensor  # [m, any] float32, contiguous; each row sums up to that of the squares of x
 
 
 def linear(
@@ -73,12 +72,12 @@ def linear(
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """The map of x or, with a norm, of x's norm. x: [m, k], its rows contiguous; weight: [n, k]
-    contiguous; bias: [n].
+    """x Wᵀ + bias, or with a norm the same of x's norm.
 
-    Returns [m, n]. `normed`, like x and contiguous, is where the norm is left, too; for tiles that
-    are a burst. Without a workspace, k is not split. `pdl`: overlap launches where the device can,
-    by the rule of launch.py; the weights and the bias must be older than two launches.
+    x: [m, k], its rows contiguous; weight: [n, k] contiguous; bias: [n]; all of one dtype. Returns
+    a new [m, n]. `normed`, a contiguous tensor like x, receives the norm; it requires burst tiles.
+    Without a workspace, k is not split. `pdl`: overlap launches where the device can, by the rule
+    of kernels/launch.py; weight and bias must be older than two launches.
     """
     out, _ = _launch(
         x, weight, bias, None, norm, workspace, tiles, gated=False, pdl=pdl, normed=normed
@@ -95,9 +94,9 @@ def linear_silu_mul(
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """silu_mul(linear(x, weight)), to the rounding. weight: [2 · size, k], the gates first.
+    """silu_mul(linear(x, weight)), with the same rounding. weight: [2 · size, k], the gate first.
 
-    Returns [m, size].
+    Returns a new [m, size].
     """
     out, _ = _launch(x, weight, None, None, norm, workspace, tiles, gated=True, pdl=pdl)
     return out
@@ -113,9 +112,9 @@ def linear_add(
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """Add linear(x, weight, bias), rounded, to `residual`, [m, n] contiguous, in its place.
+    """Adds linear(x, weight, bias), rounded, to `residual` [m, n] contiguous, in place.
 
-    Returns the squares that a FusedNorm of the sum takes.
+    Returns the squares that a FusedNorm of the sum takes: [m, any] float32.
     """
     _, squares = _launch(x, weight, bias, residual, None, workspace, tiles, gated=False, pdl=pdl)
     assert squares is not None
@@ -132,8 +131,8 @@ def linear_send(
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> None:
-    """Send linear(x, weight, bias) to all ranks, rows 0 to m - 1 of their inboxes, whose rows have
-    n elements: what one_shot.received_norm waits for."""
+    """Sends linear(x, weight, bias) to rows 0 to m - 1 of all ranks' inboxes, whose rows have n
+    elements. one_shot.received_norm adds up the summands of all ranks."""
     assert x.shape[0] <= mailbox.max_rows and mailbox.takes(weight.T)
     _launch(x, weight, bias, None, None, workspace, tiles, gated=False, pdl=pdl, mailbox=mailbox)
 
@@ -152,7 +151,7 @@ def _launch(
     normed: Tensor | None = None,
     mailbox: Mailbox | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result, unless it was sent, and, where it was added to `residual`, its squares."""
+    """Returns the result, empty if it was sent, and its squares if it was added to `residual`."""
     (m, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and weight.shape[1] == k and x.stride(1) == 1
     assert residual is None or (residual.is_contiguous() and residual.shape == (m, n))
@@ -181,7 +180,7 @@ def _launch(
         None if norm is None else norm.squares,
     )
     numbers = (m, n, k, x.stride(0), num_parts, 0.0 if norm is None else norm.eps)
-    mail = (
+    exchange = (
         (None, None, 0, 0)
         if mailbox is None
         else (mailbox.targets, mailbox.exchanges, mailbox.max_rows, mailbox.rank)
@@ -203,7 +202,7 @@ def _launch(
     if tiles.burst:
         pieces = triton.cdiv(k, tiles.block_k)
         burst_kernel[(across_m, 1, across_n)](
-            *tensors, *numbers, *mail, normed, pieces=pieces, **options
+            *tensors, *numbers, *exchange, normed, pieces=pieces, **options
         )
         return out, squares
 
@@ -217,7 +216,7 @@ def _launch(
     stream_kernel[(across_m, splits, across_n)](
         *tensors,
         *numbers,
-        *mail,
+        *exchange,
         partials,
         semaphores,
         split_size,

@@ -1,4 +1,4 @@
-"""The stream kernel of linear maps: a loop over tiles of k, several of them in flight."""
+"""The stream kernel of linear maps: a pipelined loop over tiles of k."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _fetch(
     block_n: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """Ask for the first `size` elements of each of block_n rows to be brought into L2: each thread
-    for a piece of a row, of which `length` is there."""
+    """Prefetches the first `size` elements of block_n rows, which have `length`, into L2: each
+    thread a piece of a row."""
     pieces: tl.constexpr = lanes // block_n if lanes > block_n else 1
     piece = size // pieces
     lane = tl.arange(0, block_n * pieces)
@@ -82,7 +82,7 @@ def stream_kernel(
     lanes: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of [block_n, block_m], over one split_size of k."""
+    """A block of [block_n, block_m] of the result, over one split of k."""
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = part * split_size
     end = tl.minimum(first + split_size, k)
@@ -99,7 +99,7 @@ def stream_kernel(
     row = m_tile * block_m + tl.arange(0, block_m)
     column = n_tile * block_n + tl.arange(0, block_n)
     live = (row < num_rows)[:, None] & (column < n)[None, :]
-    residual, exchange = squares, row  # anything, unless they are needed
+    residual, exchange = squares, row  # placeholders unless they are used
     if squares is not None:
         residual = load_residual(out, row, column, num_rows, n)
     if exchanges is not None:
@@ -110,7 +110,7 @@ def stream_kernel(
 
     columns = columns_of(block_k, groups)
     w_row = tl.arange(0, block_n)
-    if not whole_n:  # rows past the end are the last one again; they are not written
+    if not whole_n:  # rows past the end repeat the last one; they are not written
         w_row = tl.minimum(w_row, n - 1 - n_tile * block_n)
     w_place = spread(w_row, groups) * k + columns
     x_place = spread(row * x_stride, groups) + columns
@@ -118,7 +118,8 @@ def stream_kernel(
     acc = zeros(block_n, block_m, groups)
     up = acc
     if norm_weight is not None:
-        # Once for each row, so that the compiler does not bring the rows into another layout.
+        # Loaded once for each row, so that the compiler does not convert the rows to another
+        # layout.
         factor_at = norm_weight + tl.broadcast_to(columns, x_place.shape)
         factor = tl.load(factor_at + first, mask=first + columns < end, other=0.0)
     for start in tl.range(first, end, block_k, num_stages=stages):
@@ -127,7 +128,7 @@ def stream_kernel(
         rows = tl.load(x + start + x_place, mask=real if whole_k else real & inside, other=0.0)
         if norm_weight is not None:
             rows = apply_norm(rows, scale, factor)
-            ahead = start + block_k  # on its way while the loop turns
+            ahead = start + block_k  # loaded one tile ahead
             factor = tl.load(factor_at + ahead, mask=ahead + columns < end, other=0.0)
         acc = multiply(w, rows, acc, groups)
         if gated:
@@ -172,15 +173,15 @@ def _add_up(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """The parts of all splits, four of a small block at a time on their way."""
+    """The sum of the partial sums of all splits, of small blocks with four loads in flight."""
     acc = tl.zeros((block_m, block_n), tl.float32)
-    if block_m * block_n > 4096:  # of which no more fits into the registers
+    if block_m * block_n > 4096:  # more than one does not fit into the registers
         for i in range(splits):
             acc += tl.load(partials + i * stride, mask=live, other=0.0, cache_modifier=".cg")
     else:
         for i in range(0, splits, 4):
             at = partials + i * stride
-            left = splits - i - tl.arange(0, 1)[:, None]  # the interpreter spreads no masks
+            left = splits - i - tl.arange(0, 1)[:, None]  # the interpreter does not broadcast masks
             a = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
             b = tl.load(at + stride, mask=live & (left > 1), other=0.0, cache_modifier=".cg")
             c = tl.load(at + 2 * stride, mask=live & (left > 2), other=0.0, cache_modifier=".cg")
