@@ -1,4 +1,4 @@
-"""All ranks' columns side by side; see one_shot.py."""
+"""All-gather of the columns of all ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.comm.mailbox import after, pointer
+from minisgl.kernels.comm.mailbox import addresses_after, pointer
 from minisgl.kernels.comm.shared_memory import SharedMemory, barrier
 
 
 def all_gather(part: Tensor, shared: SharedMemory) -> Tensor:
-    """All ranks' `part` [num_rows, width] side by side: [num_rows, ranks · width], a new tensor.
+    """Concatenates all ranks' `part` [num_rows, width]: [num_rows, ranks · width], a new tensor.
 
-    part: of at most as many bytes as the shared memory; its rows are a multiple of 4 bytes.
+    part: of at most as many bytes as the shared memory, with rows of a multiple of 4 bytes.
     """
     rank, num_ranks = shared.barrier_mailbox.rank, shared.barrier_mailbox.num_ranks
     shared.own[: part.nbytes].view(part.dtype).view(part.shape).copy_(part)
@@ -24,19 +24,20 @@ def all_gather(part: Tensor, shared: SharedMemory) -> Tensor:
     block = 4096
     _gather_row[(triton.cdiv(num_words, block), num_ranks, part.shape[0])](
         whole.view(torch.int32),
-        after(rank, shared.addresses),
+        addresses_after(rank, shared.addresses),
         num_words,
         rank,
         block=block,
         num_warps=8,
     )
-    barrier(shared)  # nobody writes there before all have read
+    barrier(shared)  # no rank may overwrite its part before all have read it
     return whole
 
 
 @triton.jit(do_not_specialize=["num_words", "rank"])
 def _gather_row(whole, targets, num_words, rank, block: tl.constexpr):
-    """A part of a row of one rank. Past the L1 cache, which does not see what others write."""
+    """One part of a row of one rank, read past the L1 cache, which is not coherent with other
+    GPUs."""
     word = tl.program_id(0) * block + tl.arange(0, block)
     step, num_ranks = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(2).to(tl.int64)

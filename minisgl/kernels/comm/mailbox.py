@@ -1,16 +1,15 @@
-"""Inboxes through which the GPUs of one host leave each other rows.
+"""LL all-reduce buffers: inboxes through which the GPUs of one host send each other rows.
 
-For few rows, such as those of a decode step, a collective costs latency, not bandwidth. So nobody
-asks and nobody waits twice: a rank writes what it has straight into an inbox that every rank keeps
-for it, and looks into its own until everything has come. An element travels as one word: its bits,
-and as many that say which exchange it belongs to. A word arrives whole, so that no other signal is
-needed (the LL protocol of NCCL; Hu et al., arXiv 2507.04786).
+For few rows, such as those of a decode step, a collective costs latency, not bandwidth. So there is
+one exchange and no handshake: a rank writes its elements into an inbox that every rank has for it,
+and polls its own until all elements have arrived. An element travels as one word: its bits, and as
+many bits of the number of the exchange. A word arrives whole, so no other signal is needed (the LL
+protocol of NCCL; Hu et al., arXiv 2507.04786).
 
-The exchanges of a row are counted on the device, by each rank for itself; all come to the same
-count, since all have the same exchanges in the same order. Inboxes alternate between two halves. A
-half is written again two exchanges later, by a rank that has seen the one in between, which its
-owner sent only after it was done with that half. So what a word says need only tell an exchange
-from the one two before.
+Each rank counts the exchanges of a row on the device; the counts agree, since all ranks do the same
+exchanges in the same order. Inboxes alternate between two halves. A half is written again two
+exchanges later, by a rank that has received the one in between, which its owner sent only when it
+was done with that half. So a word need only distinguish an exchange from the one two before.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """Of one rank and one stream."""
+    """The buffers of one rank and one stream."""
 
-    # [2, ranks, max_rows, size], zero at first: words that all ranks write. int32 for elements of
+    # [2, ranks, max_rows, size], initially zero: words that all ranks write. int32 for elements of
     # 16 bits, int64 for those of 32.
     inbox: Tensor
-    addresses: tuple[int, ...]  # of each rank's inbox, as this one addresses it
-    exchanges: Tensor  # [max_rows] int32, zero at first: of each row, those so far
+    addresses: tuple[int, ...]  # of each rank's inbox, in this process
+    exchanges: Tensor  # [max_rows] int32, initially zero: the number of exchanges of each row
     rank: int
 
     @property
@@ -47,30 +46,30 @@ class Mailbox:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """The addresses in the order in which this rank writes to them: see `after`."""
-        return after(self.rank, self.addresses)
+        """The addresses in the order in which this rank writes to them: see `addresses_after`."""
+        return addresses_after(self.rank, self.addresses)
 
     def takes(self, rows: Tensor) -> bool:
-        """Whether its words are those of such rows, [any, size]."""
+        """Whether rows like these [any, size] can be sent: of this size and element width."""
         return rows.shape[1] == self.size and self.inbox.itemsize == 2 * rows.itemsize
 
 
-def after(rank: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of all ranks, from the next one on and with `rank`'s own last, so that they do not all
-    write to the same one at a time. A kernel that takes them so is compiled once for all ranks."""
+def addresses_after(rank: int, addresses: tuple[int, ...]) -> tuple[int, ...]:
+    """The addresses rotated to start after `rank`, so that ranks write to different peers at a
+    time; relative order also lets all ranks share one compiled kernel."""
     return addresses[rank + 1 :] + addresses[: rank + 1]
 
 
 @triton.jit
 def pointer(address, kind: tl.constexpr):
-    """To what is aligned to 16 bytes, as allocations are."""
+    """A pointer from an address, which is aligned to 16 bytes, as allocations are."""
     return tl.multiple_of(address.to(tl.pointer_type(kind)), 16)
 
 
 @triton.jit
 def send(targets, there, elements, exchange, inside):
-    """Elements of this rank, of 16 or 32 bits, to the places `there` of all inboxes. `exchange`:
-    int32."""
+    """Writes elements of this rank, of 16 or 32 bits, to the offsets `there` of all inboxes.
+    exchange: int32."""
     if elements.dtype.primitive_bitwidth == 16:
         high = elements.to(tl.int16, bitcast=True).to(tl.int32) << 16
         words = high | (exchange & 0xFFFF)
@@ -84,11 +83,11 @@ def send(targets, there, elements, exchange, inside):
 
 @triton.jit
 def receive(place, inside, exchange, kind: tl.constexpr):
-    """The elements of this exchange at these places of the own inbox, once all are there; zero
-    where nothing is expected."""
-    words, missing = _look(place, inside, exchange)
+    """Polls the own inbox at `place` until all elements of this exchange have arrived, and returns
+    them; zero where not `inside`."""
+    words, missing = _poll(place, inside, exchange)
     while missing > 0:
-        words, missing = _look(place, inside, exchange)
+        words, missing = _poll(place, inside, exchange)
     if words.dtype == tl.int32:
         return (words >> 16).to(tl.int16).to(kind, bitcast=True)
     else:
@@ -96,7 +95,7 @@ def receive(place, inside, exchange, kind: tl.constexpr):
 
 
 @triton.jit
-def _look(place, inside, exchange):
+def _poll(place, inside, exchange):
     words = tl.load(place, mask=inside, other=0, volatile=True)
     if words.dtype == tl.int32:
         difference = (words ^ exchange) & 0xFFFF

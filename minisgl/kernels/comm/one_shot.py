@@ -1,19 +1,15 @@
-"""What the GPUs of one host exchange, through memory that all of them can address.
+"""Collectives of few rows in one shot, through memory that the GPUs of one host can address.
 
-A few rows go through inboxes (comm/mailbox.py), in one shot: every rank sends all of its rows to
-all, and adds up what has come. The product that makes the rows can send them itself
-(linear/launch.py), which spares a launch's latency; then only the second half is left to do here.
+Every rank sends all of its rows to all inboxes (mailbox.py), and adds up what it receives. The GEMM
+that computes the rows can send them itself (linear/launch.py), which saves the latency of a launch;
+then only the second half is done here. With many rows the bandwidth counts; see two_shot.py.
 
-With many rows the bytes count. Their sum takes two shots: a rank sends each of the others a share
-of the columns, adds up the share that is its own, and sends that to all. The elements carry no
-stamps; a program tells those that have the same rows on the other ranks when its own are through.
+An all-reduce and the norm after it are one kernel. All ranks add in the same order, and so have the
+same sum, bit for bit.
 
-A sum and the norm behind it are one kernel. All ranks add in one order, or take what one of them
-has added, and so have the same sum, bit for bit.
-
-Programs wait for those with the same rows on other ranks. That is safe where all run at once, as
-they do at the sizes of common models, and where a GPU starts programs in the order of their
-numbers, which none promises and all are known to do.
+Programs wait for those with the same rows on other ranks. That is safe if all run at once, as they
+do at the sizes of common models, and if a GPU starts programs in the order of their numbers, which
+is undocumented but true of all known ones.
 """
 
 from __future__ import annotations
@@ -29,8 +25,8 @@ from minisgl.kernels.launch import pdl_options, warps_for
 
 
 def all_reduce(part: Tensor, mailbox: Mailbox) -> Tensor:
-    """The sum of all ranks' `part`, [num_rows, size] contiguous, rounded once to its dtype. A new
-    tensor."""
+    """The sum of all ranks' `part` [num_rows, size] contiguous, rounded once to its dtype: a new
+    tensor. num_rows: at most mailbox.max_rows."""
     out = torch.empty_like(part)
     _launch(out, part, None, None, 0.0, mailbox)
     return out
@@ -39,7 +35,10 @@ def all_reduce(part: Tensor, mailbox: Mailbox) -> Tensor:
 def all_reduce_norm(
     part: Tensor, rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
-    """add_rms_norm of elementwise/norm.py of `all_reduce` of `part` and `rows`; all contiguous."""
+    """add_rms_norm of the sum of all ranks' `part` and `rows`; all [num_rows, size] contiguous.
+
+    Returns the norm, a new tensor, and `rows`, which holds the new residual stream.
+    """
     out = torch.empty_like(part)
     _launch(out, part, rows, weight, eps, mailbox)
     return out, rows
@@ -48,15 +47,15 @@ def all_reduce_norm(
 def received_norm(
     rows: Tensor, weight: Tensor, eps: float, mailbox: Mailbox
 ) -> tuple[Tensor, Tensor]:
-    """all_reduce_norm of parts that all ranks have sent already, or are about to."""
+    """all_reduce_norm of summands that the ranks have sent or will send, by linear_send."""
     out = torch.empty_like(rows)
     _launch(out, None, rows, weight, eps, mailbox)
     return out, rows
 
 
 def all_reduce_max(values: Tensor, mailbox: Mailbox, *, pdl: bool = True) -> Tensor:
-    """The largest of each row of all ranks' `values` [num_rows, any] int64, whose columns are
-    contiguous: [num_rows]. The mailbox has two words of 32 bits a row."""
+    """The maximum of each row of all ranks' `values` [num_rows, any] int64, whose columns are
+    contiguous: [num_rows]. The mailbox has rows of two words of 32 bits."""
     num_rows, num_columns = values.shape
     assert num_rows <= mailbox.max_rows and values.stride(1) == 1
     out = torch.empty(num_rows, dtype=torch.int64, device=values.device)
@@ -126,7 +125,7 @@ def _all_reduce_row(
     together: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A row, of which `part` is sent unless it has been."""
+    """One row; `part` is sent unless it is None, since it has been sent."""
     num_ranks: tl.constexpr = len(targets)
     column = tl.arange(0, block)
     inside = column < size
@@ -149,21 +148,21 @@ def _all_reduce_row(
         x = tl.load(residual + place, mask=inside, other=0.0)
 
     total = tl.zeros([block], tl.float32)
-    # As many ranks at once as the registers hold.
+    # As many ranks at a time as fit into the registers.
     for first in tl.static_range(0, num_ranks, together):
         source = first + tl.arange(0, together)[:, None]
         here = ((half + source) * max_rows + row) * size + column[None, :]
         expected = (source < num_ranks) & inside[None, :]
         parts = receive(inbox + here, expected, exchange, out.dtype.element_ty)
         total += tl.sum(parts.to(tl.float32), 0)
-    settle_row(out, residual, total, x, factor, place, inside, eps, size)
-    # Behind the sums, which no thread passes before all have read the count.
+    finish_row(out, residual, total, x, factor, place, inside, eps, size)
+    # After the sums, which no thread passes before all threads have read the count.
     tl.store(exchanges + row, exchange)
 
 
 @triton.jit
-def settle_row(out, residual, total, x, factor, place, inside, eps, size: tl.constexpr):
-    """Leave a row's sum or, where it is added to a residual, that and its norm."""
+def finish_row(out, residual, total, x, factor, place, inside, eps, size: tl.constexpr):
+    """Writes a row's sum or, with a residual, the residual plus the sum and its norm."""
     kind: tl.constexpr = out.dtype.element_ty
     if residual is None:
         tl.store(out + place, total.to(kind), mask=inside)

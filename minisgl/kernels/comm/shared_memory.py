@@ -1,4 +1,4 @@
-"""Memory of each rank that the others address."""
+"""Memory of each rank that the others can address, and a barrier."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minisgl.kernels.comm.one_shot import all_reduce_max
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Bytes of each rank that the others address, for one stream."""
+    """Memory of each rank that the others can address, for one stream."""
 
     own: Tensor  # [num_bytes] uint8
     addresses: tuple[int, ...]  # of each rank's
-    # [2, programs, ranks] int32, zero at first: the last round of which a rank's program has done
-    # the first shot, and the second. The ranks write.
+    # [2, programs, ranks] int32, initially zero, written by all ranks: the last round of which a
+    # rank's program has sent the first shot, and the second.
     flags: Tensor
     flag_addresses: tuple[int, ...]  # of each rank's
-    rounds: Tensor  # [programs] int32, zero at first: of each program, those so far
+    rounds: Tensor  # [programs] int32, initially zero: the rounds of each program so far
     barrier_mailbox: Mailbox  # of one row with two words
 
     @property
@@ -30,9 +30,9 @@ class SharedMemory:
 
 
 def barrier(shared: SharedMemory) -> None:
-    """Behind it, what all ranks queued before it is done and can be seen.
+    """Queues a barrier: work after it sees everything that all ranks queued before it.
 
-    Launched without overlap, so that the device has finished what came before in every respect.
+    Launched without overlap, so that all earlier work of the device is complete.
     """
     anything = shared.own[:8].view(torch.int64).view(1, 1)
     all_reduce_max(anything, shared.barrier_mailbox, pdl=False)

@@ -1,4 +1,10 @@
-"""Sums of many rows over ranks, in two shots; see one_shot.py."""
+"""All-reduce of many rows in two shots.
+
+A rank sends each of the others one part of the columns (reduce-scatter), adds up the part that is
+its own, and sends the result to all (all-gather). Elements carry no flags: a program signals those
+with the same rows on the other ranks when its own are written. All ranks take the sum that one of
+them has computed, and so have the same, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.comm.mailbox import after, pointer
-from minisgl.kernels.comm.one_shot import settle_row
+from minisgl.kernels.comm.mailbox import addresses_after, pointer
+from minisgl.kernels.comm.one_shot import finish_row
 from minisgl.kernels.comm.shared_memory import SharedMemory
 from minisgl.kernels.launch import pdl_options, warps_for
 
-# Of a program in two shots.
+# Rows of a program in one round.
 _ROWS_OF_ROUND = tl.constexpr(4)
 
 
 def all_reduce(out: Tensor, part: Tensor, shared: SharedMemory) -> None:
-    """Leave the sum of `part` in `out`, in two shots: of at most half the shared memory, and a
-    size that divides by the ranks."""
+    """Writes the sum of all ranks' `part` to `out`; both [num_rows, size] contiguous.
+
+    The size must be divisible by the ranks, and `part` fit into half of the shared memory.
+    """
     _launch(out, part, None, None, 0.0, shared)
 
 
 def all_reduce_norm(
     out: Tensor, part: Tensor, rows: Tensor, weight: Tensor, eps: float, shared: SharedMemory
 ) -> None:
-    """As all_reduce_norm of one_shot.py, in two shots, with the norm left in `out`."""
+    """As all_reduce_norm of one_shot.py, but writes the norm to `out`; otherwise as all_reduce."""
     _launch(out, part, rows, weight, eps, shared)
 
 
@@ -50,19 +58,19 @@ def _launch(
         weight,
         eps,
         num_rows,
-        after(rank, shared.addresses),
+        addresses_after(rank, shared.addresses),
         shared.num_bytes // 2 // part.itemsize,
         shared.flags,
-        after(rank, shared.flag_addresses),
+        addresses_after(rank, shared.flag_addresses),
         shared.rounds,
         max_programs,
         rank,
         size=size,
         block=block,
-        share_block=triton.next_power_of_2(size // num_ranks),
+        width_block=triton.next_power_of_2(size // num_ranks),
         lanes=triton.next_power_of_2(num_ranks),
         many=many,
-        # Two programs on a multiprocessor, of which one of many rows takes more registers.
+        # Two programs on an SM, of which one of many rows takes more registers.
         num_warps=warps_for(block, 32 if many else 16),
         **pdl_options(part.device, True),
     )
@@ -85,17 +93,17 @@ def _all_reduce_rows(
     rank,
     size: tl.constexpr,
     block: tl.constexpr,
-    share_block: tl.constexpr,
+    width_block: tl.constexpr,
     lanes: tl.constexpr,
     many: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Some rows. A rank's memory has the ranks' parts of its share of the columns first,
-    [ranks, num_rows, share], and behind `to_results` elements the sums, [num_rows, size].
+    """Some rows. A rank's memory holds the ranks' summands of its part of the columns, [ranks,
+    num_rows, width], and `to_results` elements later the sums, [num_rows, size].
 
-    A program has rounds of a few rows. The next round's first shot is under way while it waits for
-    this one's, and so on, so that the links have always something to carry. What others have
-    written is read past the L1 cache, which does not see it.
+    A program works in rounds of a few rows. The first shot of the next round is sent while it waits
+    for that of this one, and so on, so that the links are always busy. What other ranks have
+    written is read past the L1 cache, which is not coherent with it.
     """
     num_ranks: tl.constexpr = len(targets)
     column = tl.arange(0, block)
@@ -116,27 +124,27 @@ def _all_reduce_rows(
 
     memory = pointer(targets[num_ranks - 1], part.dtype.element_ty)
     end = tl.minimum(stride, num_rows)
-    _first_shot(part, targets, program, end, num_rows, rank, size, share_block)
+    _first_shot(part, targets, program, end, num_rows, rank, size, width_block)
     _signal(flag_targets, first_flags + rank, this, lanes)
     for start in range(program, num_rows, stride):
         ahead = start + stride
         end = tl.minimum(ahead, num_rows)
         if many and ahead < num_rows:
             ahead_end = tl.minimum(ahead + stride, num_rows)
-            _first_shot(part, targets, ahead, ahead_end, num_rows, rank, size, share_block)
+            _first_shot(part, targets, ahead, ahead_end, num_rows, rank, size, width_block)
             _signal(flag_targets, first_flags + rank, this + 1, lanes)
         _wait_for_all(flags + first_flags, this, num_ranks, lanes)
-        _second_shot(memory, targets, to_results, start, end, num_rows, rank, size, share_block)
+        _second_shot(memory, targets, to_results, start, end, num_rows, rank, size, width_block)
         _signal(flag_targets, second_flags + rank, this, lanes)
         if many and start > program:
             _wait_for_all(flags + second_flags, this - 1, num_ranks, lanes)
-            _settle_rows(
+            _finish_rows(
                 out, residual, memory + to_results, factor, eps, start - stride, start, size, block
             )
         this += 1
     _wait_for_all(flags + second_flags, last, num_ranks, lanes)
     start = program + (num_rounds - 1) * stride
-    _settle_rows(out, residual, memory + to_results, factor, eps, start, num_rows, size, block)
+    _finish_rows(out, residual, memory + to_results, factor, eps, start, num_rows, size, block)
     tl.store(rounds + program, last)
 
 
@@ -149,15 +157,15 @@ def _first_shot(
     num_rows,
     rank,
     size: tl.constexpr,
-    share_block: tl.constexpr,
+    width_block: tl.constexpr,
 ):
-    """Deal out the shares of some rows."""
-    share: tl.constexpr = size // len(targets)
-    column = tl.arange(0, share_block)
+    """Sends each rank its columns of some rows."""
+    width: tl.constexpr = size // len(targets)
+    column = tl.arange(0, width_block)
     for row in range(start, end, tl.num_programs(0)):
         own = part + row * size + column
-        there = (rank * num_rows + row) * share + column
-        _deal_out(own, targets, there, column < share, rank, share)
+        there = (rank * num_rows + row) * width + column
+        _scatter(own, targets, there, column < width, rank, width)
 
 
 @triton.jit
@@ -170,26 +178,26 @@ def _second_shot(
     num_rows,
     rank,
     size: tl.constexpr,
-    share_block: tl.constexpr,
+    width_block: tl.constexpr,
 ):
-    """Add up the own share of some rows, for all."""
+    """Adds up this rank's columns of some rows, and sends the sums to all."""
     kind: tl.constexpr = memory.dtype.element_ty
-    share: tl.constexpr = size // len(targets)
-    column = tl.arange(0, share_block)
-    inside = column < share
+    width: tl.constexpr = size // len(targets)
+    column = tl.arange(0, width_block)
+    inside = column < width
     for row in range(start, end, tl.num_programs(0)):
-        total = tl.zeros([share_block], tl.float32)
+        total = tl.zeros([width_block], tl.float32)
         for source in tl.static_range(len(targets)):
-            here = memory + (source * num_rows + row) * share + column
+            here = memory + (source * num_rows + row) * width + column
             total += tl.load(here, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-        there = to_results + row * size + rank * share + column
+        there = to_results + row * size + rank * width + column
         for to in tl.static_range(len(targets)):
             results = pointer(targets[to], kind)
             tl.store(results + there, total.to(kind), mask=inside)
 
 
 @triton.jit
-def _settle_rows(
+def _finish_rows(
     out,
     residual,
     sums,
@@ -200,7 +208,7 @@ def _settle_rows(
     size: tl.constexpr,
     block: tl.constexpr,
 ):
-    """What is to be done with some rows' sums."""
+    """Finishes some rows, whose sums are complete."""
     column = tl.arange(0, block)
     inside = column < size
     for row in range(start, end, tl.num_programs(0)):
@@ -209,25 +217,25 @@ def _settle_rows(
         x = residual
         if residual is not None:
             x = tl.load(residual + place, mask=inside, other=0.0)
-        settle_row(out, residual, total.to(tl.float32), x, factor, place, inside, eps, size)
+        finish_row(out, residual, total.to(tl.float32), x, factor, place, inside, eps, size)
 
 
 @triton.jit
-def _deal_out(own, targets, there, within, rank, share: tl.constexpr):
-    """A row's shares, each to its rank. All are read before the first is written."""
-    shares = ()
+def _scatter(own, targets, there, within, rank, width: tl.constexpr):
+    """Sends each rank its columns of a row. All are read before the first is written."""
+    parts = ()
     for step in tl.static_range(len(targets)):
-        at = own + (rank + 1 + step) % len(targets) * share
-        shares += (tl.load(at, mask=within, other=0.0),)
+        at = own + (rank + 1 + step) % len(targets) * width
+        parts += (tl.load(at, mask=within, other=0.0),)
     for step in tl.static_range(len(targets)):
         memory = pointer(targets[step], own.dtype.element_ty)
-        tl.store(memory + there, shares[step], mask=within)
+        tl.store(memory + there, parts[step], mask=within)
 
 
 @triton.jit
 def _signal(flag_targets, place, number, lanes: tl.constexpr):
-    """To all ranks: that what this program has written so far is there, round `number`. A lane
-    tells one."""
+    """Signals all ranks that this program's writes of round `number` are visible, one rank a
+    lane."""
     lane = tl.arange(0, lanes)
     address = tl.zeros([lanes], tl.int64)
     for step in tl.static_range(len(flag_targets)):
@@ -235,8 +243,8 @@ def _signal(flag_targets, place, number, lanes: tl.constexpr):
     flag = address.to(tl.pointer_type(tl.int32)) + place
     # A few threads release what all have written before the barrier.
     tl.debug_barrier()
-    said = tl.zeros([lanes], tl.int32) + number
-    tl.atomic_xchg(flag, said, mask=lane < len(flag_targets), sem="release", scope="sys")
+    seen = tl.zeros([lanes], tl.int32) + number
+    tl.atomic_xchg(flag, seen, mask=lane < len(flag_targets), sem="release", scope="sys")
 
 
 @triton.jit
@@ -251,6 +259,6 @@ def _count_missing(flags, number, num_ranks: tl.constexpr, lanes: tl.constexpr):
     lane = tl.arange(0, lanes)
     nothing = tl.zeros([lanes], tl.int32)
     real = lane < num_ranks
-    # A load that acquires: Triton has none.
-    said = tl.atomic_add(flags + lane, nothing, mask=real, sem="acquire", scope="sys")
-    return tl.sum((real & (said - number < 0)).to(tl.int32))
+    # In place of a load with acquire semantics, which Triton lacks.
+    seen = tl.atomic_add(flags + lane, nothing, mask=real, sem="acquire", scope="sys")
+    return tl.sum((real & (seen - number < 0)).to(tl.int32))

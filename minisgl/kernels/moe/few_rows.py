@@ -1,4 +1,4 @@
-"""Few rows, of which two seldom share an expert; see launch.py."""
+"""Experts of few rows, of which two rarely share an expert; see launch.py."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _few_inner(
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of a pair's activations."""
+    """One block of a pair's activations."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -123,11 +123,11 @@ def _few_outer(
     pieces: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
+    """One block of a row's sum over its experts; added to `out` if there are squares."""
     row = tl.program_id(1)
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
-    # Older than the kernel before, as the weights are.
+    # The logits are older than the previous kernel, as the weights are.
     probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
     share = weights_of(probability, rank, top_k, normalize)
     is_here = rank[:, None] == place[None, :]
@@ -151,7 +151,7 @@ def _few_outer(
     out += row * hidden_size + output
     if squares is not None:
         residual = tl.load(out, mask=output < hidden_size, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # all loads are on their way
+    tl.debug_barrier()  # all loads are issued
 
     product = tl.zeros([places, block_n, block_k], tl.float32)
     for i in tl.static_range(pieces):

@@ -1,20 +1,19 @@
-"""A mixture of experts in Triton. The references, and the rounding that is kept to, are those of
-experts.py.
+"""A mixture of experts in Triton, with the rounding of reference.py.
 
-The time is that of reading the weights of the experts that any row has chosen, once; of many rows,
-that of the products. Nothing here asks the host: which experts are read follows from what the
-router has written. A row and one of its experts are a *pair*. There are two ways:
+With few rows the time is that of reading the weights of all chosen experts once; with many rows it
+is that of the GEMMs. The host knows nothing of the routing: the kernels read the router's logits. A
+row and one of its experts are a *pair*. There are two ways:
 
-- *few* rows, of which two seldom share an expert (where they do, its weights come out of L2): two
-  launches, each of which finds the chosen experts in the logits by itself. In the second, a program
-  has some outputs of all the experts of one row. It asks for their weights before the first launch
-  has ended, since the logits are older than that, holds them in registers, and adds everything up.
-- *many* rows: one program for each expert lists its pairs. The grid of a product has a place for
-  every expert, and several for its pairs; a program whose expert has none left returns at once. W
-  is on the left, as in linear/launch.py, because an expert has few pairs. The second product leaves
-  each pair's weighted share, and the last kernel adds up those of a row.
+- *few* rows (few_rows.py), of which two rarely share an expert (if they do, its weights come from
+  L2): two launches, each of which finds the chosen experts in the logits itself. In the second a
+  program computes some outputs of one row over all its experts. The logits are older than the first
+  launch, so the second loads the weights into registers before the first has ended.
+- *many* rows (many_rows.py): one program for each expert lists its pairs. The grid of a GEMM has a
+  column for every expert and several programs for its pairs; a program without pairs returns at
+  once. W is the left operand, as in linear/launch.py, because an expert has few pairs. The second
+  GEMM writes the weighted output of each pair, and a last kernel adds up those of a row.
 
-A row's sum does not depend on the other rows, but for the tiles that its experts are worked on in.
+A row's sum depends on the other rows only in the tiles that are chosen for their number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many rows, of which each expert has several; see launch.py."""
+"""Experts of many rows, of which each expert has several; see launch.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl.kernels.moe.reference import ExpertWeights, Routing
 from minisgl.kernels.moe.routing import multiply, place_for_sum, topk_softmax
 from minisgl.kernels.tuning import ManyTiles
 
-_MAX_LISTED = 4096  # pairs that a program looks at at a time
+_MAX_LISTED = 4096  # pairs that a program scans at a time
 
 
 def many_rows_experts(
@@ -44,10 +44,10 @@ def many_rows_experts(
         **options,
     )
     inner = x.new_empty((chosen.numel(), size))
-    shares = x.new_empty((chosen.numel(), hidden_size))
+    outputs = x.new_empty((chosen.numel(), hidden_size))
     for source, weight, target, product in (
         (x, experts.gate_up, inner, tiles.inner),
-        (inner, experts.down, shares, tiles.outer),
+        (inner, experts.down, outputs, tiles.outer),
     ):
         num_outputs, num_inputs = target.shape[1], source.shape[1]
         across = triton.cdiv(num_outputs, product.block_n) * product.places
@@ -76,10 +76,10 @@ def many_rows_experts(
     num_blocks = triton.cdiv(hidden_size, block)
     out, squares = place_for_sum(x, residual, num_blocks)
     # The rows first: the other dimensions of a grid end at 65,535.
-    _add_shares[(num_rows, num_blocks)](
+    _add_outputs[(num_rows, num_blocks)](
         out,
         squares,
-        shares,
+        outputs,
         hidden_size=hidden_size,
         top_k=top_k,
         block=block,
@@ -91,7 +91,7 @@ def many_rows_experts(
 
 @triton.jit(do_not_specialize=["num_pairs", "num_rows"])
 def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr, pdl: tl.constexpr):
-    """Those of one expert, in their order."""
+    """Lists the pairs of one expert, in their order."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -127,7 +127,7 @@ def _expert_product(
     block_k: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of outputs, for some of an expert's pairs.
+    """One block of outputs, for some of an expert's pairs.
 
     gated: the first product. All pairs of a row share a row of `source`, the first half of W's rows
     are gates, and the activation is applied. Otherwise the second: each pair has a row of `source`,
@@ -136,7 +136,7 @@ def _expert_product(
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    # The programs of one expert start together, so that its weights come from memory once.
+    # The programs of one expert are neighbours, so that its weights are read from memory once.
     across: tl.constexpr = (num_outputs + block_n - 1) // block_n
     place, expert = tl.program_id(0) // across, tl.program_id(1)
     output = tl.program_id(0) % across * block_n + tl.arange(0, block_n)
@@ -156,24 +156,24 @@ def _expert_product(
         if gated:
             result = silu_mul(total, up_total, kind)
         else:
-            share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
-            result = total.to(kind).to(tl.float32) * share[None, :]
+            pair_weight = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
+            result = total.to(kind).to(tl.float32) * pair_weight[None, :]
         target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
         mask = (output < num_outputs)[:, None] & inside[None, :]
         tl.store(target_at, result.to(kind), mask=mask)
 
 
 @triton.jit
-def _add_shares(
+def _add_outputs(
     out,
     squares,
-    shares,
+    outputs,
     hidden_size: tl.constexpr,
     top_k: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
+    """One block of a row's sum over its experts; added to `out` if there are squares."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -182,8 +182,8 @@ def _add_shares(
     inside = column < hidden_size
     total = tl.zeros([block], tl.float32)
     for place in tl.static_range(top_k):
-        share = shares + (row * top_k + place) * hidden_size + column
-        total += tl.load(share, mask=inside, other=0.0).to(tl.float32)
+        output = outputs + (row * top_k + place) * hidden_size + column
+        total += tl.load(output, mask=inside, other=0.0).to(tl.float32)
     out += row * hidden_size + column
     result = total.to(out.dtype.element_ty)
     if squares is not None:

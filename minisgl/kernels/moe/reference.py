@@ -24,10 +24,11 @@ class ExpertWeights(NamedTuple):
 
 
 def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Of each row the experts with the largest probabilities, and these as weights.
+    """The `top_k` most likely experts of each row, and their weights.
 
-    Returns [num_rows, top_k] int32 and, of logits' dtype, the softmax over all experts in
-    float32, made to add up to 1 if so.
+    logits: [num_rows, num_experts]. Returns [num_rows, top_k] int32, and of the same shape and
+    logits' dtype the softmax over all experts, computed in float32 and normalized if the routing
+    says so.
     """
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
     weights, chosen = probabilities.topk(routing.top_k, dim=-1)
@@ -37,12 +38,15 @@ def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def fused_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Expert by expert. An expert's output is rounded, and its weighted share is; the shares are
-    added in float32."""
+    """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
+
+    x: [num_rows, hidden_size]; chosen, weights: [num_rows, top_k]. Returns a new tensor like x. An
+    expert's output is rounded, and so is its weighted output; these are added in float32.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
         inner = silu_mul(F.linear(x[rows], experts.gate_up[expert]))
-        shares = F.linear(inner, experts.down[expert]) * weights[rows, places, None]
-        out.index_add_(0, rows, shares.float())
+        outputs = F.linear(inner, experts.down[expert]) * weights[rows, places, None]
+        out.index_add_(0, rows, outputs.float())
     return out.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Which experts a row goes to, and what both ways to compute them share."""
+"""The router's softmax and top-k, and helpers of both ways to compute experts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from minisgl.kernels.moe.reference import Routing
 def place_for_sum(
     x: Tensor, residual: Tensor | None, num_blocks: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Where a row's sum goes and, if it is added to a residual, the squares of each block."""
+    """Where the sums are written and, if they are added to a residual, their squares by block."""
     if residual is None:
         return torch.empty_like(x), None
     return residual, x.new_empty((len(x), num_blocks), dtype=torch.float32)
 
 
 def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple[Tensor, Tensor]:
-    """As topk_softmax of moe/reference.py; logits contiguous."""
+    """As topk_softmax of reference.py; logits contiguous. pdl: overlap launches where the device
+    can, by the rule of kernels/launch.py."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty((num_rows, routing.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty_like(chosen, dtype=logits.dtype)
-    _choose_row[(num_rows,)](
+    _topk_softmax_row[(num_rows,)](
         logits,
         chosen,
         weights,
@@ -41,8 +42,8 @@ def topk_softmax(logits: Tensor, routing: Routing, *, pdl: bool = True) -> tuple
 
 @triton.jit
 def expert_places(logits, num_experts: tl.constexpr, block: tl.constexpr):
-    """How likely each expert of a row is, NaN for all if the row is not of numbers, and how many
-    come before it."""
+    """(probability, place) of each expert of a row: its softmax, NaN for all if the logits are not
+    numbers, and how many experts precede it."""
     expert = tl.arange(0, block)
     x = tl.load(logits + expert, mask=expert < num_experts, other=-float("inf")).to(tl.float32)
     largest = tl.max(x)
@@ -50,30 +51,30 @@ def expert_places(logits, num_experts: tl.constexpr, block: tl.constexpr):
     is_number = total > 0
     probability = tl.where(is_number, tl.exp(x - largest) / total, 0.0)
     probability = tl.where(expert < num_experts, probability, -1.0)
-    rank = tl.zeros([block], tl.int32)
-    chunk: tl.constexpr = block if block < 32 else 32  # compared with at a time
-    for first in tl.static_range(0, block, chunk):
-        other = first + tl.arange(0, chunk)
+    place = tl.zeros([block], tl.int32)
+    width: tl.constexpr = block if block < 32 else 32  # experts that are compared with at a time
+    for first in tl.static_range(0, block, width):
+        other = first + tl.arange(0, width)
         y = tl.load(logits + other, mask=other < num_experts, other=-float("inf")).to(tl.float32)
         likely = tl.where(is_number, tl.exp(y - largest) / total, 0.0)
         likely = tl.where(other < num_experts, likely, -1.0)[None, :]
         mine = probability[:, None]
-        is_before = (likely > mine) | ((likely == mine) & (other[None, :] < expert[:, None]))
-        rank += tl.sum(is_before.to(tl.int32), 1)
-    return tl.where(is_number, probability, float("nan")), rank
+        precedes = (likely > mine) | ((likely == mine) & (other[None, :] < expert[:, None]))
+        place += tl.sum(precedes.to(tl.int32), 1)
+    return tl.where(is_number, probability, float("nan")), place
 
 
 @triton.jit
-def weights_of(probability, rank, top_k: tl.constexpr, normalize: tl.constexpr):
-    """Those of the chosen experts; 0 for the others."""
-    weight = tl.where(rank < top_k, probability, 0.0)
+def weights_of(probability, place, top_k: tl.constexpr, normalize: tl.constexpr):
+    """The weights of the chosen experts; 0 for the others."""
+    weight = tl.where(place < top_k, probability, 0.0)
     if normalize:
         weight /= tl.sum(weight)
     return weight
 
 
 @triton.jit
-def _choose_row(
+def _topk_softmax_row(
     logits,
     chosen,
     weights,
@@ -87,11 +88,11 @@ def _choose_row(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
-    probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
-    weight = weights_of(probability, rank, top_k, normalize)
-    place = row * top_k + rank
-    tl.store(chosen + place, tl.arange(0, experts_block), mask=rank < top_k)
-    tl.store(weights + place, weight.to(weights.dtype.element_ty), mask=rank < top_k)
+    probability, place = expert_places(logits + row * num_experts, num_experts, experts_block)
+    weight = weights_of(probability, place, top_k, normalize)
+    target = row * top_k + place
+    tl.store(chosen + target, tl.arange(0, experts_block), mask=place < top_k)
+    tl.store(weights + target, weight.to(weights.dtype.element_ty), mask=place < top_k)
 
 
 @triton.jit

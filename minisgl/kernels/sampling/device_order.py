@@ -21,7 +21,7 @@ def _key(value):
 
 @triton.jit
 def order_key(value, id):
-    """int64, larger for what comes first."""
+    """int64, as order_keys of order.py."""
     return (_key(value).to(tl.int64) << ID_BITS) | (id.to(tl.int64) ^ _ID_MASK)
 
 
@@ -38,27 +38,27 @@ def value_of(key):
 
 @triton.jit
 def least_key(value):
-    """The least that a token of this value could have."""
+    """The least key of a token with this value."""
     return _key(value).to(tl.int64) << ID_BITS
 
 
 @triton.jit
 def least_of_value(key):
-    """The least that a token of the value of `key` could have."""
+    """The least key of a token with the value of `key`."""
     return (key >> ID_BITS) << ID_BITS
 
 
 @triton.jit
 def key_above(value):
-    """The least that no token of this value reaches."""
+    """The least key above those of all tokens with this value."""
     return (_key(value).to(tl.int64) + 1) << ID_BITS
 
 
 @triton.jit
 def select(keys, low, high, wanted, room):
-    """A cut which from `wanted` to `room` of `keys` reach, or the largest that `wanted` reach.
+    """A cut that between `wanted` and `room` of `keys` reach, or the largest that `wanted` reach.
 
-    At least `wanted` reach `low`, fewer reach `high`.
+    At least `wanted` keys must reach `low`, and fewer `high`.
     """
     middle = (low + high) >> 1
     while middle > low:

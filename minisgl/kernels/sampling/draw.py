@@ -1,5 +1,5 @@
-"""The first pass over the logits, in Triton: the best token of every row before filters, and what
-filters and refused draws need so as not to read the row again."""
+"""The first pass over the logits, in Triton: the best token of every row before filters, and the
+maxima and bounds that spare filters and rejected draws another pass."""
 
 from __future__ import annotations
 
@@ -44,10 +44,12 @@ def draw_kernel(
     quads_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A part of a row: its best token if it is not drawn by key; if the row is filtered, the
-    largest logit and the maxima of the groups, and what no token of a group scores more than.
+    """One part of a row: the order key of its best token unless the row has top_k; if the row is
+    filtered, the largest logit, and the maximum logit and an upper bound of the scores of each
+    group.
 
-    The logits are of the ids from `first_id` on, a multiple of 4; best has the ids themselves."""
+    The logits start at id `first_id`, a multiple of 4; the keys have the ids of the vocabulary.
+    """
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -72,7 +74,7 @@ def draw_kernel(
         x = following
         quads = tile * quads_block + tl.arange(0, quads_block)
         ids = ids_of(quads)
-        # On its way while this tile is worked on.
+        # Loaded one tile ahead.
         following = load_logits(source, ids + quads_block * 4, ids + quads_block * 4 < end, full)
         groups = tile * (quads_block // GROUP_QUADS) + tl.arange(0, quads_block // GROUP_QUADS)
         if filtered:
@@ -89,7 +91,7 @@ def draw_kernel(
                     tl.store(group_bound + groups, group_maxima(bound), mask=groups < num_groups)
                 if tl.max(bound) >= bar:
                     score = tl.div_rn(x, temperature) + gumbel(words)
-                    # Of equals the earlier tile's stays, which has the lower ids.
+                    # Of equal scores that of the earlier tile stays, which has the lower ids.
                     ahead = score > best
                     best = tl.where(ahead, score, best)
                     best_ids = tl.where(ahead, ids, best_ids)

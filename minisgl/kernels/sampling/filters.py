@@ -1,9 +1,9 @@
-"""min_p, top_k and top_p behind the first pass, in Triton: one kernel that weighs, and one that
-settles each row's token.
+"""min_p, top_k and top_p after the first pass, in Triton: one kernel that sums weights, and one
+that decides each row's token.
 
-All three keep a prefix of one order (order.py), so what is kept are the keys from some `low`
-on. The token drawn from all is the token drawn from the kept ones if it is kept itself; if not, it
-is drawn again from those before it.
+All three filters keep a prefix of one order (order.py), so the kept tokens are those with keys from
+some `low` on. The token drawn from all tokens is the one drawn from the kept ones if it is kept; if
+not, another is drawn from those before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from minisgl.kernels.sampling.rows import (
     source_of,
 )
 
-LIST_GROUPS = tl.constexpr(64)  # groups of a list that are worked on at a time
-LIST_IDS = tl.constexpr(64 * 64)  # their ids; also how many keys can be gathered
+LIST_GROUPS = tl.constexpr(64)  # groups of a list that are processed at a time
+LIST_IDS = tl.constexpr(64 * 64)  # the ids of these; also the number of keys that can be gathered
 
 
 @triton.jit(
@@ -58,8 +58,8 @@ def weigh_kernel(
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A part of a row with top_p and without top_k: the weight of its tokens that min_p keeps, and
-    of those among them that come before the token drawn."""
+    """One part of a row with top_p and without top_k: the total weight of the tokens that min_p
+    keeps, and of those among them that precede the drawn token."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,7 +82,7 @@ def weigh_kernel(
         for tile in range(first, last):
             scaled = tl.div_rn(following, temperature)
             ids = ids_of(tile * quads_block + tl.arange(0, quads_block))
-            # On its way while this tile is worked on.
+            # Loaded one tile ahead.
             following = load_logits(
                 source, ids + quads_block * 4, ids + quads_block * 4 < end, full
             )
@@ -99,9 +99,9 @@ def weigh_kernel(
 def weight_of(gap):
     """int64: exp(gap) * 2**40, gap <= 0, rounded down.
 
-    exp as CUDA's expf has it: 2**whole * 2**part, the part from a product in two pieces and by the
-    device's exp2, so that torch on the same device should give the same bits. Its last place may
-    differ elsewhere, which moves the cut of top_p if the target lies within 1e-7 of a sum.
+    exp as in CUDA's expf: 2**whole * 2**part, the part from a product in two pieces and by the
+    device's exp2, so that torch on the same device gives the same bits. On other devices the last
+    place may differ, which moves the cut of top_p if the target lies within 1e-7 of a sum.
     """
     gap = tl.maximum(gap, -30.0)  # e**-30 * 2**40 < 1
     whole = tl.floor(tl.fma(gap, 1.4426950408889634, 0.5))
@@ -111,7 +111,7 @@ def weight_of(gap):
     return (tl.exp2(part) * scale).to(tl.int64)
 
 
-# What the first pass and the weighing left
+# Results of the first pass and of weigh_kernel
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def _least_kept(largest, min_p):
 
 @triton.jit
 def _target(total, top_p):
-    """The first token is kept always."""
+    """The weight that top_p keeps; at least 1, since the first token is always kept."""
     return tl.maximum(total.to(tl.float64) * top_p.to(tl.float64), 1.0)
 
 
@@ -180,7 +180,7 @@ def settle_kernel(
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """Writes the token of a row."""
+    """Decides the token of a row."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -197,7 +197,7 @@ def settle_kernel(
         group_list += row * (num_groups + LIST_GROUPS)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
         low = _least_kept(largest, min_p)
-        target = tl.cast(1.0, tl.float64)  # what the weight before a kept token is under
+        target = tl.cast(1.0, tl.float64)  # a kept token has less weight before it
         settled = tl.cast(0, tl.int1)
         if not by_top_k:
             drawn = _key_of_token(source, token, temperature, full)
@@ -205,9 +205,9 @@ def settle_kernel(
             if by_top_p:
                 total, before = _weighed(sums, row, num_tiles, num_splits, tiles_block)
                 target = _target(total, top_p)
-                refused = before.to(tl.float64) >= target
-                settled = settled & (refused == 0)
-                low = tl.where(refused, tl.maximum(low, drawn + 1), low)
+                rejected = before.to(tl.float64) >= target
+                settled = settled & (rejected == 0)
+                low = tl.where(rejected, tl.maximum(low, drawn + 1), low)
         if not settled:
             seed = load_integer(records, slot, SEED)
             index = tl.load(output_index + row).to(tl.int32)
@@ -231,8 +231,8 @@ def settle_kernel(
                     full,
                 )
                 low = tl.maximum(low, last)
-            # Turns of a draw and the weighing of what comes before it, until a token is kept. Where
-            # only now it is known what top_p counts, the first turn weighs that, and draws nothing.
+            # Draw a token and sum the weights before it, until a token is kept. With top_k the
+            # total weight is not known yet: then the first iteration sums it, and draws nothing.
             draws = (by_top_k & by_top_p) == 0
             hot = (by_top_k == 0) & (listed > LIST_GROUPS)
             while not settled:
@@ -275,12 +275,12 @@ def _weighed(sums, row, num_tiles, num_splits, tiles_block: tl.constexpr):
     return total, before
 
 
-# Lists of groups, in the order of their ids: what remains to be looked at of a row
+# Lists of groups in the order of their ids: the part of a row that remains to be searched
 
 
 @triton.jit
 def _load_group_keys(group_max, temperature, num_groups, groups_block: tl.constexpr):
-    """Of the groups by their maxima; LOWEST where there is none."""
+    """Order keys of the group maxima; LOWEST for padding."""
     groups = tl.arange(0, groups_block)
     maxima = tl.load(group_max + groups, mask=groups < num_groups, other=-float("inf"))
     return tl.where(groups < num_groups, order_key(tl.div_rn(maxima, temperature), groups), LOWEST)
@@ -288,8 +288,8 @@ def _load_group_keys(group_max, temperature, num_groups, groups_block: tl.conste
 
 @triton.jit
 def _cut_of_groups(keys, largest, top_k, num_groups):
-    """Reached by the k groups with the largest maxima, which hold the k likeliest tokens, or by
-    some more that fill up the last tile of the list."""
+    """A key that the k groups with the largest maxima reach, which hold the k most likely tokens,
+    and at most as many more as fill the last tile of the list."""
     wanted = tl.minimum(top_k, num_groups).to(tl.int32)
     room = tl.cdiv(wanted, LIST_GROUPS) * LIST_GROUPS
     return select(keys, tl.cast(LOWEST, tl.int64), key_above(largest), wanted, room)
@@ -303,10 +303,10 @@ def _list_hottest(
     hot_list,
     groups_block: tl.constexpr,
 ):
-    """Lists those of the listed groups that may score most, one tile of them. Returns their number,
-    and what no token of the others scores more than.
+    """Lists one tile of the listed groups with the largest bounds. Returns their number, and an
+    upper bound of the scores in the other groups.
 
-    The winner is nearly always among them: only tokens without `low` may beat it, and few do.
+    The winner is nearly always among them: only tokens before `low` can beat it, and few do.
     """
     places = tl.arange(0, groups_block)
     groups = tl.load(group_list + places, mask=places < listed, other=0)
@@ -320,7 +320,7 @@ def _list_hottest(
 
 @triton.jit
 def _write_list(places, groups, chosen):
-    """How many there are."""
+    """Compacts the chosen groups into `places`; returns their number."""
     tl.store(places + tl.cumsum(chosen.to(tl.int32), 0) - 1, groups, mask=chosen)
     tl.debug_barrier()
     return tl.sum(chosen.to(tl.int32))
@@ -328,13 +328,13 @@ def _write_list(places, groups, chosen):
 
 @triton.jit
 def load_listed(source, group_list, listed, tile, temperature, full: tl.constexpr):
-    """(quads, ids and keys [quads, 4]) of a tile of the listed groups; behind the end of the list
-    keys are LOWEST."""
+    """(quads, ids and keys [quads, 4]) of a tile of the listed groups; keys past the end of the
+    list are LOWEST."""
     quads_block: tl.constexpr = LIST_GROUPS * GROUP_QUADS
     offsets = tl.arange(0, quads_block)
     places = tile * LIST_GROUPS + offsets // GROUP_QUADS
     groups = tl.load(group_list + places, mask=places < listed, other=0)
-    # What is not there has ids beyond the vocabulary.
+    # Padding has ids beyond the vocabulary.
     groups = tl.where(places < listed, groups, source[4])
     quads = groups * GROUP_QUADS + offsets % GROUP_QUADS
     ids = ids_of(quads)
@@ -355,14 +355,14 @@ def _key_of_last(
     top_k,
     full: tl.constexpr,
 ):
-    """The key of the k-th token of the listed groups. It lies from `low` to below `high`."""
+    """The key of the k-th token of the listed groups, which lies in [low, high)."""
     wanted = top_k.to(tl.int32)
     if listed <= LIST_GROUPS:
         keys = load_listed(source, group_list, listed, 0, temperature, full)[2]
         keys = tl.reshape(keys, [LIST_IDS])
     else:
-        # Gathers the keys between, at once if they fit: they do unless k is in the thousands, or
-        # thousands of logits are equal. Else it halves the distance until they do.
+        # Gathers the keys in between if they fit, as they do unless k is in the thousands or
+        # thousands of logits are equal; otherwise halves the interval until they do.
         inside = source[4]
         middle = low
         gathers = tl.cast(1, tl.int1)
@@ -391,8 +391,7 @@ def _gather(
     high,
     full: tl.constexpr,
 ):
-    """Writes the listed keys from `low` to below `high`, as many as fit. Returns how many they
-    are."""
+    """Writes the listed keys in [low, high), as many as fit. Returns their number."""
     count = tl.cast(0, tl.int32)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
         keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
@@ -415,7 +414,7 @@ def _weigh(
     low,
     full: tl.constexpr,
 ):
-    """The weight of the listed tokens from key `low` on."""
+    """The total weight of the listed tokens with keys from `low` on."""
     total = tl.cast(0, tl.int64)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
         keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
@@ -434,7 +433,8 @@ def _draw(
     low,
     full: tl.constexpr,
 ):
-    """The winner among the listed tokens from key `low` on: its key by perturbed logits."""
+    """The order key by perturbed logits of the winner among the listed tokens with keys from `low`
+    on."""
     winner = tl.cast(LOWEST, tl.int64)
     for tile in range(tl.cdiv(listed, LIST_GROUPS)):
         quads, ids, keys = load_listed(source, group_list, listed, tile, temperature, full)

@@ -1,39 +1,39 @@
 """Sampling inside a captured decode step: reference.py in Triton, for any mix of requests.
 
-Nothing here asks the host: the grid follows from the number of rows, what a row needs is read from
-the record of its slot. A token is the torch reference's on the same device; the notes say where
-rounding may differ. Three ideas keep the logits, read once, nearly the only cost:
+The host knows nothing of a step but the number of rows: what a row needs is read from the record of
+its slot. A token is that of the torch reference on the same device, except where the comments say
+that rounding may differ. Three ideas keep the cost near that of reading the logits once:
 
 - A token's noise needs two logarithms, but only a large random word can win. So a tile bounds its
   scores from the words' float bits, and computes them only if the bound reaches the best so far
-  (of n tiles, about ln n do). The bounds of a filtered row are kept by groups of 64 ids: if its
-  draw is refused, the next one is among the few groups whose bounds are the largest.
+  (of n tiles, about ln n do). The bounds of a filtered row are kept for groups of 64 ids: if its
+  draw is rejected, the next one is searched in the few groups with the largest bounds.
 - min_p, top_k and top_p each keep a prefix of one order: logit descending, then id ascending. So
   nothing is sorted. The winner among all tokens is the winner among the kept ones if it is kept
-  itself, which the sum of the weights before it decides, and else the search goes on among the
-  tokens before it. A draw from all survives top_p with probability top_p or more.
-- The first pass leaves the maximum of every group behind. The k likeliest tokens lie in the k
+  itself, which the sum of the weights before it decides; otherwise the search continues among
+  the tokens before it. A draw from all survives top_p with probability top_p or more.
+- The first pass writes the maximum of every group. The k likeliest tokens lie in the k
   groups with the largest maxima (of equals the lower ids): if a group is left out, each of those k
   has a token that comes before all of its own. So top_k reads k groups again, not the row, and the
   20 top logprobs read 20.
 
-Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full
-one has `edit` before and `record` behind them (scores.py).
+Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full one has `edit`
+before and `record` after them (scores.py).
 
 The bytes of a row of V logits of b bytes: bV greedy or with temperature only (256 rows of 151,936
 in bf16: 78 MB, 18 µs at 4.27 TB/s, which noise exceeds: about 27 instructions an id, compiled for
 sm_90, are 36 µs of issue slots). Any filter: V/8 more, for maxima and bounds, written and read.
 With top_k (alone or with the others) only 64bk on top, twice for k > 64, and noise for those ids
-only. top_p without top_k: bV again, and for each refused draw up to as much once more, read by one
-program; min_p alone: a few groups if the draw is refused. The full variant adds for a row with
+only. top_p without top_k: bV again, and for each rejected draw up to as much once more, read by one
+program; min_p alone: a few groups if the draw is rejected. The full variant adds for a row with
 edits or penalties bV + 5V read and 4V written, and reads 4V in place of bV; for one with logprobs
 bV.
 
 Every sum that decides is of integers and every other reduction is a maximum, and the logprobs are
 summed in tiles of a fixed size: a row gets the same alone and in any batch, bit for bit.
 
-A kernel is compiled once for a type of logits, whatever the number of rows: nothing that follows
-from it is specialised on, since a step that compiles takes seconds.
+A kernel is compiled once for a type of logits: nothing that depends on the number of rows is
+specialised on, since a step that compiles takes seconds.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _TILE = 2048  # ids that a program works on at a time
 
 
 class SampleWorkspace:
-    """What the kernels leave each other, for one stream.
+    """Intermediate results of the kernels, for one stream.
 
-    Calls with more than `num_rows` rows are worked on in blocks, so that this bounds the memory:
-    about 60 KB a row for a vocabulary of 150,000, and 4 bytes a token more for the full variant.
+    Calls with more than `num_rows` rows are split into blocks, which bounds the memory: about 60 KB
+    a row for a vocabulary of 150,000, and 4 bytes an id more for the full variant.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class SampleWorkspace:
         self.tile_sums: Tensor | None = None
 
     def allocate_full(self) -> None:
-        """What the full variant needs; the first call counts."""
+        """Allocates what the full variant needs, at the first call."""
         if self.edited is None:
             self.edited = self._empty(self.vocab_size, dtype=torch.float32)
             self.raw_max = self._empty(self.num_groups, dtype=torch.float32)
@@ -110,8 +110,8 @@ class TritonSampling:
     def sample(
         self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
     ) -> Tensor:
-        """The plain variant: greedy, temperature, min_p, top_k, top_p and seed. Three kernels, of
-        which one is left out if no row has top_p."""
+        """Samples with the plain variant: greedy, temperature, min_p, top_k, top_p and seed. Three
+        kernels; without `top_p`, which no row may then use, two."""
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
@@ -142,7 +142,8 @@ class TritonSampling:
     def sample_full(
         self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
     ) -> tuple[Tensor, TokenScores]:
-        """The full variant: edits and penalties too, and counts the tokens into the history.
+        """Samples with the full variant: edits and penalties, too, and counts the tokens into the
+        history.
 
         Two kernels more. Of the scores, a row's logprob and its first num_logprobs top logprobs are
         written; those of rows that want none are undefined. Raises RuntimeError if it is captured
@@ -168,7 +169,7 @@ _Rows = tuple[Tensor, Tensor, Tensor]  # logits, slots, output index
 
 
 def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
-    """Of about the same size, each of which fits the workspace."""
+    """Slices of rows of about the same size, each of which fits the workspace."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and vocab_size <= workspace.vocab_size
     count = max(triton.cdiv(num_rows, workspace.num_rows), 1)
@@ -186,7 +187,8 @@ def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> Token
 
 
 def _split(logits: Tensor) -> tuple[int, int]:
-    """(programs a row, tiles a program): enough to fill the device, and long enough to pay off."""
+    """(programs a row, tiles a program): enough programs to fill the device, of enough work
+    each."""
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, _TILE)
     programs = tuning_of(logits.device).sampling_programs
@@ -196,7 +198,7 @@ def _split(logits: Tensor) -> tuple[int, int]:
 
 
 def _options(logits: Tensor) -> dict[str, Any]:
-    """Without fusion a product is rounded before a sum, as torch does."""
+    """Launch options. Without fusion a product is rounded before a sum, as in torch."""
     return {"enable_fp_fusion": False, **pdl_options(logits.device, True)}
 
 
@@ -208,8 +210,8 @@ def _best(
     *,
     first_id: int = 0,
 ) -> Tensor:
-    """[rows, any] int64: of each row's parts the key of the best token before filters. A view of
-    the workspace, as the first pass has left it."""
+    """[rows, any] int64: the order key of the best token before filters in each part of a row. A
+    view of the workspace, written by the first pass."""
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape
     splits, tiles = _split(logits)
@@ -232,7 +234,7 @@ def _best(
         full=edited is not None,
         quads_block=_TILE // 4,
         num_warps=4,
-        maxnreg=128 if edited is None else 168,  # so that a multiprocessor holds four or three
+        maxnreg=128 if edited is None else 168,  # so that an SM holds four or three
         **_options(logits),
     )
     return workspace.best[:num_rows, :splits]
@@ -294,7 +296,7 @@ def _draw(
         groups_block=triton.next_power_of_2(workspace.num_groups),
         tiles_block=padded_tiles,
         num_warps=8,
-        maxnreg=128,  # or a multiprocessor would hold one program only
+        maxnreg=128,  # with more an SM would hold one program only
         **options,
     )
 

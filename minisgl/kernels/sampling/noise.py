@@ -1,5 +1,5 @@
-"""The noise of a token in Triton: that of philox.py and of the Gumbel step in sampling.py, bit for
-bit, and a bound that costs no logarithm."""
+"""The noise of a token in Triton, bit for bit that of philox.py and of the Gumbel step in
+reference.py, and an upper bound without a logarithm."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import triton.language as tl
 def words_of_quads(seed, index, quads):
     """[quads, 4] uint32: Philox4x32-10 of counter (quad, index, 0, 0) under the seed's words.
 
-    Written out with 64-bit products, which are one instruction each; `tl.philox` computes the same
-    with two.
+    It uses 64-bit products, which are one instruction each; `tl.philox` computes the same with two.
     """
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
@@ -47,9 +46,10 @@ def gumbel(words):
 
 @triton.jit
 def most_gumbel(words):
-    """No less than `gumbel`: -log(-log(u)) <= -log(1 - u), and log2 x >= bits(x) / 2**23 - 127.
+    """An upper bound of `gumbel`: -log(-log(u)) <= -log(1 - u), and log2 x >= bits(x) / 2**23 -
+    127.
 
-    What is subtracted is 1 - u less 2**-24, so still exact; the last 1e-4 covers every rounding.
+    1 - u less 2**-24 is subtracted, which is exact; the last 1e-4 covers every rounding.
     """
     rest = 1.99999988079071044921875 - _in_1_to_2(words)
     bits = rest.to(tl.int32, bitcast=True).to(tl.float32)

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
 1, 2, 3", SC 2011).
 
-There is no state to carry or to lose: the number of a token is a pure function of the request's
-seed, the index of the output token and the vocabulary id, on any device, in any batch.
+There is no state: the random number of a token is a pure function of the request's seed, the index
+of the output token and the vocabulary id, on any device, in any batch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def uniform(seed: Tensor, index: Tensor, num_ids: int, first_id: int = 0) -> Ten
     for the vocabulary ids from `first_id` on, a multiple of 4.
 
     Returns [rows, num_ids] float32, strictly between 0 and 1. Key: the low and the high word of
-    the seed. Counter: (vocab id // 4, index, 0, 0). Word `vocab id % 4` of the result becomes a
-    number by its upper 23 bits: with 24, the half that keeps it off 0 would not fit into a float32
-    any more, and the largest would be rounded to 1.
+    the seed. Counter: (vocab id // 4, index, 0, 0). The upper 23 bits of word `vocab id % 4` of the
+    result are the number: with 24, the half that keeps it above 0 would not fit into a float32, and
+    the largest number would round to 1.
     """
     quads = first_id // 4 + torch.arange((num_ids + 3) // 4, device=seed.device)
     zero = torch.zeros_like(quads)

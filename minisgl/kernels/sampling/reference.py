@@ -1,7 +1,7 @@
-"""Choosing a token from each row of logits: the torch reference, for any device.
+"""Sampling a token from each row of logits: the torch reference, for any device.
 
-Every function works row by row: what a row gets depends on nothing else in the batch, bit for bit.
-Nothing here reads a tensor back to the host.
+Every function works row by row: a row's result does not depend on the rest of the batch, bit for
+bit. No function reads a tensor back to the host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from minisgl.kernels.sampling.philox import uniform
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row is sampled. A filter that is None is off for every row, and costs nothing."""
+    """How each row is sampled. A filter that is None is off for all rows and costs nothing."""
 
     temperature: Tensor  # [rows] float32; 0: greedy
     seed: Tensor  # [rows] int64
-    output_index: Tensor  # [rows] int64: how many output tokens the request has before this one
+    output_index: Tensor  # [rows] int64: the number of output tokens before this one
     min_p: Tensor | None = None  # [rows] float32; 0: off
     top_k: Tensor | None = None  # [rows] int64; 0: off
     top_p: Tensor | None = None  # [rows] float32; 1: off, 0: the likeliest token
@@ -29,7 +29,8 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Natural logarithms of probabilities: of one token a row, and of the row's likeliest."""
+    """Natural logarithms of probabilities: of one token a row, and of the row's most likely
+    tokens."""
 
     logprob: Tensor  # [rows] float32
     top_ids: Tensor  # [rows, k] int64, likeliest first; of equals the lower id first
@@ -54,7 +55,7 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
 def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
     """Adds `bias` [rows, width] float32 to the logits of `ids` [rows, width] int64.
 
-    An id may occur again with a bias of 0 (padding) or -inf: the order of addition is left open.
+    An id may occur again with a bias of 0 (padding) or -inf: the order of addition is undefined.
     """
     return logits.scatter_add(1, ids, bias)
 
@@ -67,12 +68,13 @@ def penalize(
     frequency: Tensor,
     presence: Tensor,
 ) -> Tensor:
-    """Repetition, then frequency and presence penalty on biased `logits` [rows, vocab] float32.
+    """Applies repetition, then frequency and presence penalty to biased `logits` [rows, vocab]
+    float32.
 
-    `prompt_seen` [rows, vocab] bool and `output_counts` [rows, vocab] int32 say what the request
-    contains; the penalties are [rows] float32. Repetition (Keskar et al., "CTRL", 2019) looks at
-    prompt and output and takes a token's logit away from itself, whatever its sign; the other two
-    look at the output only. Values of 1, 0 and 0 leave a row as it is.
+    `prompt_seen` [rows, vocab] bool and `output_counts` [rows, vocab] int32: the tokens of the
+    request; the penalties: [rows] float32, with 1, 0 and 0 for none. Repetition penalty (Keskar et
+    al., "CTRL", 2019): tokens in prompt or output have positive logits divided and negative ones
+    multiplied by it. The other two count tokens of the output only.
     """
     generated = output_counts > 0
     factor = repetition[:, None]
@@ -82,12 +84,13 @@ def penalize(
 
 
 def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
-    """[rows, vocab] float32 whose argmax is the token: the Gumbel-max trick (Gumbel, 1954).
+    """Filters and adds Gumbel noise: the argmax of the result [rows, vocab] float32 is the token
+    (the Gumbel-max trick, Gumbel 1954).
 
-    `logits` [rows, vocab] float32 have bias, penalties and masks applied. Greedy rows come back as
-    they are; the others after temperature, min_p, top_k and top_p, with Gumbel noise on top, so
-    that the argmax is a sample of what is left. A token's noise does not depend on the filters.
-    Without filters the logits may be those from `first_id` on, a multiple of 4.
+    `logits` [rows, vocab] float32 have bias, penalties and masks applied. Greedy rows are returned
+    as they are; the others after temperature, min_p, top_k and top_p with noise added, so that the
+    argmax is a sample of the remaining tokens. A token's noise does not depend on the filters.
+    Without filters the logits may be a vocabulary shard that starts at `first_id`, a multiple of 4.
     """
     greedy = rows.temperature[:, None] == 0
     scaled = logits / rows.temperature[:, None].masked_fill(greedy, 1.0)
@@ -102,10 +105,8 @@ def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
 
 
 def _keep_top(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """[rows, vocab] bool: the k largest logits, and of those the fewest that reach top_p.
-
-    Of equal logits the lower id is taken first.
-    """
+    """[rows, vocab] bool: the k largest logits, and of those the fewest that reach top_p. Of equal
+    logits the lower id comes first."""
     ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
     kept = torch.ones_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -123,7 +124,7 @@ def _keep_top(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Ten
 
 
 def margin(perturbed: Tensor) -> Tensor:
-    """[rows] float32: by how much the chosen token beats the next. Under the noise of two ways to
-    compute the logits, they may rightly choose differently."""
+    """[rows] float32: the distance between the best token and the next. Where it is below the
+    rounding of the logits, two ways to compute them may choose differently."""
     best = perturbed.topk(2, dim=-1).values
     return best[:, 0] - best[:, 1]

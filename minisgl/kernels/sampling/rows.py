@@ -1,4 +1,4 @@
-"""What the sampling kernels read of a row: its slot's record, and its logits. In Triton."""
+"""Loading a row in the sampling kernels: the record of its slot, and its logits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from minisgl.kernels.sampling import tables
 
 GROUP = tl.constexpr(64)  # ids that share a maximum
-GROUP_QUADS = tl.constexpr(16)  # ids come in fours, which share one call of Philox
+GROUP_QUADS = tl.constexpr(16)  # four ids are a quad, which shares one call of Philox
 _WORDS = tl.constexpr(tables.RECORD_WORDS)
 _FIRST_FLOAT_WORD = tl.constexpr(tables.FIRST_FLOAT_WORD)
 _NUM_LOGPROBS_WORD = tl.constexpr(tables.NUM_LOGPROBS_WORD)
@@ -49,8 +49,8 @@ def load_num_logprobs(records, slot):
 def load_filters(records, slot, vocab_size):
     """(temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered).
 
-    by_top_k: top_k counts, and is settled from the group maxima alone; by_top_p: top_p counts;
-    filtered: anything does.
+    by_top_k: top_k is on, which is decided from the group maxima alone; by_top_p: top_p is on;
+    filtered: any filter is on.
     """
     temperature = load_float(records, slot, TEMPERATURE)
     top_p = load_float(records, slot, TOP_P)
@@ -65,7 +65,7 @@ def load_filters(records, slot, vocab_size):
 
 @triton.jit
 def load_penalties(records, slot, vocab_size):
-    """(how many ids they count for: all or none, repetition, frequency, presence)"""
+    """(number of ids with penalties: all or none, repetition, frequency, presence)"""
     repetition = load_float(records, slot, REPETITION)
     frequency = load_float(records, slot, FREQUENCY)
     presence = load_float(records, slot, PRESENCE)
@@ -81,7 +81,8 @@ def is_edited(records, slot, vocab_size):
 
 @triton.jit
 def source_of(logits, edited, records, row, slot, stride, vocab_size, full: tl.constexpr):
-    """Where a row's logits are: (raw, edited, how many ids count of each, vocabulary size)."""
+    """The source of a row's logits: (raw, edited, number of ids to read of each, vocabulary
+    size)."""
     num_edited = 0
     if full:
         num_edited = tl.where(is_edited(records, slot, vocab_size), vocab_size, 0)
@@ -109,5 +110,5 @@ def ids_of(quads):
 
 @triton.jit
 def group_maxima(x):
-    """Of [quads, 4], one for each GROUP of ids."""
+    """The maximum of each GROUP of ids, from [quads, 4]."""
     return tl.max(tl.reshape(x, [x.shape[0] // GROUP_QUADS, GROUP]), axis=1)

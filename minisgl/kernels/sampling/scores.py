@@ -1,5 +1,5 @@
-"""What the full variant of sampling adds, in Triton: edits and penalties before the draw, counts
-and logprobs behind it."""
+"""The additions of the full variant of sampling, in Triton: edits and penalties before the draw,
+counts and logprobs after it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def edit_kernel(
     edits_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A part of a row: its logits with edits and penalties, if it has any, as float32, and what
-    logprobs need of the raw ones: group maxima, and each tile's maximum and sum of exponentials."""
+    """One part of a row: its logits with edits and penalties, if it has any, as float32; and if it
+    wants logprobs, the maxima of the raw logits by group, and each tile's maximum and sum of
+    exponentials."""
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,7 +83,7 @@ def edit_kernel(
                 x = _penalize(x, ids, penalties, prompt_seen, output_counts, history, mask)
                 tl.store(edited + ids, x, mask=mask)
     if is_edited:
-        # An id may occur a second time, to be masked: that comes last.
+        # An id may occur a second time to be masked, which comes last.
         min_tokens = load_integer(records, slot, MIN_TOKENS)
         end_of_masks = tl.where(tl.load(output_index + row) < min_tokens, num_edits, 0)
         for masking in tl.static_range(2):
@@ -106,7 +107,7 @@ def edit_kernel(
 
 @triton.jit
 def _penalize(x, ids, penalties, prompt_seen, output_counts, history, mask):
-    """As in sampling.py; a row with penalties has a history, which begins at `history`."""
+    """As penalize of reference.py. `history`: the offset of the slot's tokens in the tables."""
     if prompt_seen is not None:
         num_penalized, repetition, frequency, presence = penalties
         mask = mask & (ids < num_penalized)

@@ -1,8 +1,8 @@
-"""What the device knows of each slot for sampling, as the torch reference and the Triton kernels
-read it.
+"""The sampling parameters of each slot on the device, as the torch reference and the Triton kernels
+read them.
 
-A slot's parameters are one record of 72 bytes, and an edit of its logits is one word of 8, so that
-a join writes each table once.
+A slot's parameters are one record of 72 bytes, and an edit of its logits is one word of 8 bytes, so
+that a join writes each table once.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def pack_record(
 
 
 def pack_edits(edits: Sequence[tuple[int, float]]) -> NDArray[np.int64]:
-    """(token id, what to add to its logit), each as a word."""
+    """Packs (token id, bias of its logit) into one word each: [len(edits)] int64."""
     pairs = np.array(edits, dtype=[("id", "<i4"), ("bias", "<f4")])
     return pairs.view(np.int64)
 
 
 class SamplingTables:
-    """By slot, all contiguous; at first every slot is greedy and neutral."""
+    """The tables, by slot and contiguous. Initially every slot is greedy, with neutral
+    parameters."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.num_slots = num_slots
@@ -66,20 +67,20 @@ class SamplingTables:
         # [slots, MAX_EDITS] int64: a token id in the lower half, in the upper one the bits of the
         # float32 that is added to its logit. The first num_edits of a slot count.
         self.edits = torch.zeros((num_slots, MAX_EDITS), dtype=torch.int64, device=device)
-        # Which tokens the requests with penalties contain. Other slots' rows are garbage, which a
-        # neutral penalty ignores.
+        # The tokens of requests with penalties. Rows of other slots are undefined; neutral
+        # penalties ignore them.
         self.prompt_seen: Tensor | None = None  # [slots, vocab] bool
         self.output_counts: Tensor | None = None  # [slots, vocab] int32
 
     def allocate_history(self) -> None:
-        """5 bytes for every token of the vocabulary and slot; the first call counts."""
+        """Allocates prompt_seen and output_counts, 5 bytes a slot and id, at the first call."""
         if self.prompt_seen is None:
             shape, device = (self.num_slots, self.vocab_size), self.records.device
             self.prompt_seen = torch.zeros(shape, dtype=torch.bool, device=device)
             self.output_counts = torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-# What records and edits say, for torch: views where the place is one
+# The fields of records and edits in torch, as views if possible
 
 
 def integers_of(records: Tensor) -> Tensor:

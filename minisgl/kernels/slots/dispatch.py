@@ -1,8 +1,8 @@
-"""What the device does for the slots of a batch around the model.
+"""The work of a step on slots before and after the model.
 
 `read_slots` makes the inputs of decode rows from the slots' tables and advances these; `feed_slots`
-makes sampled tokens the next inputs and tells the host. So a captured step needs nothing from the
-host, and nothing of it is bound to a step. In Triton (kernels.py) each is one launch.
+makes sampled tokens the next inputs and writes them to the host. So a captured step needs nothing
+from the host, and serves any later step. In Triton (kernels.py) each is one launch.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def feed_slots(
     """Make `token_ids` [num_rows] int64 the last tokens of `slots` [num_rows] int64, and write them
     and their scores to the ring.
 
-    `ring_row` must be what ring.next_row says; kernels ask the device, so that a captured call
-    writes to another row at each replay.
+    `ring_row` must be the value of ring.next_row; the kernels read that on the device, so that a
+    captured call writes another row at each replay.
     """
     if runs_triton(slots.device):
         from minisgl.kernels.slots import kernels

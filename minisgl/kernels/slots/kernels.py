@@ -1,4 +1,4 @@
-"""The two launches around a captured decode step; their references are in slots.py."""
+"""The launches before and after the model in a decode step; their references are in dispatch.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGES_AT_ONCE = 256
 
 
 def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
-    """As in slots.py. One program a row; of the page table it copies what the row has in use."""
+    """As in dispatch.py. One program a row; of the page table it copies what the row uses."""
     if len(slots) == 0:
         return
     _read_slot[(len(slots),)](
@@ -42,7 +42,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
 def feed_slots(
     slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: OutputRing
 ) -> None:
-    """As in slots.py; the device knows the row of the ring."""
+    """As in dispatch.py; the row of the ring is read on the device."""
     num_rows = len(slots)
     if scores is not None:
         num_top = scores.top_ids.shape[1]
@@ -133,7 +133,7 @@ def _feed(
     ring_size: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program, since it moves on to the next row when it has written this one."""
+    """A single program, which advances the ring after writing a row."""
     ring_row = tl.load(next_row)
     target = ring + ring_row * row_stride
     for start in range(0, num_rows, block):
@@ -142,7 +142,7 @@ def _feed(
         token = tl.load(token_ids + row, mask=there).to(tl.int32)
         tl.store(last_tokens + tl.load(slots + row, mask=there), token, mask=there)
         tl.store(target + row, token, mask=there)
-    tl.debug_barrier()  # every thread has read the old one
+    tl.debug_barrier()  # every thread has read the old value
     tl.store(next_row, (ring_row + 1) % ring_size)
 
 
@@ -161,7 +161,7 @@ def _send_scores(
     ring_top,
     block: tl.constexpr,
 ):
-    """A row a program; before `_feed` moves on."""
+    """One row a program; it must run before `_feed` advances the ring."""
     row = tl.program_id(0)
     place = tl.load(next_row) * ring_rows + row
     tl.store(ring_logprob + place, tl.load(logprob + row))

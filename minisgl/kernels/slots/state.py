@@ -1,4 +1,5 @@
-"""What the device knows of slots, and what a step takes of them."""
+"""The state of slots on the device, the rows that a step makes of it, and the ring of its
+results."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What the device knows of each slot. The last slot is scratch, for padded rows: its length
+    """The state of each slot on the device. The last slot is scratch, for padded rows: its length
     stays 0, and its pages are page 0."""
 
     page_table: Tensor  # [num_slots + 1, max_pages] int32
     lengths: Tensor  # [num_slots + 1] int32: tokens whose KV is written
-    last_tokens: Tensor  # [num_slots + 1] int32: sampled, and not computed yet
+    last_tokens: Tensor  # [num_slots + 1] int32: sampled, with no KV yet
     prompt_lengths: Tensor  # [num_slots + 1] int64, of any stride
     page_size: int
 
@@ -63,14 +64,14 @@ class SlotRows:
 class OutputRing:
     """Rows of host memory that the device writes in turn, one a step.
 
-    Pinned and mapped where the device is a GPU, so that its kernels store to it themselves.
+    Pinned and mapped if the device is a GPU, whose kernels write to it directly.
     """
 
     token_ids: Tensor  # [ring, rows] int32
-    logprob: Tensor  # [ring, rows] float32, and the next two as in TokenScores
+    logprob: Tensor  # [ring, rows] float32; this and the next two as in TokenScores
     top_ids: Tensor  # [ring, rows, num_top] int32
     top_logprobs: Tensor  # [ring, rows, num_top] float32
-    next_row: Tensor  # [1] int32, on the device: where the next step is written
+    next_row: Tensor  # [1] int32, on the device: the row of the next step
 
     @staticmethod
     def allocate(size: int, num_rows: int, num_top: int, device: torch.device) -> OutputRing:
@@ -89,6 +90,6 @@ class OutputRing:
 
 
 def slot_mapping_of(page_table: Tensor, slots: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where the cache keeps `positions` [n] int64 of `slots` [n] int64; returns int64."""
+    """The KV slots of `positions` [n] int64 of the requests in `slots` [n] int64: [n] int64."""
     pages = page_table[slots, positions // page_size].to(torch.int64)
     return pages * page_size + positions % page_size
