@@ -1,4 +1,4 @@
-"""What the choice of tiles and kernels depends on, as data: one `DeviceTuning` a GPU.
+"""The measurements behind the choice of tiles and kernels, as data: one `DeviceTuning` a GPU.
 
 The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
 shared memory, until somebody measures there (scripts/bench_*.py --tune) and gives `tuning_of`
@@ -57,7 +57,7 @@ class DecodeTiles:
     block_n: int  # keys in a tile
     num_warps: int
     num_stages: int  # tiles in flight, the one at work included
-    programs_per_sm: int  # the keys of all rows are split over so many, if there are enough keys
+    programs_per_sm: int  # over which the keys of all rows are split, if there are enough keys
     min_split: int  # keys; a row is not split into fewer
 
 

@@ -1,4 +1,4 @@
-"""How the weights of a model are stored, which decides what multiplies by them."""
+"""Formats in which the weights of a model are stored, each with its products."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class WeightFormat(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, norms and the embedding."""
+        """The dtype of activations, norms and the embedding."""
         ...
 
     def product(self, n: int, k: int, *, bias: bool) -> Product:
-        """Of k inputs and n outputs."""
+        """The product of a linear layer with k inputs and n outputs."""
         ...
 
     def experts(self, num_experts: int, hidden_size: int, size: int) -> ExpertsProduct:
-        """Of experts with an inner dimension of `size`."""
+        """The products of experts with an inner dimension of `size`."""
         ...
 
 

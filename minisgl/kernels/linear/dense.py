@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # not every platform has Triton
 
 
 class LinearKernels(NamedTuple):
-    """What the products of a model share. They run one at a time."""
+    """The memory and the tuning that the products of a model share; one product runs at a time."""
 
     tuning: DeviceTuning
     workspace: LinearWorkspace  # of the Triton kernels

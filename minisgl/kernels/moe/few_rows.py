@@ -89,8 +89,8 @@ def _few_inner(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(1)
     row = pair // top_k
-    _, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
-    is_mine = rank == pair % top_k
+    _, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+    is_mine = order == pair % top_k
     expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     weight += expert.to(tl.int64) * (2 * size * hidden_size)
@@ -128,11 +128,11 @@ def _few_outer(
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
     place = tl.arange(0, places)
     # The logits are older than the previous kernel, as the weights are.
-    probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
-    share = weights_of(probability, rank, top_k, normalize)
-    is_here = rank[:, None] == place[None, :]
+    probability, order = expert_places(logits + row * num_experts, num_experts, experts_block)
+    expert_weight = weights_of(probability, order, top_k, normalize)
+    is_here = order[:, None] == place[None, :]
     expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
-    share = tl.sum(tl.where(is_here, share[:, None], 0.0), 0)
+    expert_weight = tl.sum(tl.where(is_here, expert_weight[:, None], 0.0), 0)
     w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
     w_at += output[None, :, None] * size
     is_output = (place < top_k)[:, None, None] & (output < hidden_size)[None, :, None]
@@ -157,7 +157,9 @@ def _few_outer(
     for i in tl.static_range(pieces):
         product += from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
     kind = out.dtype.element_ty
-    result = tl.sum(product, 2).to(kind).to(tl.float32) * share.to(kind).to(tl.float32)[:, None]
+    result = (
+        tl.sum(product, 2).to(kind).to(tl.float32) * expert_weight.to(kind).to(tl.float32)[:, None]
+    )
     result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)
     if squares is not None:
         result = (residual + result.to(tl.float32)).to(kind)
