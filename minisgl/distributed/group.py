@@ -1,4 +1,4 @@
-"""How ranks come together."""
+"""Forming the group of ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def join_group(
     dtype: torch.dtype,
     plain: bool,
 ) -> Communicator:
-    """The fastest communicator of `size` ranks for a model of this width, or if `plain` that of
-    torch.distributed. Blocks until all ranks are here.
+    """The fastest communicator of `size` ranks for a model of this width; that of torch.distributed
+    if `plain`. Blocks until all ranks have joined.
 
     store: a torch.distributed.Store that all ranks can reach.
     """
