@@ -14,8 +14,8 @@ from minisgl.runner.graphs import (
     graph_keys,
 )
 from minisgl.runner.lanes import Lanes
-from minisgl.runner.outbox import RING_SIZE, Outbox
-from minisgl.runner.tables import Chunks, SlotTables, StepShape
+from minisgl.runner.step_inputs import Chunks, SlotTables, StepShape
+from minisgl.runner.step_outputs import RING_SIZE, Outbox
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 
 CPU = torch.device("cpu")

@@ -34,9 +34,9 @@ from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
-from minisgl.runner.loading import load_runner
-from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
-from minisgl.runner.tp import load_ranks
+from minisgl.runner.load import load_runner
+from minisgl.runner.parallel.tensor_parallel import load_ranks
+from minisgl.runner.step_inputs import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 FOLDER = TemporaryDirectory()

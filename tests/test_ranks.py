@@ -162,7 +162,7 @@ async def test_a_rank_that_dies_leaves_the_way_free_for_others(
 ) -> None:
     """Before the ranks have met, and at rest, where nothing but its end tells."""
     with monkeypatch.context() as patch:
-        patch.setattr("minisgl.runner.tp.run_rank", print)
+        patch.setattr("minisgl.runner.parallel.tensor_parallel.run_rank", print)
         with pytest.raises(EngineStoppedError, match=r"Rank 1 \(process"):
             await demo_engine(tp=2)
     engine = await demo_engine(tp=2)
@@ -204,7 +204,7 @@ async def test_a_rank_that_stands_still_is_found_by_the_step_it_holds_up() -> No
 async def test_ranks_listen_to_nobody_elsewhere_and_are_killed_if_they_do_not_end(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl.runner.tp.CLOSE_LIMIT_S", 1.0)
+    monkeypatch.setattr("minisgl.runner.parallel.tensor_parallel.CLOSE_LIMIT_S", 1.0)
     with watched_sockets(temporary) as (seen, modes):
         engine = await demo_engine(tp=2)
         async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):

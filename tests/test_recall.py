@@ -16,7 +16,7 @@ from demo.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import StepInputs
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
+from minisgl.runner.step_inputs import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 from minisgl.tokenizer import Tokenizer
 

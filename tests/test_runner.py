@@ -18,11 +18,11 @@ from minisgl.attention.base import Attention, DecodeRows, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError
-from minisgl.runner import graphs, loading
+from minisgl.runner import graphs, load
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.tables import SlotTables, StepShape
+from minisgl.runner.step_inputs import SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 CPU = torch.device("cpu")
@@ -158,5 +158,5 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
         backend = Planning()
         return Attention(backend, backend)
 
-    monkeypatch.setattr(loading, "make_attention", make)
+    monkeypatch.setattr(load, "make_attention", make)
     load_engine(case_of("llama3").folder, padded=1).runner.close()

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from minisgl.runner.tables import StepShape
+from minisgl.runner.step_inputs import StepShape
 from minisgl.scheduler.plan import StepPlan
 
 # Chunks that a captured step has room for, and their rows. With more of either the device needs

@@ -26,9 +26,9 @@ from minisgl.models.transformer import CausalLM
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs, Variant
 from minisgl.runner.lanes import Download, Lanes, Mark
-from minisgl.runner.outbox import Outbox
 from minisgl.runner.sampler import Needs, Sampler, list_logprobs
-from minisgl.runner.tables import Chunks, SlotTables, StepShape
+from minisgl.runner.step_inputs import Chunks, SlotTables, StepShape
+from minisgl.runner.step_outputs import Outbox
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # float32 logits of prompt rows that are scored at once.

@@ -30,9 +30,9 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.group import join_group
 from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
-from minisgl.runner.loading import Report, load_runner, rank_device
+from minisgl.runner.load import Report, load_runner, rank_device
+from minisgl.runner.parallel.plan_codec import PlanDecoder
 from minisgl.runner.runner import ModelRunner, StepHandle
-from minisgl.runner.wire import PlanDecoder
 
 HEARTBEAT_S = 1.0
 CLOSE = b"\1"  # no plan: drain and leave

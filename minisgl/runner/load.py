@@ -26,8 +26,8 @@ from minisgl.runner.memory import (
     free_bytes,
     page_table_bytes,
 )
-from minisgl.runner.profile import longest_step, pages_for_largest_step, widest_step
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 
 NO_ROOM_FOR_GRAPHS = (
     "No room for what CUDA graphs need of memory besides the KV cache: lower --memory-ratio, "

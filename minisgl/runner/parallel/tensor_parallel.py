@@ -43,8 +43,9 @@ from minisgl.errors import (
     MinisglError,
 )
 from minisgl.models.config import ModelConfig
-from minisgl.runner.loading import Report
-from minisgl.runner.rank import (
+from minisgl.runner.load import Report
+from minisgl.runner.parallel.plan_codec import PlanEncoder
+from minisgl.runner.parallel.worker import (
     CLOSE,
     HEARTBEAT_S,
     Failed,
@@ -54,7 +55,6 @@ from minisgl.runner.rank import (
     run_rank,
 )
 from minisgl.runner.runner import ModelRunner, StepHandle
-from minisgl.runner.wire import PlanEncoder
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # A process that runs is never silent for so long, whatever it does.
