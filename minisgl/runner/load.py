@@ -47,18 +47,21 @@ def load_runner(
     folder: Path,
     report: Report | None = None,
     ranks: Communicator = ALONE,
+    *,
+    local_rank: int = 0,
 ) -> ModelRunner:
     """Load weights, find out what the largest steps and their graphs take, fill the rest of the
     memory with pages, and capture. Several ranks do this together.
 
+    ranks: connects this rank with the others. local_rank: its number on this machine.
     Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
     """
     report = report or (lambda phase, share: None)
-    device = rank_device(config, ranks.rank)
+    device = rank_device(config, local_rank)
     lanes = Lanes(device)
     lanes.enter_thread()
     free_at_start = free_bytes(device)
-    model = _load_model(config, model_config, folder, report, free_at_start, ranks)
+    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks)
     report("choosing matrix products", 0.0)
     model.tune()
     free_with_weights = free_bytes(device)
@@ -98,9 +101,10 @@ def load_runner(
     return runner
 
 
-def rank_device(config: ResolvedConfig, rank: int) -> torch.device:
+def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
+    """The device of a rank, given its number among the ranks of its machine."""
     several_gpus = config.device == "cuda" and config.tp > 1
-    return torch.device("cuda", rank) if several_gpus else torch.device(config.device)
+    return torch.device("cuda", local_rank) if several_gpus else torch.device(config.device)
 
 
 def _load_model(
@@ -108,6 +112,7 @@ def _load_model(
     model_config: ModelConfig,
     folder: Path,
     report: Report,
+    device: torch.device,
     free_at_start: int,
     ranks: Communicator,
 ) -> CausalLM:
@@ -117,7 +122,7 @@ def _load_model(
             model_config,
             folder,
             dtype=getattr(torch, config.dtype),
-            device=rank_device(config, ranks.rank),
+            device=device,
             load_format=config.load_format,
             max_seq_len=config.max_seq_len,
             progress=lambda done, total: report("loading weights", done / total),
