@@ -79,9 +79,9 @@ def test_a_graph_that_does_not_fit_leaves_host_and_device_at_the_same_row(
 
     monkeypatch.setattr(ModelRunner, "_run", run)
     loaded = load_engine(case_of("llama3").folder, padded=4)
-    outbox = loaded.runner._outbox
+    outputs = loaded.runner._outputs
     loaded.runner.close()
-    assert outbox._ring.next_row.item() == outbox.open()
+    assert outputs._ring.next_row.item() == outputs.open()
 
 
 def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
