@@ -619,7 +619,7 @@ async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
         vocab_size = engine.model.vocab_size
         model.check({"stop_token_ids": [vocab_size - 1], "logit_bias": {0: 1}})
         for wrong in ({"stop_token_ids": [vocab_size]}, {"logit_bias": {vocab_size: 1}}):
-            with pytest.raises(InvalidRequestError, match=f"from 0 to {vocab_size - 1}"):
+            with pytest.raises(InvalidRequestError, match=f"allowed: 0 to {vocab_size - 1}"):
                 model.check(wrong)
         num_pages = engine.capacity.num_pages - 1
         assert model.status()[0] == ("KV cache", f"0 of {num_pages:,} pages used")

@@ -310,7 +310,8 @@ async def test_max_tokens_beyond_the_room(clamp: bool) -> None:
     else:
         assert error_of(response)["code"] == "context_length_exceeded"
         assert error_of(response)["message"].endswith(
-            "Lower max_tokens to 5; a server with --clamp-max-tokens does so by itself."
+            " With this prompt max_tokens may be up to 5; a server with --clamp-max-tokens lowers "
+            "it by itself."
         )
 
 

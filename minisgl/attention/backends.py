@@ -1,4 +1,4 @@
-"""The attention backends by the names that `--attn` knows them by."""
+"""The attention backends, by the names that `--attn` takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl.config import ATTENTION_BACKENDS
 
 ComputeCapability = tuple[int, int]
 
-# Which backends are best, in order, as measured on an H200: heads of 128, with 16, 32, 40 and 64
+# The backends from best to worst, as measured on an H200: heads of 128, with 16, 32, 40 and 64
 # query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
 #
 # - decode, 256 rows of 800 tokens and 64 of 4,096: triton 3.9 to 4.1 TB/s at every ratio and page
@@ -43,10 +43,10 @@ _LARGEST_FLASH_HEAD_DIM = 256
 
 
 def make_attention(prefill: str, decode: str, shape: AttentionShape | None = None) -> Attention:
-    """The pair of backends; one object where both names are the same.
+    """The pair of backends by these names; one object if both are the same.
 
-    fi and trtllm need `shape`. Optional packages are imported here and nowhere before: ImportError
-    where they are missing.
+    fi and trtllm need `shape`: ValueError without it. Optional packages are imported here and not
+    before: ImportError where they are missing.
     """
     first = _make(prefill, shape)
     return Attention(first, first if decode == prefill else _make(decode, shape))
@@ -62,7 +62,7 @@ def _make(name: str, shape: AttentionShape | None) -> AttentionBackend:
             from minisgl.attention.flashinfer_backend import FlashInferAttention, TrtllmAttention
 
             if shape is None:
-                raise ValueError(f"{name} must know the heads and pages that it plans for")
+                raise ValueError(f"{name} needs the sizes of heads and pages that it plans for")
             return FlashInferAttention(shape) if name == "fi" else TrtllmAttention(shape)
         case "torch":
             return TorchAttention()
@@ -71,22 +71,22 @@ def _make(name: str, shape: AttentionShape | None) -> AttentionBackend:
 
             return TritonAttention()
         case _:
-            raise ValueError(f"no attention backend {name}; the config lets none through")
+            raise ValueError(f"there is no attention backend {name}")
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
     """The backends that run a model on this machine."""
 
-    prefill: tuple[str, ...]  # best first, as the next
-    decode: tuple[str, ...]
-    missing: dict[str, str]  # why the others do not
+    prefill: tuple[str, ...]  # best first
+    decode: tuple[str, ...]  # best first
+    missing: dict[str, str]  # why the others do not run
 
 
 def available_backends(
     compute_capability: ComputeCapability | None, head_dim: int, group: int
 ) -> Available:
-    """What runs a model in half precision here. In float32 compute triton and torch alone.
+    """The backends that run a model in half precision here; float32 is for triton and torch only.
 
     compute_capability: of the GPU, None without one; group: query heads that share a KV head.
     Imports the packages, which takes seconds, but compiles nothing.
@@ -113,7 +113,8 @@ def choose(phase: str, compute_capability: ComputeCapability | None, group: int)
 
 
 def flash_page_multiple() -> int:
-    """The pages of fa must have a multiple of so many tokens; 1 where it does not import."""
+    """The number of tokens that fa's page size must be a multiple of; 1 where fa does not
+    import."""
     from minisgl.attention.flash_backend import load_kernels
 
     try:
@@ -125,7 +126,7 @@ def flash_page_multiple() -> int:
 def _why_missing(
     name: str, compute_capability: ComputeCapability | None, head_dim: int
 ) -> str | None:
-    """One short sentence; None if nothing speaks against `name`."""
+    """The reason why `name` cannot run, as one short sentence; None if it can."""
     if name == "torch":
         return None
     if compute_capability is None:
@@ -164,7 +165,7 @@ def _why_no_flashinfer(
         return "trtllm's kernels are for Hopper and Blackwell"
     reason = _why_not_importable("flashinfer", "flashinfer-python")
     if reason is None and not (_is_installed("flashinfer_jit_cache") or _finds_nvcc()):
-        return "FlashInfer compiles its kernels with nvcc, which is not here"
+        return "FlashInfer compiles its kernels with nvcc, which is not installed"
     return reason
 
 
@@ -183,6 +184,6 @@ def _is_installed(module: str) -> bool:
 
 
 def _finds_nvcc() -> bool:
-    """Looks where FlashInfer looks."""
+    """Looks for nvcc where FlashInfer does."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()

@@ -1,4 +1,4 @@
-"""What a model sees of a step, and the face of an attention backend."""
+"""The batch of one step as a model sees it, and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from minisgl.kernels import fused
-from minisgl.kernels.fused import NormRope
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.reference import NormRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a backend that plans a step must know before the first layer runs."""
+    """The sizes that a backend with a plan per step must know before the first layer runs."""
 
-    num_heads: int  # of this rank, as the next
-    num_kv_heads: int
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
     head_dim: int
     page_size: int
     dtype: torch.dtype  # of queries, keys and values
@@ -27,7 +27,8 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The KV cache of one layer. Page 0 is scratch: padded rows write there, nobody reads it."""
+    """The KV cache of one layer. Page 0 is scratch: padded rows write to it, and it is never
+    read."""
 
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
@@ -38,13 +39,14 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Rows of one token each, which attend to everything before them and to themselves."""
+class DecodeBatch:
+    """Rows of one token each, which attend to all earlier tokens of their request and to
+    themselves."""
 
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
     longest: int  # max(lengths) or an upper bound of it, known on the host
-    lengths_host: Sequence[int] | None = None  # the same as lengths, where the host knows them
+    lengths_host: Sequence[int] | None = None  # a copy of lengths, if the host knows them
 
     @property
     def num_rows(self) -> int:
@@ -52,29 +54,30 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """Rows of whole chunks, one chunk behind the other.
+class PrefillBatch:
+    """Rows of whole chunks, one chunk after the other.
 
-    In a captured step only the device knows the chunks: then the two tuples are empty, chunks of no
-    rows may follow the real ones, and rows that belong to no chunk, whose result nobody reads.
+    In a captured step only the device knows the chunks: `starts` and `lengths` are empty, empty
+    chunks may follow the real ones, and so may rows of no chunk, whose result is never read.
     """
 
     page_table: Tensor  # [num_chunks, max_pages] int32; columns past a chunk's end are undefined
-    row_starts: Tensor  # [num_chunks + 1] int32: where each chunk's rows begin, and the last's end
-    ends: Tensor  # [num_chunks] int32: tokens attended to by the last row of each chunk
+    row_starts: Tensor  # [num_chunks + 1] int32: first row of each chunk, then the end of the last
+    ends: Tensor  # [num_chunks] int32: keys of the last row of each chunk
     num_rows: int
     starts: tuple[int, ...]  # position of each chunk's first token
     lengths: tuple[int, ...]  # tokens in each chunk
 
     @staticmethod
-    def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> ChunkRows:
-        """The chunks that the host knows, copied to the device of the table without a wait."""
+    def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> PrefillBatch:
+        """A batch of chunks that the host knows; starts and lengths as in the class. Copies to the
+        device of the table without waiting for it."""
         row_starts = list(itertools.accumulate(lengths, initial=0))
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         packed = torch.tensor(
             row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda
         ).to(page_table.device, non_blocking=True)
-        return ChunkRows(
+        return PrefillBatch(
             page_table=page_table,
             row_starts=packed[: len(row_starts)],
             ends=packed[len(row_starts) :],
@@ -85,55 +88,62 @@ class ChunkRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The rows of one step: those of `decodes` first, then those of `chunks`."""
+class ForwardBatch:
+    """The rows of one step: first those of `decodes`, then those of `chunks`."""
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
-    kv_index: Tensor  # [num_rows] int64: page * page_size + offset, where the row's K and V go
-    decodes: DecodeRows
-    chunks: ChunkRows
+    slot_mapping: Tensor  # [num_rows] int64: the KV slot of each row, page * page_size + offset
+    decodes: DecodeBatch
+    chunks: PrefillBatch
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over the paged cache. K and V of the rows are in the cache already.
+    """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
-    One backend may serve the decode rows and another the chunks. Heads are grouped: query head h
-    reads KV head h // (num_heads // num_kv_heads).
+    One backend may serve decode and another prefill. Heads are grouped: query head h reads KV head
+    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim], of the dtype of the
+    cache; `scale` multiplies q · k. Both methods return a new tensor of the shape of q, and
+    queue their work on the current stream.
     """
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+        """Attends from the only token of each row to all keys of the row."""
         ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+        """Attends from each row of a chunk to the keys before it and to its own. Rows of no chunk
+        have an undefined result."""
         ...
 
 
 @runtime_checkable
-class PlansSteps(Protocol):
-    """A backend with work to do once a step, on the host, that all layers share.
+class HostPlanned(Protocol):
+    """A backend with work on the host once a step, which all layers share.
 
-    Then `decode` and `prefill` take the rows that were planned last.
+    `decode` and `prefill` then accept only the batch that was planned last, and raise RuntimeError
+    for any other.
     """
 
-    def plan_decode(self, rows: DecodeRows) -> None: ...
+    def plan_decode(self, batch: DecodeBatch) -> None:
+        """Raises ValueError if the backend needs `lengths_host` and there is none."""
+        ...
 
-    def plan_prefill(self, rows: ChunkRows) -> None: ...
+    def plan_prefill(self, batch: PrefillBatch) -> None: ...
 
 
 @runtime_checkable
-class DecodesQKV(Protocol):
-    """A backend whose decode can do the work of fused.turn_and_store, in one launch with its own.
+class FusedDecode(Protocol):
+    """A backend that fuses q/k norm, RoPE and the KV write into its decode kernel.
 
-    Each row's own token is the last of its length, and nobody else's.
+    A row's own token is the last one of its `lengths`, and in no other row's.
     """
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """qkv: as turn_and_store takes it; returns [num_rows, num_heads, head_dim]."""
+        """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads,
+        head_dim]."""
         ...
 
 
@@ -144,41 +154,40 @@ class Attention:
     prefill_backend: AttentionBackend
     decode_backend: AttentionBackend
 
-    def begin(self, inputs: StepInputs) -> None:
-        """Called once a step, before the first layer and on its stream. In a step that is captured
-        too, whose backends then have nothing to do but allocate, the time before."""
-        if inputs.decodes.num_rows and isinstance(self.decode_backend, PlansSteps):
-            self.decode_backend.plan_decode(inputs.decodes)
-        if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):
-            self.prefill_backend.plan_prefill(inputs.chunks)
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Let the backends plan a step. Call it once a step, before the first layer and on its
+        stream; also before a step is captured, when backends may allocate memory but not plan."""
+        if batch.decodes.num_rows and isinstance(self.decode_backend, HostPlanned):
+            self.decode_backend.plan_decode(batch.decodes)
+        if batch.chunks.lengths and isinstance(self.prefill_backend, HostPlanned):
+            self.prefill_backend.plan_prefill(batch.chunks)
 
     def attend_qkv(
-        self, qkv: Tensor, kv: LayerKV, inputs: StepInputs, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, batch: ForwardBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """Norm and turn the heads of q and k, write the rows' K and V to the cache, and attend.
+        """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
 
-        qkv: as fused.turn_and_store takes it; returns [num_rows, num_heads, head_dim].
+        qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
         """
-        rows, backend = inputs.decodes, self.decode_backend
-        if rows.num_rows == qkv.shape[0] and isinstance(backend, DecodesQKV):
-            return backend.decode_qkv(qkv, kv, rows, norm_rope, scale)
-        table, q_weight, k_weight, eps = norm_rope
-        q = fused.turn_and_store(
-            qkv, inputs.positions, table, inputs.kv_index, kv.k, kv.v, q_weight, k_weight, eps
+        decodes, backend = batch.decodes, self.decode_backend
+        if decodes.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
+            return backend.decode_qkv(qkv, kv, decodes, norm_rope, scale)
+        q = dispatch.qk_norm_rope_store_kv(
+            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope
         )
-        return self(q, kv, inputs, scale)
+        return self(q, kv, batch, scale)
 
-    def __call__(self, q: Tensor, kv: LayerKV, inputs: StepInputs, scale: float) -> Tensor:
-        """Attend over the cache, where K and V of the rows are already.
+    def __call__(self, q: Tensor, kv: LayerKV, batch: ForwardBatch, scale: float) -> Tensor:
+        """Attend over the cache, which already holds K and V of the rows.
 
         q: [num_rows, num_heads, head_dim]; returns the same shape.
         """
-        num_decodes = inputs.decodes.num_rows
+        num_decodes = batch.decodes.num_rows
         if num_decodes == q.shape[0]:
-            return self.decode_backend.decode(q, kv, inputs.decodes, scale)
+            return self.decode_backend.decode(q, kv, batch.decodes, scale)
         if num_decodes == 0:
-            return self.prefill_backend.prefill(q, kv, inputs.chunks, scale)
+            return self.prefill_backend.prefill(q, kv, batch.chunks, scale)
         out = q.new_empty(q.shape)
-        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, inputs.decodes, scale)
-        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, inputs.chunks, scale)
+        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, batch.decodes, scale)
+        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, batch.chunks, scale)
         return out

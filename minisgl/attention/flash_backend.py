@@ -12,28 +12,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
-
-
-class _Kernels(Protocol):
-    """One generation's way to be called. Both methods take q as [num_rows, num_heads, head_dim]
-    and return that shape."""
-
-    @property
-    def page_multiple(self) -> int:
-        """Pages must have a multiple of so many tokens."""
-        ...
-
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor: ...
-
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor: ...
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 
 
 class FlashAttention:
@@ -43,157 +28,132 @@ class FlashAttention:
     """
 
     def __init__(self) -> None:
+        """Raises ImportError where no generation imports."""
         self._kernels = load_kernels()
 
     @property
     def page_multiple(self) -> int:
-        """Pages must have a multiple of so many tokens."""
+        """The number of tokens that the page size must be a multiple of."""
         return self._kernels.page_multiple
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.decode(q, kv, rows, scale)
+        return self._kernels.decode(q, kv, batch, scale)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.prefill(q, kv, rows, scale)
+        return self._kernels.prefill(q, kv, batch, scale)
 
 
-@dataclass(frozen=True, slots=True)
-class _Generation2:
-    page_multiple = 256
-    with_kvcache: Callable[..., Any]
-    varlen: Callable[..., Any]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generation:
+    """Where one generation's functions are, and what it calls their arguments."""
 
-    @staticmethod
-    def load() -> _Kernels:
-        package = importlib.import_module("flash_attn")
-        return _Generation2(package.flash_attn_with_kvcache, package.flash_attn_varlen_func)
+    number: int
+    package: str
+    module: str
+    decode: str
+    prefill: str
+    page_multiple: int = 1
+    page_table: str = "page_table"
+    decode_lengths: str  # of each row's keys
+    prefill_lengths: str  # of each chunk's keys
+    adds_up_lengths: bool = False  # whether prefill_lengths are cumulative
+    takes_longest: bool = True  # whether prefill takes max_seqlen_k
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
-        out: Tensor = self.with_kvcache(
-            q.unsqueeze(1),
-            kv.k,
-            kv.v,
-            cache_seqlens=rows.lengths,
-            block_table=rows.page_table,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out.squeeze(1)
-
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        out: Tensor = self.varlen(
-            q,
-            kv.k,
-            kv.v,
-            cu_seqlens_q=rows.row_starts,
-            # As if the keys lay one behind the other.
-            cu_seqlens_k=F.pad(rows.ends.cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=max(rows.lengths),
-            max_seqlen_k=_most_keys(rows),
-            softmax_scale=scale,
-            causal=True,
-            block_table=rows.page_table,
-        )
-        return out
+    def load(self) -> _Kernels:
+        module = importlib.import_module(self.module)
+        decode, prefill = getattr(module, self.decode), getattr(module, self.prefill)
+        # Generation 2 brings a folder flash_attn.cute too, with a forerunner of this function.
+        if self.number == 4 and "max_seqlen_q" not in inspect.signature(prefill).parameters:
+            raise ImportError(f"{self.module} is not that of the package {self.package}")
+        return _Kernels(self, decode, prefill)
 
 
-@dataclass(frozen=True, slots=True)
-class _Generation3:
-    page_multiple = 1
-    with_kvcache: Callable[..., Any]
-
-    @staticmethod
-    def load() -> _Kernels:
-        module = importlib.import_module("flash_attn_interface")
-        return _Generation3(module.flash_attn_with_kvcache)
-
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
-        out: Tensor = self.with_kvcache(
-            q.unsqueeze(1),
-            kv.k,
-            kv.v,
-            cache_seqlens=rows.lengths,
-            page_table=rows.page_table,
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out.squeeze(1)
-
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        out: Tensor = self.with_kvcache(
-            q,
-            kv.k,
-            kv.v,
-            cache_seqlens=rows.ends,
-            page_table=rows.page_table,
-            cu_seqlens_q=rows.row_starts,
-            max_seqlen_q=max(rows.lengths),
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Generation4:
-    page_multiple = 1
-    varlen: Callable[..., Any]
-
-    @staticmethod
-    def load() -> _Kernels:
-        module: ModuleType = importlib.import_module("flash_attn.cute")
-        # Generation 2 brings a folder of that name too, with a forerunner of this function.
-        if "max_seqlen_q" not in inspect.signature(module.flash_attn_varlen_func).parameters:
-            raise ImportError("flash_attn.cute is not that of the package flash-attn-4")
-        return _Generation4(module.flash_attn_varlen_func)
-
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+_NEWEST_FIRST = (
+    _Generation(
+        number=4,
+        package="flash-attn-4",
+        module="flash_attn.cute",
         # Splitting the keys is left off: on Hopper it is refused.
-        out, _ = self.varlen(
-            q.unsqueeze(1),
-            kv.k,
-            kv.v,
-            seqused_k=rows.lengths,
-            page_table=rows.page_table,
-            softmax_scale=scale,
-            causal=True,
+        decode="flash_attn_varlen_func",
+        prefill="flash_attn_varlen_func",
+        decode_lengths="seqused_k",
+        prefill_lengths="seqused_k",
+    ),
+    _Generation(
+        number=3,
+        package="flash_attn_3",
+        module="flash_attn_interface",
+        decode="flash_attn_with_kvcache",
+        prefill="flash_attn_with_kvcache",
+        decode_lengths="cache_seqlens",
+        prefill_lengths="cache_seqlens",
+        takes_longest=False,
+    ),
+    _Generation(
+        number=2,
+        package="flash-attn",
+        module="flash_attn",
+        decode="flash_attn_with_kvcache",
+        prefill="flash_attn_varlen_func",
+        page_multiple=256,
+        page_table="block_table",
+        decode_lengths="cache_seqlens",
+        prefill_lengths="cu_seqlens_k",
+        adds_up_lengths=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """A generation that is installed."""
+
+    generation: _Generation
+    decode_function: Callable[..., Any]
+    prefill_function: Callable[..., Any]
+
+    @property
+    def page_multiple(self) -> int:
+        return self.generation.page_multiple
+
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+        names = self.generation
+        arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
+        out = self.decode_function(
+            q.unsqueeze(1), kv.k, kv.v, **arguments, softmax_scale=scale, causal=True
         )
-        attended: Tensor = out
-        return attended.squeeze(1)
+        return _result(out).squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
-        out, _ = self.varlen(
-            q,
-            kv.k,
-            kv.v,
-            cu_seqlens_q=rows.row_starts,
-            max_seqlen_q=max(rows.lengths),
-            max_seqlen_k=_most_keys(rows),
-            seqused_k=rows.ends,
-            page_table=rows.page_table,
-            softmax_scale=scale,
-            causal=True,
-        )
-        attended: Tensor = out
-        return attended
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+        names, lengths = self.generation, batch.ends
+        if names.adds_up_lengths:  # as if the keys lay one after the other
+            lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        arguments: dict[str, Any] = {
+            "cu_seqlens_q": batch.row_starts,
+            "max_seqlen_q": max(batch.lengths),
+            names.prefill_lengths: lengths,
+            names.page_table: batch.page_table,
+        }
+        if names.takes_longest:
+            arguments["max_seqlen_k"] = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
+        out = self.prefill_function(q, kv.k, kv.v, **arguments, softmax_scale=scale, causal=True)
+        return _result(out)
 
 
-def _most_keys(rows: ChunkRows) -> int:
-    return max(start + length for start, length in zip(rows.starts, rows.lengths, strict=True))
+def _result(out: Any) -> Tensor:
+    """Generation 4 returns the logarithms of the softmax's denominators, too."""
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
 
 
 def load_kernels() -> _Kernels:
     """The newest generation that imports. Raises ImportError, which names them all."""
     failures: list[str] = []
-    for name, load in (
-        ("flash-attn-4", _Generation4.load),
-        ("flash_attn_3", _Generation3.load),
-        ("flash-attn", _Generation2.load),
-    ):
+    for generation in _NEWEST_FIRST:
         try:
-            return load()
+            return generation.load()
         except Exception as error:  # a package built for another torch fails in many ways
-            failures.append(f"{name}: {error}")
+            failures.append(f"{generation.package}: {error}")
     raise ImportError("no generation of flash-attn imports (" + "; ".join(failures) + ")")

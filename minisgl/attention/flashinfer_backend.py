@@ -17,13 +17,13 @@ import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape, ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import AttentionShape, DecodeBatch, LayerKV, PrefillBatch
 
-# Query heads per KV head whose decode is bound by memory on CUDA cores. Above, tensor cores win:
-# measured on an H200 at 2 and 4 against 5 and 8.
+# Query heads per KV head up to which decode on CUDA cores is bound by memory. With more, tensor
+# cores win: measured on an H200 at 2 and 4 against 5 and 8.
 CUDA_CORE_GROUPS = frozenset((1, 2, 3, 4))
 
-# A step runs, the next one is queued, and one is to spare.
+# One step runs, the next is queued, and one is spare.
 STEPS_IN_FLIGHT = 3
 # What FlashInfer recommends.
 WORKSPACE_BYTES = 128 << 20
@@ -33,12 +33,11 @@ _BLOCKS_PER_SM = 2
 
 
 class FlashInferAttention:
-    """Implements AttentionBackend and PlansSteps, in float16 and bfloat16.
+    """Implements AttentionBackend and HostPlanned, in float16 and bfloat16.
 
-    A plan is made on the host and copied to the device from pinned memory. It never waits, but
-    the copy may be queued behind earlier steps; so each step plans into a wrapper of its own, and
-    comes back to it when `steps_in_flight` later ones have been planned. By then the caller must
-    have seen it end.
+    A plan is made on the host and copied to the device from pinned memory, without waiting. The
+    copy may be queued after earlier steps, so each step plans into a wrapper of its own, which is
+    reused after `steps_in_flight` steps. By then the caller must have seen the step end.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
@@ -48,13 +47,13 @@ class FlashInferAttention:
         # Holds partial results within one kernel, hence one is enough for all wrappers.
         self._scratch: Tensor | None = None
 
-    def plan_decode(self, rows: DecodeRows) -> None:
+    def plan_decode(self, batch: DecodeBatch) -> None:
         """Queue the plan of a step's decode rows. Raises ValueError without `lengths_host`."""
-        if rows.lengths_host is None:
+        if batch.lengths_host is None:
             raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
         shape = self._shape
-        pages = list_pages(rows.page_table, rows.lengths_host, shape.page_size)
-        self._decodes.next(rows).plan(
+        pages = list_pages(batch.page_table, batch.lengths_host, shape.page_size)
+        self._decodes.next(batch).plan(
             pages.indptr,
             pages.indices,
             pages.last_lengths,
@@ -68,12 +67,12 @@ class FlashInferAttention:
             seq_lens=pages.lengths,
         )
 
-    def plan_prefill(self, rows: ChunkRows) -> None:
+    def plan_prefill(self, batch: PrefillBatch) -> None:
         """Queue the plan of a step's chunks."""
         shape = self._shape
-        ends = [start + length for start, length in zip(rows.starts, rows.lengths, strict=True)]
-        pages = list_pages(rows.page_table, ends, shape.page_size, rows.lengths)
-        self._chunks.next(rows).plan(
+        ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
+        pages = list_pages(batch.page_table, ends, shape.page_size, batch.lengths)
+        self._chunks.next(batch).plan(
             pages.query_indptr,
             pages.indptr,
             pages.indices,
@@ -87,16 +86,16 @@ class FlashInferAttention:
             kv_data_type=shape.dtype,
             sm_scale=1.0,
             seq_lens=pages.lengths,
-            max_token_per_sequence=max(rows.lengths),
+            max_token_per_sequence=max(batch.lengths),
         )
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._decodes.planned(rows), q, kv, scale)
+        return _run(self._decodes.planned(batch), q, kv, scale)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._chunks.planned(rows), q, kv, scale)
+        return _run(self._chunks.planned(batch), q, kv, scale)
 
     def _make_decode_wrapper(self, device: torch.device) -> Any:
         group = self._shape.num_heads // self._shape.num_kv_heads
@@ -118,57 +117,58 @@ class FlashInferAttention:
 
 
 class TrtllmAttention:
-    """Decode without a plan, by TensorRT-LLM's kernels: XQA on Hopper. Fit for CUDA graphs.
+    """Decode without a plan, by TensorRT-LLM's kernels: XQA on Hopper. It may be captured.
 
     It reads page table and lengths on the device. The grid follows from the number of rows and the
-    width of the page table, so a captured step is good for every length that its table can hold.
-    Pages have 16, 32 or 64 tokens. TensorRT-LLM's prefill over pages is for Blackwell; chunks go
-    the way of FlashInferAttention.
+    width of the page table, so a captured step serves every length that its table can hold. Pages
+    have 16, 32 or 64 tokens. TensorRT-LLM's prefill over pages is for Blackwell;
+    FlashInferAttention does the prefill.
 
-    XQA lets the kernel behind it start before it has itself waited for the one before it. That one
-    must not be read before its own wait by a kernel launched right behind decode.
+    XQA lets the next kernel start before XQA itself has waited for the previous one. So a kernel
+    launched right after decode must not read, before its own wait, what the one before decode
+    wrote.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
         self._prefill = FlashInferAttention(shape, steps_in_flight=steps_in_flight)
-        # Its first 8 MiB are counters. A kernel finds them zero and leaves them so; hence nobody
-        # else may write here.
+        # Its first 8 MiB are counters, which every kernel expects to be zero and leaves zero, so
+        # the workspace has no other use.
         self._workspace: Tensor | None = None
 
-    def plan_decode(self, rows: DecodeRows) -> None:
-        """Nothing to plan; but the workspace must be there before anything is captured."""
+    def plan_decode(self, batch: DecodeBatch) -> None:
+        """Allocates the workspace, which must exist before anything is captured."""
         if self._workspace is None:
-            device = rows.page_table.device
+            device = batch.page_table.device
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def plan_prefill(self, rows: ChunkRows) -> None:
+    def plan_prefill(self, batch: PrefillBatch) -> None:
         """Queue the plan of a step's chunks."""
-        self._prefill.plan_prefill(rows)
+        self._prefill.plan_prefill(batch)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = trtllm_batch_decode_with_kv_cache(
             q.contiguous(),  # the kernel takes pointers of these three, and no strides
             (kv.k, kv.v),
             self._workspace,
-            rows.page_table.contiguous(),
-            rows.lengths.contiguous(),
-            max_seq_len=rows.page_table.shape[1] * kv.page_size,
+            batch.page_table.contiguous(),
+            batch.lengths.contiguous(),
+            max_seq_len=batch.page_table.shape[1] * kv.page_size,
             bmm1_scale=scale,
             bmm2_scale=1.0,
             kv_layout="NHD",
         )
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._prefill.prefill(q, kv, rows, scale)
+        return self._prefill.prefill(q, kv, batch, scale)
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The pages of a step's rows, one list behind the other. All int32; on the host but for
-    `indices`, in pinned memory if the device is a GPU."""
+    """The pages of a step's rows, concatenated. All int32, and on the host except `indices`; in
+    pinned memory if the device is a GPU."""
 
     indptr: Tensor  # [num_rows + 1]: where each row's pages begin
     indices: Tensor  # [indptr[-1]], on the device
@@ -183,9 +183,9 @@ def list_pages(
     page_size: int,
     num_queries: Sequence[int] | None = None,
 ) -> PageLists:
-    """The defined columns of `page_table`, [n, max_pages], row by row. Does not wait for it.
+    """Concatenates the defined columns of `page_table` [n, max_pages], without waiting for it.
 
-    lengths: tokens of each row; num_queries: queries of each, if not one.
+    lengths: tokens of each row; num_queries: queries of each row, one by default.
     """
     counts = [-(-length // page_size) for length in lengths]
     begins = list(itertools.accumulate(counts, initial=0))
@@ -220,38 +220,39 @@ def list_pages(
 
 
 class _Rotation:
-    """FlashInfer's wrappers, each with pinned and device buffers of its own, taken in turn."""
+    """FlashInfer's wrappers, each with pinned and device buffers of its own, used in rotation."""
 
     def __init__(self, make: Callable[[torch.device], Any], size: int) -> None:
         self._make = make
         self._size = size
         self._wrappers: deque[Any] = deque()
-        self._rows: DecodeRows | ChunkRows | None = None
+        self._batch: DecodeBatch | PrefillBatch | None = None
 
-    def next(self, rows: DecodeRows | ChunkRows) -> Any:
-        """The wrapper to plan `rows` with: the one that was used longest ago."""
-        self._rows = rows
+    def next(self, batch: DecodeBatch | PrefillBatch) -> Any:
+        """The wrapper to plan `batch` with: the least recently used one."""
+        self._batch = batch
         if len(self._wrappers) < self._size:
-            self._wrappers.append(self._make(rows.page_table.device))
+            self._wrappers.append(self._make(batch.page_table.device))
         else:
             self._wrappers.rotate(-1)
         return self._wrappers[-1]
 
-    def planned(self, rows: DecodeRows | ChunkRows) -> Any:
-        """The wrapper that `rows` were planned with. Raises RuntimeError if others were since."""
-        if rows is not self._rows:
-            raise RuntimeError("Attention.begin must plan a step's rows before its first layer")
+    def planned(self, batch: DecodeBatch | PrefillBatch) -> Any:
+        """The wrapper that `batch` was planned with. Raises RuntimeError if another was planned
+        since."""
+        if batch is not self._batch:
+            raise RuntimeError("Attention.prepare must plan a step's rows before its first layer")
         return self._wrappers[-1]
 
 
 def _run(wrapper: Any, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
-    """The plan was made with a scale of one, and q_scale is a factor of it: hence, the scale."""
+    """Runs a plan, which was made with a scale of one: `q_scale` multiplies that."""
     out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
     return out
 
 
 def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Room for the partial results of the kernel that has most: prefill by fa2, keys split."""
+    """The bytes of the largest partial results: those of fa2 prefill with split keys."""
     if device.type != "cuda":
         return WORKSPACE_BYTES
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,12 +1,11 @@
-"""Paged attention with torch alone: the reference of every other backend, and the CPU's own.
+"""Paged attention in torch: the reference of all other backends, and the backend of CPUs.
 
 Keys and values are gathered into dense tensors and, on a CPU, handed to
 scaled_dot_product_attention. The query heads that share a KV head become queries of one sequence
 (decode) or heads over one broadcast KV head (prefill), so K and V are never repeated.
 
-On a GPU the arithmetic is spelt out. The kernel that torch takes there for masks gives wrong
-results over broadcast keys where their number is one more than a multiple of 32 (pytorch issue
-191937).
+On a GPU the arithmetic is written out. The kernel that torch uses there for masks gives wrong
+results over broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191937).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 
-# Bounds of the dense tensors that one call of the kernel works on. On the CPU keys and values that
-# stay in its caches are attended to four times as fast; a GPU wants few large launches.
+# Limits of the dense tensors of one call. A CPU attends four times as fast to keys and values that
+# stay in its caches; a GPU wants few large launches.
 _CPU_GATHERED_BYTES = 8 << 20
 _GPU_GATHERED_BYTES = 256 << 20
 _MAX_MASK_ELEMENTS = 16 << 20
@@ -26,31 +25,32 @@ _MAX_SCORES = 64 << 20
 
 
 class TorchAttention:
-    """Implements AttentionBackend on any device and in any floating dtype. Never waits for it."""
+    """Implements AttentionBackend on any device and in any floating dtype, without waiting for the
+    device."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
-        group = max(1, limit // (2 * rows.longest * kv.k[0, 0].nbytes))
-        for first in range(0, rows.num_rows, group):
+        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].nbytes))
+        for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
-            table, lengths = rows.page_table[part], rows.lengths[part]
-            out[part] = _decode(q[part], kv, table, lengths, rows.longest, scale)
+            table, lengths = batch.page_table[part], batch.lengths[part]
+            out[part] = _decode(q[part], kv, table, lengths, batch.longest, scale)
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
-        starts, lengths = rows.starts, rows.lengths
+        starts, lengths = batch.starts, batch.lengths
         if not lengths:  # known to the device alone, which here is the CPU
-            lengths = tuple(rows.row_starts.diff().tolist())
-            starts = tuple((rows.ends - rows.row_starts.diff()).tolist())
+            lengths = tuple(batch.row_starts.diff().tolist())
+            starts = tuple((batch.ends - batch.row_starts.diff()).tolist())
         first = 0
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], q[part], kv, rows.page_table[chunk], start, scale)
+                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, scale)
             first += length
         return out
 
@@ -61,10 +61,10 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     positions = torch.arange(longest, device=q.device)
-    # Past its end a row reads its last token again: what the cache holds there may be another
-    # request's, or not a number, and a mask does not keep NaN out.
+    # Past its end a row reads its last token again: the cache may hold another request's values
+    # there, or NaN, which a mask does not keep out.
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
-    index = _kv_index(page_table, torch.minimum(positions, last), kv.page_size)
+    index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
     k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
     attend = _attend_fused if q.is_cpu else _attend_plainly
     out = attend(
@@ -78,12 +78,12 @@ def _decode(
 
 
 def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> None:
-    """Attend from one chunk at position `start` to itself and all before it, into `out`."""
+    """Attends from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     end = start + length
     positions = torch.arange(end, device=q.device)
-    index = _kv_index(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
+    index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
     v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
@@ -91,7 +91,7 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     block = max(1, _MAX_MASK_ELEMENTS // end if q.is_cpu else _MAX_SCORES // (end * num_heads))
     for first in range(0, length, block):
         stop = min(first + block, length)
-        visible = start + stop  # to the block's last query
+        visible = start + stop  # keys of the block's last query
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
         mask = positions[:visible] <= positions[start + first : visible].unsqueeze(1)
         attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale)
@@ -99,14 +99,14 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, head_dim]; mask: what
-    queries see, broadcast to [n, heads, queries, keys]. Returns the shape of q."""
+    """q: [n, heads, queries, head_dim]; k and v: [n, heads or 1, keys, head_dim]; mask: bool, true
+    where a query sees a key, broadcast to [n, heads, queries, keys]. Returns the shape of q."""
     k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The same, in float32 whatever the dtype."""
+    """As _attend_fused, but computed in float32 in plain operations."""
     shape = q.shape
     if k.shape[1] == 1:  # the heads become queries, so that k and v are not repeated
         mask = mask.expand(shape[:3] + mask.shape[-1:]).flatten(1, 2).unsqueeze(1)
@@ -115,8 +115,8 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float)
     return (scores.softmax(-1) @ v.float()).to(q.dtype).view(shape)
 
 
-def _kv_index(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where the cache keeps each position, as in StepInputs. Both arguments: [n, ...]."""
+def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """The KV slot of each position. Both arguments: [n, ...]; returns the shape of positions."""
     pages = page_table.long().gather(1, positions // page_size)
     return pages * page_size + positions % page_size
 

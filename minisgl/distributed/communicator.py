@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks tell each other in a step, behind one interface.
+"""The collectives of tensor-parallel ranks, behind one interface.
 
 All ranks call the same methods in the same order, with tensors of the same shapes. On a GPU a call
 is queued on the current stream and may be captured.
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from minisgl.kernels.fused import add_rms_norm
+from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_mailbox import Mailbox
+    from minisgl.kernels.comm.mailbox import Mailbox
 
 
 class Communicator(Protocol):
@@ -30,48 +30,52 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of all ranks' `part` [num_rows, size], which may be overwritten."""
         ...
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """add_rms_norm of the sum of all ranks' `part`, [num_rows, size], and `rows`."""
+        """add_rms_norm of the sum of all ranks' `part` and `rows`, both [num_rows, size].
+
+        May overwrite both. Returns the norm and the new residual stream, both [num_rows, size].
+        """
         ...
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
-        """Where a kernel may leave this rank's part of a sum by itself, if there is such a place
-        for so many rows: see fused.linear_send."""
+        """The buffer through which a GEMM can send its result as this rank's summand (see
+        Product.send); None if there is none for `num_rows` rows."""
         ...
 
-    def gather(self, part: Tensor) -> Tensor:
-        """All ranks' `part` [num_rows, width] side by side: [num_rows, size · width]."""
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Concatenates all ranks' `part` [num_rows, width] in the order of the ranks: [num_rows,
+        size · width]."""
         ...
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """The largest of each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        """The maximum of each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
         ...
 
-    def smallest(self, number: int) -> int:
-        """The smallest of all ranks' numbers. Blocks; not within a step."""
+    def host_min(self, number: int) -> int:
+        """The minimum of all ranks' numbers. Blocks the host; not for use within a step."""
         ...
 
     def close(self) -> None:
-        """Leave the others. To be called once nothing is queued any more."""
+        """Leave the group. Call it when no work is queued."""
         ...
 
 
-class Alone:
-    """One rank has nobody to ask, and callers do not."""
+class SingleRank:
+    """The communicator of a single rank: every collective is the identity."""
 
     rank = 0
     size = 1
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(part, rows, weight, eps)
@@ -79,40 +83,40 @@ class Alone:
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         return part
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         return values.amax(dim=1)
 
-    def smallest(self, number: int) -> int:
+    def host_min(self, number: int) -> int:
         return number
 
     def close(self) -> None:
         pass
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 class GroupCommunicator:
-    """torch.distributed's own collectives: gloo between CPUs, NCCL between GPUs.
+    """The collectives of torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-    The group is the default one of the process, of which there is one at a time.
+    It uses the default process group, so a process can have one at a time.
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """Blocks until all ranks are here. store: a torch.distributed.Store that they share."""
+        """Blocks until all ranks have joined. store: a torch.distributed.Store that they share."""
         self.rank = rank
         self.size = size
         self.device = device
         on_gpu = device.type == "cuda"
-        # Ranks meet under the number of their group, and this process may have counted one that
-        # never came about. The hook would mark every traceback of the user's script with a rank.
+        # torch numbers process groups per process; reset the counter in case an earlier start
+        # failed. Keep torch from replacing sys.excepthook.
         _world.group_count, hook = 0, sys.excepthook
         with _listening_on_loopback():
             dist.init_process_group(
-                # What the host has to say goes over gloo in any case.
+                # Collectives of host values use gloo in either case.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=store,
                 rank=rank,
@@ -121,29 +125,29 @@ class GroupCommunicator:
             )
         sys.excepthook = hook
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         dist.all_reduce(part)
         return part
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.sum(part), rows, weight, eps)
+        return add_rms_norm(self.all_reduce(part), rows, weight, eps)
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=1)
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         largest = values.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
-    def smallest(self, number: int) -> int:
+    def host_min(self, number: int) -> int:
         found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)

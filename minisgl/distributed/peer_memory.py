@@ -1,8 +1,8 @@
-"""Memory of one GPU that other processes of this host address with theirs, by CUDA IPC.
+"""GPU memory that other processes of this host map into their address space, by CUDA IPC.
 
-The binding is to the driver. torch has this twice, and neither fits: the tensors that its
-multiprocessing shares are mapped on their own GPU, and the symmetric memory of torch.distributed
-counts its meetings for each process, so that a process which starts a second group waits for ever.
+It calls the CUDA driver. torch has two such mechanisms, and neither fits: tensors shared by its
+multiprocessing are mapped on their own GPU only, and the symmetric memory of torch.distributed
+counts its rendezvous per process, so that a process that starts a second group waits for ever.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ _SIGNATURES = {
 
 
 class PeerMemoryError(RuntimeError):
-    """The driver refuses to share memory."""
+    """The driver cannot share memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """To be sent: a place in an allocation of this process."""
+    """A place in an allocation of this process, in a form that others can map."""
 
     handle: bytes
     offset: int
 
 
 class PeerMemory:
-    """What this process has mapped of the others' memory."""
+    """The memory of other processes that this one has mapped."""
 
     def __init__(self) -> None:
+        """Raises PeerMemoryError without a CUDA driver."""
         try:
             driver = ctypes.CDLL("libcuda.so.1")
             self._functions = {name: getattr(driver, name) for name in _SIGNATURES}
@@ -64,11 +65,10 @@ class PeerMemory:
         self.error: PeerMemoryError | None = None  # the first
 
     def addresses(self, own: Tensor, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Of the tensor that each rank has given, as this process addresses it. All ranks call it
-        together, and keep their tensors.
+        """Maps the tensor `own` of every rank; returns their addresses in this process, by rank.
 
-        What this rank cannot reach has the address 0 and is an `error`, since one that raised would
-        leave the others waiting for it.
+        A collective: all ranks call it, and keep their tensors alive. A tensor that cannot be
+        mapped has address 0, and `error` is set: raising would leave the other ranks waiting.
         """
         sent: list[_Address | None] = [None] * num_ranks
         dist.all_gather_object(sent, self._attempt(self._address, own))
@@ -96,7 +96,7 @@ class PeerMemory:
         return _Address(bytes(handle), tensor.data_ptr() - base.value)
 
     def _map(self, address: _Address) -> int:
-        # An allocation can be opened once only, and several tensors may lie in one.
+        # An allocation can be opened once only, and may hold several tensors.
         if address.handle not in self._mapped:
             base, handle = c_uint64(), _Handle.from_buffer_copy(address.handle)
             self._call("cuIpcOpenMemHandle_v2", byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)

@@ -1,15 +1,14 @@
-"""Collectives over memory that the GPUs of one host share, over NVLink where there is one. NVLink's
-multicast is not used.
+"""Collectives through GPU memory that the ranks of one host share, over NVLink if there is one.
+NVLink multicast is not used.
 
-By size, as scripts/bench_collectives.py measured it on two and four H200 (the README has the
+The size decides, as scripts/bench_collectives.py measured on two and four H200 (the README has the
 table):
 
-- Few rows go in one shot, which the product before may send: of 5,120 elements in half precision
-  up to 160 rows between two GPUs and 17 between four.
-- More go in two shots.
-
-NCCL is left with many rows whose size does not divide by the ranks, and with what the memory here
-does not hold.
+- An all-reduce of few rows takes one shot, which the GEMM before it can send: with 5,120 elements
+  in half precision up to 160 rows between two GPUs and 17 between four.
+- Larger ones take two shots.
+- NCCL does those of many rows whose size is not divisible by the ranks, and what does not fit into
+  the shared memory.
 """
 
 from __future__ import annotations
@@ -22,90 +21,91 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError
-from minisgl.kernels.fused import runs_triton
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.tuning import tuning_of
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_mailbox import Mailbox
+    from minisgl.kernels.comm.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
-# Of a rank's rows that are added up in one shot, between two ranks. Between more, one shot sends
-# each row more often than two shots do, and wins with fewer: measured with two and four.
-MAX_ONE_SHOT_BYTES = 1600 << 10
-# Of a sum: two on each multiprocessor of an H200.
-MAX_PROGRAMS = 264
-# Of memory that ranks share. Logits are gathered there, and rows added up: their parts are in one
-# half and the sums in the other. What does not fit goes in several rounds.
+# The memory that each rank shares, for gathered logits and for two-shot sums, whose summands take
+# one half and whose results the other. Larger sums take several rounds.
 SHARED_BYTES = 80 << 20
-# More than rows of a step are sampled.
+# More than the rows that a step samples.
 MAX_MAXIMA = 1024
 
 
 def over_peer_memory(
     group: GroupCommunicator, hidden_size: int, dtype: torch.dtype
 ) -> Communicator:
-    """Of the same ranks; `group` itself where the GPUs cannot reach each other's memory."""
+    """A communicator of the same ranks; `group` itself if the GPUs cannot address each other's
+    memory."""
     try:
-        if not group.smallest(int(runs_triton(group.device))):
+        if not group.host_min(int(runs_triton(group.device))):
             raise PeerMemoryError("its kernels need Triton")
         return PeerCommunicator(group, hidden_size, dtype)
     except PeerMemoryError as error:  # on all ranks
-        logger.warning("The GPUs share no memory, and NCCL does everything: %s", error)
+        logger.warning("GPU peer access is unavailable; falling back to NCCL: %s", error)
         return group
 
 
 class PeerCommunicator:
-    """For one stream, which may be capturing."""
+    """Collectives of peers, for one stream, which may be capturing."""
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
-        """Raises PeerMemoryError, on all ranks if on one."""
-        from minisgl.kernels import triton_peers
+        """Raises PeerMemoryError; if one rank does, all do."""
+        from minisgl.kernels.comm import gather, one_shot, two_shot
+        from minisgl.kernels.comm.shared_memory import SharedMemory
 
         self.rank = group.rank
         self.size = group.size
         self._group = group
-        self._kernels = triton_peers
+        self._one_shot, self._two_shot, self._gather = one_shot, two_shot, gather
         self._memory = PeerMemory()
-        max_rows = MAX_ONE_SHOT_BYTES // (dtype.itemsize * hidden_size * (self.size - 1) ** 2)
-        max_rows = min(max(max_rows, 1), MAX_PROGRAMS)
+        tuning = tuning_of(group.device)
+        programs = tuning.collective_programs
+        row_bytes = dtype.itemsize * hidden_size
+        max_rows = tuning.one_shot_bytes // (row_bytes * (self.size - 1) ** 2)
+        max_rows = min(max(max_rows, 1), programs)
         self._rows = self._mailbox(max_rows, hidden_size, dtype.itemsize)
         self._maxima = self._mailbox(MAX_MAXIMA, 2, 4)
         own = torch.zeros(SHARED_BYTES, dtype=torch.uint8, device=group.device)
-        flags = torch.zeros((2, MAX_PROGRAMS, self.size), dtype=torch.int32, device=group.device)
-        self._shared = triton_peers.SharedMemory(
+        flags = torch.zeros((2, programs, self.size), dtype=torch.int32, device=group.device)
+        self._shared = SharedMemory(
             own=own,
             addresses=self._addresses(own),
             flags=flags,
             flag_addresses=self._addresses(flags),
-            rounds=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=group.device),
-            bell=self._mailbox(1, 2, 4),
+            rounds=torch.zeros(programs, dtype=torch.int32, device=group.device),
+            barrier_mailbox=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)
-        # Behind it, too, no inbox is still to be zeroed.
-        if not group.smallest(int(self._memory.error is None)):
-            raise self._memory.error or PeerMemoryError("another rank cannot reach it")
+        # After this all ranks have also zeroed their inboxes.
+        if not group.host_min(int(self._memory.error is None)):
+            raise self._memory.error or PeerMemoryError("another rank cannot map it")
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         if self._are_few(part):
-            return self._kernels.sum_rows(part, self._rows)
+            return self._one_shot.all_reduce(part, self._rows)
         if part.shape[1] % self.size:
-            return self._group.sum(part)
+            return self._group.all_reduce(part)
         out = torch.empty_like(part)
         for total, some in zip(self._rounds(out), self._rounds(part), strict=True):
-            self._kernels.sum_many(total, some, self._shared)
+            self._two_shot.all_reduce(total, some, self._shared)
         return out
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if self._are_few(part):
-            return self._kernels.sum_norm(part, rows, weight, eps, self._rows)
+            return self._one_shot.all_reduce_norm(part, rows, weight, eps, self._rows)
         if part.shape[1] % self.size:
-            return self._group.sum_norm(part, rows, weight, eps)
+            return self._group.all_reduce_norm(part, rows, weight, eps)
         out = torch.empty_like(part)
         rounds = zip(self._rounds(out), self._rounds(part), self._rounds(rows), strict=True)
         for normed, some, onto in rounds:
-            self._kernels.sum_norm_many(normed, some, onto, weight, eps, self._shared)
+            self._two_shot.all_reduce_norm(normed, some, onto, weight, eps, self._shared)
         return out, rows
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
@@ -115,33 +115,33 @@ class PeerCommunicator:
         return len(part) <= self._rows.max_rows and self._rows.takes(part)
 
     def _rounds(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What fits into the shared memory at a time."""
+        """`rows` in parts that fit into the shared memory."""
         return torch.split(rows, SHARED_BYTES // 2 // (rows.shape[1] * rows.itemsize))
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         if part.nbytes > SHARED_BYTES:
-            return self._group.gather(part)
-        return self._kernels.gather(part, self._shared)
+            return self._group.all_gather(part)
+        return self._gather.all_gather(part, self._shared)
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         if len(values) > MAX_MAXIMA:
-            return self._group.maximum(values)
-        return self._kernels.maximum(values, self._maxima)
+            return self._group.all_reduce_max(values)
+        return self._one_shot.all_reduce_max(values, self._maxima)
 
-    def smallest(self, number: int) -> int:
-        return self._group.smallest(number)
+    def host_min(self, number: int) -> int:
+        return self._group.host_min(number)
 
     def close(self) -> None:
         self._memory.close()
         self._group.close()
 
     def _mailbox(self, max_rows: int, size: int, itemsize: int) -> Mailbox:
-        from minisgl.kernels import triton_mailbox
+        from minisgl.kernels.comm.mailbox import Mailbox
 
         shape, device = (2, self.size, max_rows, size), self._group.device
         word = torch.int32 if itemsize == 2 else torch.int64
         inbox = torch.zeros(shape, dtype=word, device=device)
-        return triton_mailbox.Mailbox(
+        return Mailbox(
             inbox=inbox,
             addresses=self._addresses(inbox),
             exchanges=torch.zeros(max_rows, dtype=torch.int32, device=device),

@@ -11,7 +11,7 @@ import torch
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, AttentionShape
 from minisgl.config import Capacity, ResolvedConfig
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
@@ -46,7 +46,7 @@ def load_runner(
     model_config: ModelConfig,
     folder: Path,
     report: Report | None = None,
-    ranks: Communicator = ALONE,
+    ranks: Communicator = SINGLE_RANK,
     *,
     local_rank: int = 0,
 ) -> ModelRunner:
@@ -90,7 +90,7 @@ def load_runner(
         ),
     )
     # All ranks use the same page numbers.
-    runner = build(ranks.smallest(num_pages))
+    runner = build(ranks.host_min(num_pages))
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:
