@@ -56,10 +56,10 @@ from minisgl.request import (
     check_token_ids,
 )
 from minisgl.runner.facts import device_facts
-from minisgl.runner.loading import load_runner
+from minisgl.runner.load import load_runner
+from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
 from minisgl.runner.runner import ModelRunner
-from minisgl.runner.tp import TensorParallelRunner, load_ranks
-from minisgl.runner.watch import FIRST_LIMIT_S, LOOK_S, StepWatch
+from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter

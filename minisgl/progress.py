@@ -40,16 +40,17 @@ class LoadProgress:
 
         Every phase begins with 0, and some say no more, so that 0 is not shown as a share.
         """
+        label = phase[:1].upper() + phase[1:]
         if not self._bar.disable:
             if phase != self._phase:
                 self._bar.remove_task(self._task)
-                self._task = self._bar.add_task(phase.capitalize(), total=None)
+                self._task = self._bar.add_task(label, total=None)
             if share:
                 self._bar.update(self._task, total=1.0, completed=share)
         now = time.monotonic()
         if self._bar.disable and (phase != self._phase or now >= self._next_line_s):
             self._next_line_s = now + SECONDS_BETWEEN_LINES
-            logger.info("%s%s", phase.capitalize(), f": {100 * share:.0f} %" if share else "")
+            logger.info("%s%s", label, f": {100 * share:.0f} %" if share else "")
         self._phase = phase
 
     def __enter__(self) -> LoadProgress:

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
-from minisgl.runner.sampler import Needs, Sampler
+from minisgl.runner.sampler import Sampler
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 
 # What the runner captures a step for: any mix of requests.
-PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
+PLAIN = SamplingFeatures(random=True, min_p=True, top_k=True, top_p=True)
 FULL = PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
 CASES = {
@@ -68,11 +69,11 @@ def microseconds(work: Callable[[], None], repeats: int) -> float:
 
 def sampling(
     params: SamplingParams,
-    needs: Needs | None,
+    features: SamplingFeatures | None,
     logits: torch.Tensor,
     backend: Literal["torch"] | None = None,
 ) -> Callable[[], None]:
-    """Samples a row of logits for each of as many requests. Needs: None: just what they need."""
+    """Samples a row of logits for each of as many requests. features: None for theirs."""
     rows, device = len(logits), logits.device
     sampler = Sampler(rows, logits.shape[1], device, backend)
     sampler.allocate_history()
@@ -84,10 +85,10 @@ def sampling(
     )
     slots = torch.arange(rows, device=device)
     index = torch.full((rows,), 3, device=device)
-    needs = needs or sampler.needs(range(rows))
+    features = features or sampler.features(range(rows))
 
     def work() -> None:
-        sampler.sample(logits, slots, index, needs)
+        sampler.sample(logits, slots, index, features)
 
     return work
 
@@ -108,8 +109,8 @@ def main() -> None:
         for scale in args.scale:
             logits = (torch.randn(rows, args.vocab_size, device=device) * scale).to(dtype)
             for name, params in CASES.items():
-                needs = FULL if name.startswith("full") else PLAIN
-                time_us = microseconds(sampling(params, needs, logits), args.repeats)
+                features = FULL if name.startswith("full") else PLAIN
+                time_us = microseconds(sampling(params, features, logits), args.repeats)
                 speed = logits.nbytes / time_us / 1e6
                 print(f"{rows:5} {scale:5g}  {name:24} {time_us:8.1f} {speed:6.2f}", flush=True)
                 if args.torch:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
-from minisgl.runner.sampler import Needs, SampledRows, Sampler
+from minisgl.runner.sampler import SampledRows, Sampler
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 
 NOISE = 2e-5  # a smaller margin may be decided either way
 
 # What a captured step is captured for.
-ANY_PLAIN = Needs(random=True, min_p=True, top_k=True, top_p=True)
+ANY_PLAIN = SamplingFeatures(random=True, min_p=True, top_k=True, top_p=True)
 ANY_FULL = ANY_PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
 PLAIN = {
@@ -88,8 +89,8 @@ class Batch:
             ]
         )
 
-    def sample(self, needs: Needs) -> SampledRows:
-        return self.sampler.sample(self.logits, self.slots, self.output_index, needs)
+    def sample(self, features: SamplingFeatures) -> SampledRows:
+        return self.sampler.sample(self.logits, self.slots, self.output_index, features)
 
     def run(self, *, full: bool = False, rows: Sequence[int] | None = None) -> Tensor:
         """The tokens of all rows, or of some as a batch of their own."""
@@ -97,8 +98,8 @@ class Batch:
         chosen = chosen.to(self.logits.device)
         logits = self.logits[chosen]
         self._spoil_workspace()
-        needs = ANY_FULL if full else ANY_PLAIN
-        args = (self.slots[chosen], self.output_index[chosen], needs)
+        features = ANY_FULL if full else ANY_PLAIN
+        args = (self.slots[chosen], self.output_index[chosen], features)
         before = logits.clone()
         tokens = self.sampler.sample(logits, *args).token_ids
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
@@ -119,8 +120,8 @@ class Batch:
 
     def perturbed(self) -> Tensor:
         """Of the torch reference."""
-        needs = self.sampler.needs(self.slots.tolist())
-        return self.sampler.perturbed(self.logits, self.slots, self.output_index, needs)
+        features = self.sampler.features(self.slots.tolist())
+        return self.sampler.perturbed(self.logits, self.slots, self.output_index, features)
 
     def check(self, tokens: Tensor) -> int:
         """That they are the reference's; how many near-ties were decided the other way."""
@@ -144,7 +145,7 @@ class Batch:
         self.check_scores(sampled.scores, sampled.token_ids)
         self.sampler._count(self.slots, sampled.token_ids)
         for slot in self.slots.tolist():
-            if self.sampler.needs([slot]).penalties:
+            if self.sampler.features([slot]).penalties:
                 assert torch.equal(after[slot], self.history()[slot])
         return differed
 

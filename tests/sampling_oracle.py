@@ -34,7 +34,7 @@ class Choice:
     margin: float  # to the runner-up
 
 
-def choose(logits: np.ndarray, join: SlotJoin, allowed: np.ndarray | None = None) -> Choice:
+def choose(logits: np.ndarray, join: SlotJoin) -> Choice:
     """The next token of a request which has the outputs of `join`, from raw float32 `logits`."""
     params, outputs = join.params, list(join.output_token_ids)
     row = logits.astype(np.float32)
@@ -48,8 +48,6 @@ def choose(logits: np.ndarray, join: SlotJoin, allowed: np.ndarray | None = None
         row[token_id] -= np.float32(params.presence_penalty)
     if len(outputs) < params.min_tokens:
         row[list(join.stop_token_ids)] = -np.inf
-    if allowed is not None:
-        row[~allowed] = -np.inf
     if params.greedy:
         return _best(enumerate(row.tolist()))
     scores = _filtered((row / np.float32(params.temperature)).tolist(), params)

@@ -10,12 +10,12 @@ from minisgl.runner.graphs import (
     MAX_CHUNKS,
     CapturedStep,
     StepGraphs,
-    Variant,
     graph_keys,
 )
 from minisgl.runner.lanes import Lanes
-from minisgl.runner.outbox import RING_SIZE, Outbox
-from minisgl.runner.tables import Chunks, SlotTables, StepShape
+from minisgl.runner.sampling_features import SamplingVariant
+from minisgl.runner.step_inputs import ChunkTensors, SlotTables, StepShape
+from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import Chunk, PageGrant, StepPlan
 
 CPU = torch.device("cpu")
@@ -48,15 +48,15 @@ def mixed_plan(num_rows: int, *lengths: int, scored: bool = False) -> StepPlan:
 def test_every_batch_up_to_the_largest_has_a_graph(max_batch: int) -> None:
     captured = graphs(max_batch)
     assert captured.max_batch == max_batch
-    for variant in (Variant.PLAIN, Variant.FULL):
+    for variant in (SamplingVariant.FILTERED, SamplingVariant.FULL):
         for num_rows in range(1, max_batch + 1):
             step = captured.find(decode_plan(num_rows), variant)
             assert step is not None and step.key.variant is variant and step.chunks is None
             size = step.key.shape.num_decodes
             assert num_rows <= size
-            # Padding costs less than half as much again, in the plain variant a quarter.
+            # Padding costs less than half as much again, in the filtered variant a quarter.
             room = max(num_rows + 7, num_rows * 1.25)
-            assert size < 2 * num_rows if variant is Variant.FULL else size <= room
+            assert size < 2 * num_rows if variant is SamplingVariant.FULL else size <= room
         assert captured.find(decode_plan(max_batch + 1), variant) is None
 
 
@@ -70,7 +70,9 @@ def test_the_largest_graphs_are_captured_first() -> None:
 def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
     captured = graphs(256)
 
-    def shape(plan: StepPlan, variant: Variant = Variant.PLAIN) -> StepShape | None:
+    def shape(
+        plan: StepPlan, variant: SamplingVariant = SamplingVariant.FILTERED
+    ) -> StepShape | None:
         step = captured.find(plan, variant)
         return None if step is None else step.key.shape
 
@@ -81,7 +83,7 @@ def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
     assert shape(mixed_plan(200, 400)) == StepShape(256, 512, MAX_CHUNKS)
     assert shape(mixed_plan(3, CHUNK_ROWS[-1] + 1)) is None
     assert shape(mixed_plan(3, *[1] * (MAX_CHUNKS + 1))) is None
-    assert shape(mixed_plan(3, 10), Variant.FULL) is None
+    assert shape(mixed_plan(3, 10), SamplingVariant.FULL) is None
     assert shape(mixed_plan(3, 10, scored=True)) is None
 
 
@@ -110,7 +112,7 @@ def test_padding_touches_no_slot_but_scratch() -> None:
             sampling = sum(chunk.samples for chunk in plan.chunks)
             num_samples = shape.num_chunks if tables is padded else sampling
             packed = tables.upload_chunks(plan, shape, num_samples)
-            chunks = Chunks.split(packed, shape, num_samples)
+            chunks = ChunkTensors.split(packed, shape, num_samples)
             inputs, samples = tables.inputs(None if tables is padded else plan, shape, chunks)
             tables.state.last_tokens[samples.slots] = 90 + samples.slots.int()
             if tables is exact:
@@ -148,16 +150,16 @@ def test_a_smaller_batch_leaves_no_row_behind() -> None:
         assert rows == [*slots, *[tables.scratch_slot] * (4 - len(slots))]
 
 
-def test_the_outbox_keeps_a_step_until_others_went_round() -> None:
-    tables, outbox = make_tables(), Outbox(6, CPU)
+def test_the_ring_keeps_a_step_until_others_went_round() -> None:
+    tables, outputs = make_tables(), StepOutputs(6, CPU)
     slots = torch.tensor([0, 1])
     rows = []
     for step in range(2 * RING_SIZE):
-        rows.append(outbox.open())
-        outbox.send(slots, torch.tensor([step, 100 + step]), None, tables.state)
+        rows.append(outputs.open())
+        outputs.send(slots, torch.tensor([step, 100 + step]), None, tables.state)
         if step >= RING_SIZE - 1:
             first = step - RING_SIZE + 1
-            assert outbox.token_ids(rows[first], range(2)) == [first, 100 + first]
-    outbox.open()  # a step that failed before it sent anything
-    outbox.recount()
-    assert outbox._ring.next_row.item() == 1
+            assert outputs.token_ids(rows[first], range(2)) == [first, 100 + first]
+    outputs.open()  # a step that failed before it sent anything
+    outputs.recount()
+    assert outputs._ring.next_row.item() == 1

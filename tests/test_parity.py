@@ -34,9 +34,9 @@ from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
-from minisgl.runner.loading import load_runner
-from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
-from minisgl.runner.tp import load_ranks
+from minisgl.runner.load import load_runner
+from minisgl.runner.parallel.tensor_parallel import load_ranks
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 FOLDER = TemporaryDirectory()
@@ -309,7 +309,7 @@ def test_mistakes_of_the_runner_show(mutation: str, monkeypatch: pytest.MonkeyPa
     original = SlotTables.inputs
 
     def mutant(
-        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
     ) -> tuple[ForwardBatch, SampleRows]:
         assert plan is not None
         if mutation == "swap pages" and len(plan.decode_slots) > 1 and plan.step == 10:

@@ -28,10 +28,10 @@ def test_a_phase_that_tells_no_share_has_none_on_the_bar() -> None:
     out = io.StringIO()
     with LoadProgress(Console(file=out, force_terminal=True, width=80)) as progress:
         progress("loading weights", 0.5)
-        progress("choosing matrix products", 0.0)
+        progress("tuning GEMMs", 0.0)
         out.truncate(0)
         progress._bar.refresh()
-    assert "Choosing matrix products" in out.getvalue() and "%" not in out.getvalue()
+    assert "Tuning GEMMs" in out.getvalue() and "%" not in out.getvalue()
 
 
 async def test_on_a_cpu_nothing_is_said_of_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -118,7 +118,7 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     streams = [engine.submit([1, 2, 3], ENDLESS) for _ in range(2)]
     for stream in streams:
         await anext(stream)
-    os.kill(engine._runner.processes.pids[1], how)
+    os.kill(engine._runner.others.pids[1], how)
     reasons: set[str] = set()
     for stream in streams:
         with pytest.raises(EngineStoppedError) as caught:
@@ -134,7 +134,7 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
 async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
     hook = sys.excepthook
     async with await demo_engine(tp=2) as engine:
-        pids = [pid for pid in engine._runner.processes.pids.values() if pid]
+        pids = [pid for pid in engine._runner.others.pids.values() if pid]
         started = time.monotonic()
         reason = await fail_two_answers(engine, signal.SIGKILL)
         assert time.monotonic() - started < 10
@@ -162,11 +162,11 @@ async def test_a_rank_that_dies_leaves_the_way_free_for_others(
 ) -> None:
     """Before the ranks have met, and at rest, where nothing but its end tells."""
     with monkeypatch.context() as patch:
-        patch.setattr("minisgl.runner.tp.run_rank", print)
+        patch.setattr("minisgl.runner.parallel.launcher.run_spawned_rank", print)
         with pytest.raises(EngineStoppedError, match=r"Rank 1 \(process"):
             await demo_engine(tp=2)
     engine = await demo_engine(tp=2)
-    os.kill(engine._runner.processes.pids[1] or 0, signal.SIGKILL)
+    os.kill(engine._runner.others.pids[1] or 0, signal.SIGKILL)
     await engine.close()
     assert not multiprocessing.active_children()
     assert not dist.is_initialized()
@@ -193,7 +193,7 @@ def test_a_script_from_standard_input_is_told_so(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_rank_that_stands_still_is_found_by_the_step_it_holds_up() -> None:
     async with await demo_engine(tp=2, step_timeout=4.0) as engine:
-        pids = [pid for pid in engine._runner.processes.pids.values() if pid]
+        pids = [pid for pid in engine._runner.others.pids.values() if pid]
         started = time.monotonic()
         reason = await fail_two_answers(engine, signal.SIGSTOP)
         assert time.monotonic() - started < 60
@@ -204,7 +204,7 @@ async def test_a_rank_that_stands_still_is_found_by_the_step_it_holds_up() -> No
 async def test_ranks_listen_to_nobody_elsewhere_and_are_killed_if_they_do_not_end(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl.runner.tp.CLOSE_LIMIT_S", 1.0)
+    monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.CLOSE_LIMIT_S", 1.0)
     with watched_sockets(temporary) as (seen, modes):
         engine = await demo_engine(tp=2)
         async for _ in engine.submit([1, 2, 3], SamplingParams(max_tokens=2)):
@@ -213,7 +213,7 @@ async def test_ranks_listen_to_nobody_elsewhere_and_are_killed_if_they_do_not_en
     assert modes == {0o700}
     assert listening  # gloo's, on which a rank waits for others
     assert all(address.is_loopback for address in listening), listening
-    [pid] = [pid for pid in engine._runner.processes.pids.values() if pid]
+    [pid] = [pid for pid in engine._runner.others.pids.values() if pid]
     os.kill(pid, signal.SIGSTOP)
     await engine.close()
     wait_until_gone([pid], 5)

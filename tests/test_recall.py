@@ -16,7 +16,7 @@ from demo.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 from minisgl.tokenizer import Tokenizer
 
@@ -119,7 +119,7 @@ def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
     original = SlotTables.inputs
 
     def swap_first_pages(
-        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
     ) -> tuple[ForwardBatch, SampleRows]:
         if shape.num_decodes == 2 and not swapped:
             assert plan is not None

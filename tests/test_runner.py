@@ -18,11 +18,11 @@ from minisgl.attention.base import Attention, DecodeBatch, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError
-from minisgl.runner import graphs, loading
+from minisgl.runner import graphs, load
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampler import Sampler
-from minisgl.runner.tables import SlotTables, StepShape
+from minisgl.runner.step_inputs import SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
 
 CPU = torch.device("cpu")
@@ -79,9 +79,9 @@ def test_a_graph_that_does_not_fit_leaves_host_and_device_at_the_same_row(
 
     monkeypatch.setattr(ModelRunner, "_run", run)
     loaded = load_engine(case_of("llama3").folder, padded=4)
-    outbox = loaded.runner._outbox
+    outputs = loaded.runner._outputs
     loaded.runner.close()
-    assert outbox._ring.next_row.item() == outbox.open()
+    assert outputs._ring.next_row.item() == outputs.open()
 
 
 def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
@@ -158,5 +158,5 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
         backend = Planning()
         return Attention(backend, backend)
 
-    monkeypatch.setattr(loading, "make_attention", make)
+    monkeypatch.setattr(load, "make_attention", make)
     load_engine(case_of("llama3").folder, padded=1).runner.close()

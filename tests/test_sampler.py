@@ -14,7 +14,8 @@ from sampling_oracle import choose
 
 from minisgl.kernels.sampling.reference import margin, top_logprobs
 from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
-from minisgl.runner.sampler import Needs, SampledRows, Sampler, list_logprobs
+from minisgl.runner.sampler import SampledRows, Sampler, list_logprobs
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 
 VOCAB = 37
@@ -41,20 +42,19 @@ def sample(
     sampler: Sampler,
     joins: Sequence[SlotJoin],
     logits: torch.Tensor,
-    allowed: torch.Tensor | None = None,
     ahead: int = 0,
 ) -> SampledRows:
     """Samples a row for each request, `ahead` tokens after those that it joined with."""
     slots = [join.slot for join in joins]
     index = torch.tensor([len(join.output_token_ids) + ahead for join in joins])
-    return sampler.sample(logits, torch.tensor(slots), index, sampler.needs(slots), allowed)
+    return sampler.sample(logits, torch.tensor(slots), index, sampler.features(slots))
 
 
 def perturbed(
     sampler: Sampler, slots: Sequence[int], logits: torch.Tensor, index: Sequence[int]
 ) -> torch.Tensor:
-    needs = sampler.needs(slots)
-    return sampler.perturbed(logits, torch.tensor(slots), torch.tensor(index), needs)
+    features = sampler.features(slots)
+    return sampler.perturbed(logits, torch.tensor(slots), torch.tensor(index), features)
 
 
 def margins(sampler: Sampler, joins: Sequence[SlotJoin], logits: torch.Tensor) -> torch.Tensor:
@@ -106,8 +106,8 @@ def test_every_row_matches_the_oracle():
     compared = excused = 0
 
     @settings(max_examples=150, deadline=None, derandomize=True)
-    @given(batches(), batches(), st.integers(0, 1000), st.booleans())
-    def check(before: list[SlotJoin], joins: list[SlotJoin], seed: int, restricted: bool) -> None:
+    @given(batches(), batches(), st.integers(0, 1000))
+    def check(before: list[SlotJoin], joins: list[SlotJoin], seed: int) -> None:
         nonlocal compared, excused
         sampler = make_sampler()
         sampler.join(before)
@@ -115,12 +115,10 @@ def test_every_row_matches_the_oracle():
         sampler.join(joins)
         logits = random_logits(len(joins), seed)
         untouched = logits.clone()
-        allowed = random_logits(len(joins), seed + 2) > -1 if restricted else None
-        tokens = sample(sampler, joins, logits, allowed).token_ids.tolist()
+        tokens = sample(sampler, joins, logits).token_ids.tolist()
         assert torch.equal(logits, untouched)
         for row, join in enumerate(joins):
-            mask = None if allowed is None else allowed[row].numpy()
-            choice = choose(logits[row].numpy(), join, mask)
+            choice = choose(logits[row].numpy(), join)
             compared += 1
             if tokens[row] != choice.token_id:
                 assert choice.margin < NOISE, (join, choice)
@@ -207,7 +205,7 @@ class TestNothingMoreThanNeeded:
         assert perturbed(sampler, [0, 1], logits, [0, 0]) is logits
         sampled = sample(sampler, joins, logits)
         assert torch.equal(sampled.token_ids, logits.argmax(-1))
-        assert sampled.scores is None and not sampler.needs([0, 1]).full
+        assert sampled.scores is None and not sampler.features([0, 1]).full
 
     def test_padded_rows_are_greedy_and_disturb_nobody(self):
         """They are of the scratch slot, which comes behind the last one, wherever they stand."""
@@ -216,11 +214,11 @@ class TestNothingMoreThanNeeded:
         sampler.join([join])
         alone = perturbed(sampler, [7], logits[2:3], [0])
         padded, index = torch.tensor([8, 8, 7, 8, 8], dtype=torch.int32), torch.zeros(5).long()
-        needs = sampler.needs([7])
-        together = sampler.perturbed(logits, padded, index, needs)
+        features = sampler.features([7])
+        together = sampler.perturbed(logits, padded, index, features)
         assert torch.equal(together[2:3], alone)
         for _ in range(3):
-            tokens = sampler.sample(logits, padded, index, needs).token_ids
+            tokens = sampler.sample(logits, padded, index, features).token_ids
             others = [0, 1, 3, 4]
             assert torch.equal(tokens[others], logits[others].argmax(-1))
 
@@ -228,37 +226,39 @@ class TestNothingMoreThanNeeded:
         """A captured step does all that its variant can."""
         joins, logits = varied_joins(7), random_logits(7)
         slots, index = torch.arange(7), torch.tensor([len(j.output_token_ids) for j in joins])
-        everything = Needs(True, True, True, True, True, MAX_EDITS, 20)
+        everything = SamplingFeatures(True, True, True, True, True, MAX_EDITS, 20)
         sampler = make_sampler()
         sampler.join(joins)
-        exactly = sampler.perturbed(logits, slots, index, sampler.needs(range(7)))
+        exactly = sampler.perturbed(logits, slots, index, sampler.features(range(7)))
         assert torch.equal(sampler.perturbed(logits, slots, index, everything), exactly)
         sampled = sampler.sample(logits, slots, index, everything)
         assert torch.equal(sampled.token_ids, exactly.argmax(-1))
 
-    def test_needs_are_those_of_the_batch(self):
+    def test_features_are_those_of_the_batch(self):
         sampler = make_sampler(20)
         sampler.join(varied_joins(7))
-        assert sampler.needs([]) == sampler.needs([0, 20]) == Needs()
-        assert sampler.needs([3, 1]) == Needs(random=True, min_p=True, top_k=True)
-        assert sampler.needs([0, 2]) == Needs(random=True, top_p=True)
-        assert sampler.needs([6, 5, 4]) == Needs(
+        assert sampler.features([]) == sampler.features([0, 20]) == SamplingFeatures()
+        assert sampler.features([3, 1]) == SamplingFeatures(random=True, min_p=True, top_k=True)
+        assert sampler.features([0, 2]) == SamplingFeatures(random=True, top_p=True)
+        assert sampler.features([6, 5, 4]) == SamplingFeatures(
             random=True, top_k=True, top_p=True, penalties=True, num_edits=2, num_logprobs=3
         )
-        full = [sampler.needs([slot]).full for slot in range(7)]
+        full = [sampler.features([slot]).full for slot in range(7)]
         assert full == [False, False, False, False, True, True, True]
         assert sampler.logprobs_wanted([4, 5, 19]) == [None, 3, None]
         sampler.join([make_join(5, SamplingParams(temperature=0))])
-        assert sampler.needs([5]) == Needs() and sampler.logprobs_wanted([5]) == [None]
+        assert sampler.features([5]) == SamplingFeatures() and sampler.logprobs_wanted([5]) == [
+            None
+        ]
 
     def test_half_precision_logits_are_sampled_as_float32(self):
         joins, logits = varied_joins(14), random_logits(14).bfloat16()
         sampler = make_sampler(14)
         sampler.join(joins)
         slots, index = torch.arange(14), torch.tensor([len(j.output_token_ids) for j in joins])
-        needs = sampler.needs(range(14))
-        expected = sampler.perturbed(logits.float(), slots, index, needs)
-        assert torch.equal(sampler.perturbed(logits, slots, index, needs), expected)
+        features = sampler.features(range(14))
+        expected = sampler.perturbed(logits.float(), slots, index, features)
+        assert torch.equal(sampler.perturbed(logits, slots, index, features), expected)
         sampled, before = sample(sampler, joins, logits), logits.clone()
         assert torch.equal(sampled.token_ids, expected.argmax(-1))
         assert sampled.scores is not None and sampled.scores.logprob.dtype == torch.float32

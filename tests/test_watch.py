@@ -14,7 +14,7 @@ from gated_runner import asking, gated_server, until
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.request import SamplingParams
-from minisgl.runner.watch import StepWatch
+from minisgl.runner.step_watch import StepWatch
 from minisgl.scheduler.plan import Chunk, StepPlan
 
 DECODE = (0, 1, 2)

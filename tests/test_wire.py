@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl.request import SamplingParams
-from minisgl.runner.wire import AGAIN, PlanDecoder, PlanEncoder
+from minisgl.runner.parallel.plan_codec import AGAIN, PlanDecoder, PlanEncoder
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)

@@ -1,4 +1,4 @@
-"""Forming the group of ranks."""
+"""Forming the group of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def join_group(
     dtype: torch.dtype,
     plain: bool,
 ) -> Communicator:
-    """The fastest communicator of `size` ranks for a model of this width; that of torch.distributed
-    if `plain`. Blocks until all ranks have joined.
+    """Form a group of `size` ranks; returns the fastest communicator for a model of this width.
 
-    store: a torch.distributed.Store that all ranks can reach.
+    Blocks until all ranks have joined. store: a torch.distributed.Store that all ranks can reach.
+    rank: in the group. dtype: of the activations. plain: use only torch.distributed's collectives.
     """
     group = GroupCommunicator(store, rank, size, device)
     if plain or device.type != "cuda":

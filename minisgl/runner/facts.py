@@ -1,4 +1,4 @@
-"""What this machine offers, as far as the options depend on it."""
+"""Properties of this machine that option resolution depends on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from minisgl.kernels.dispatch import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
-    """For one rank of a model. Imports the attention packages that are installed, which may take
-    seconds."""
-    # Not every system says how much memory is free; all say how much there is.
+    """Find the devices, free memory and attention backends for a model.
+
+    model: as one rank sees it. Imports the attention packages that are installed, which may take
+    seconds.
+    """
+    # Not every system reports how much memory is free; all report the total.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     if not torch.cuda.is_available():
@@ -37,7 +40,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
 
 
 def device_name(device: str) -> str:
-    """What people call `device`, cpu or cuda."""
+    """The product name of `device`, cpu or cuda, for people."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     num_threads = torch.get_num_threads()

@@ -1,58 +1,57 @@
-"""Captured steps: which shapes are captured, and which of them a plan runs as."""
+"""Captured steps: which shapes are captured, and which one a plan is replayed as."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import Tensor
 
-from minisgl.runner.tables import StepShape
+from minisgl.runner.sampling_features import SamplingVariant
+from minisgl.runner.step_inputs import StepShape
 from minisgl.scheduler.plan import StepPlan
 
-# Chunks that a captured step has room for, and their rows. With more of either the device needs
-# longer for the step than the host to queue it, so that a graph would gain nothing.
+# Maximum number of chunks of a captured step, and its numbers of chunk rows. With more of either
+# the device takes longer to run the step than the host to queue it, so a graph gains nothing.
 MAX_CHUNKS = 16
 CHUNK_ROWS = (128, 256, 512)
-# Decode rows beside chunks; padded ones cost little there.
+# Decode rows of captured steps with chunks; padding costs little there.
 MIXED_BATCHES = (8, 32)
-
-
-class Variant(enum.IntEnum):
-    """What the rows of a step may ask of sampling. Each can do what those before it can."""
-
-    UNFILTERED = 0  # greedy or with a temperature; its own only where several ranks share the work
-    PLAIN = 1  # top_k, top_p and min_p too
-    FULL = 2  # and penalties, logit bias and logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """What a graph is captured for."""
+    """Shape and sampling variant that a graph is captured for."""
 
     shape: StepShape
-    variant: Variant = Variant.PLAIN
+    variant: SamplingVariant = SamplingVariant.FILTERED
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
     key: GraphKey
-    chunks: Tensor | None  # packed as SlotTables.upload_chunks does; to be filled before a replay
+    chunks: Tensor | None  # packed by SlotTables.upload_chunks; must be filled before each replay
     replay: Callable[[], None]
 
 
 def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[GraphKey]:
-    """What to capture for batches up to `max_batch`, largest first: the memory of a large graph
-    then serves all that follow."""
+    """List the steps to capture for batches of up to `max_batch` rows; empty if that is 0.
+
+    Largest first, so that all later graphs reuse the memory of the first.
+    max_chunk_rows: the prefill budget of a step.
+    """
     if max_batch == 0:
         return []
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_batch, 32), max_batch}
     powers = {1 << bit for bit in range(max_batch.bit_length())} | {max_batch}
-    plain = [Variant.PLAIN] if num_ranks == 1 else [Variant.UNFILTERED, Variant.PLAIN]
+    plain = (
+        [SamplingVariant.FILTERED]
+        if num_ranks == 1
+        else [SamplingVariant.BASIC, SamplingVariant.FILTERED]
+    )
     keys = [GraphKey(StepShape(n), variant) for n in sizes if n <= max_batch for variant in plain]
-    keys += [GraphKey(StepShape(size), Variant.FULL) for size in powers]
+    keys += [GraphKey(StepShape(size), SamplingVariant.FULL) for size in powers]
     keys += [
         GraphKey(StepShape(size, rows, MAX_CHUNKS))
         for size in {*MIXED_BATCHES, max_batch}
@@ -62,7 +61,7 @@ def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[
     return sorted(keys, key=_num_rows, reverse=True)
 
 
-def _num_rows(key: GraphKey) -> tuple[int, Variant]:
+def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant]:
     return key.shape.num_decodes + key.shape.num_chunk_rows, key.variant
 
 
@@ -76,28 +75,28 @@ class StepGraphs:
         decodes = [step for step in by_size if step.chunks is None]
         self._decodes = {
             variant: [step for step in decodes if step.key.variant is variant]
-            for variant in Variant
+            for variant in SamplingVariant
         }
-        # One rank captures nothing for less than PLAIN.
-        self._decodes[Variant.UNFILTERED] = (
-            self._decodes[Variant.UNFILTERED] or self._decodes[Variant.PLAIN]
+        # A single rank captures no BASIC steps.
+        self._decodes[SamplingVariant.BASIC] = (
+            self._decodes[SamplingVariant.BASIC] or self._decodes[SamplingVariant.FILTERED]
         )
 
     @property
     def max_batch(self) -> int:
-        """The largest batch whose decoding is captured."""
-        steps = self._decodes[Variant.PLAIN]
+        """The largest decode batch that is captured; 0 if none is."""
+        steps = self._decodes[SamplingVariant.FILTERED]
         return steps[-1].key.shape.num_decodes if steps else 0
 
-    def find(self, plan: StepPlan, variant: Variant) -> CapturedStep | None:
-        """None: the step is to be run eagerly."""
+    def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
+        """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
         if not plan.chunks:
             num_rows = len(plan.decode_slots)
             for step in self._decodes[variant]:
                 if step.key.shape.num_decodes >= num_rows:
                     return step
             return None
-        if variant is Variant.FULL or any(chunk.scored_token_ids for chunk in plan.chunks):
+        if variant is SamplingVariant.FULL or any(chunk.scored_token_ids for chunk in plan.chunks):
             return None
         shape = StepShape.of(plan)
         for step in self._mixed:

@@ -1,17 +1,17 @@
-"""The streams of one device and the order between them.
+"""Lanes: the CUDA streams of one device, and the order between them.
 
     h2d      ─[plan of N]─┐uploaded
     compute  ─────────────┴─[tables, model, sampling, tokens of N]──┐computed
     d2h                                              (prompt scores)┴─[scores of N]──┐downloaded
     host     ───────────────────────────────────────────────────────┴────────────────┴─ collect(N)
 
-Steps follow each other on `compute` and nowhere else, so that everything they share (slot tables,
-KV pages) changes in launch order without further events. In a steady step of decode `compute` is
-the only lane in use: one graph, whose last kernel writes the tokens to the host itself.
+Steps run one after the other on `compute` only, so everything they share (slot tables, KV pages)
+changes in launch order without further events. In steady decode `compute` is the only lane in use:
+one graph, whose last kernel writes the tokens to host memory.
 
-The one rule for tensors that cross lanes lives here too: a tensor is allocated on the lane that
-fills it and recorded on the lane that reads it, so that the caching allocator does not hand its
-memory out again before that lane has passed. A captured graph owns all it touches.
+A tensor that crosses lanes is allocated on the lane that writes it and recorded
+(`Tensor.record_stream`) on the lane that reads it, so that the caching allocator does not reuse its
+memory before that lane is done. A captured graph owns all the tensors it uses.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ GraphPool = Any  # the handle of a memory pool, as torch.cuda.graph_pool_handle 
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A point on a lane, which the device passes some time."""
+class EventMark:
+    """A point on a lane, which the device reaches later."""
 
     _event: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Blocks without spinning; any thread may call it."""
+        """Block without spinning; any thread may call it."""
         if self._event is not None:
             self._event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
-class Download:
+class HostCopy:
     """Host copies that are complete once `wait` returns."""
 
     tensors: tuple[Tensor, ...]
-    _downloaded: Mark
+    _downloaded: EventMark
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Blocks without spinning; any thread may call it."""
+        """Block without spinning; any thread may call it."""
         self._downloaded.wait()
         return self.tensors
 
 
 def pack(parts: Sequence[ArrayLike], *, pinned: bool) -> tuple[Tensor, list[int]]:
-    """`parts` one behind the other, int64, on the host, and the size of each.
+    """Concatenate `parts` into one int64 host tensor; returns it and the size of each part.
 
-    The tensor is a fresh one each time. torch's host allocator does not hand pinned memory out
-    again before the copies from it are over, so that nothing overwrites it while it is read.
+    A new tensor each time: torch's host allocator does not reuse pinned memory before the copies
+    from it have finished, so nothing overwrites it while it is read.
     """
     arrays = [np.asarray(part, dtype=np.int64) for part in parts]
     sizes = [len(array) for array in arrays]
@@ -68,7 +68,7 @@ def pack(parts: Sequence[ArrayLike], *, pinned: bool) -> tuple[Tensor, list[int]
 
 
 class Lanes:
-    """On a CPU everything is done when it returns, and there is nothing to order."""
+    """On a CPU each call is complete when it returns, and there is nothing to order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,14 +79,14 @@ class Lanes:
             self._d2h = torch.cuda.Stream(device)
 
     def enter_thread(self) -> None:
-        """To be called once by each thread that uses the lanes: what torch does without being told
-        where is then done on this device."""
+        """Make this device torch's default in the calling thread. Each thread that uses the lanes
+        calls it once."""
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
 
     @contextlib.contextmanager
     def compute(self, label: str) -> Iterator[None]:
-        """Queue on the compute lane, under an NVTX range for profilers."""
+        """Queue what the context contains on the compute lane, under an NVTX range of this name."""
         if not self._is_cuda:
             yield
             return
@@ -94,21 +94,22 @@ class Lanes:
             yield
 
     def graph_pool(self) -> GraphPool:
-        """Memory for graphs that share it, as much as the largest needs: no two run at once, and
-        what one leaves there nobody reads. It ends with the last of them."""
+        """A memory pool for graphs to share, as large as the largest needs: no two run at once,
+        and none reads what another has left there. It is freed with the last of them."""
         return torch.cuda.graph_pool_handle() if self._is_cuda else None
 
     def capture(self, work: Callable[[], None], pool: GraphPool) -> Callable[[], None]:
-        """Record what `work` queues on the compute lane, instead of running it; returns what queues
-        it again, as one launch. `work` has run before, so that its kernels are compiled.
+        """Capture what `work` queues on the compute lane, without running it; returns a function
+        that replays it as one launch.
 
-        On a CPU, where there is nothing to record, it returns `work`.
+        `work` must have run before, so that its kernels are compiled. On a CPU, which has nothing
+        to capture, returns `work`.
         """
         if not self._is_cuda:
             return work
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._compute):
-            # Other threads may go on to wait for events.
+            # thread_local: other threads may wait for events meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -116,16 +117,17 @@ class Lanes:
                 graph.capture_end()
         return graph.replay
 
-    def mark(self) -> Mark:
-        """The end of what the compute lane has queued."""
+    def mark(self) -> EventMark:
+        """Mark the end of what is queued on the compute lane so far."""
         if not self._is_cuda:
-            return Mark(None)
+            return EventMark(None)
         computed = torch.cuda.Event(blocking=True)
         computed.record(self._compute)
-        return Mark(computed)
+        return EventMark(computed)
 
     def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
-        """int64 tensors of `parts` for the compute lane, in one copy."""
+        """Copy `parts` to the device in one copy; returns an int64 tensor of each, ready for use on
+        the compute lane."""
         source, sizes = pack(parts, pinned=self._is_cuda)
         if not self._is_cuda:
             return torch.split(source, sizes)
@@ -142,10 +144,10 @@ class Lanes:
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def download(self, tensors: Sequence[Tensor]) -> Download:
+    def download(self, tensors: Sequence[Tensor]) -> HostCopy:
         """Start copying results of the compute lane to the host."""
         if not self._is_cuda:
-            return Download(tuple(tensors), Mark(None))
+            return HostCopy(tuple(tensors), EventMark(None))
         computed = torch.cuda.Event()
         computed.record(self._compute)
         self._d2h.wait_event(computed)
@@ -157,4 +159,4 @@ class Lanes:
                 tensor.record_stream(self._d2h)
             downloaded = torch.cuda.Event(blocking=True)
             downloaded.record(self._d2h)
-        return Download(tuple(copies), Mark(downloaded))
+        return HostCopy(tuple(copies), EventMark(downloaded))

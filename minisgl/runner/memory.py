@@ -1,4 +1,4 @@
-"""The KV cache in memory: how many pages there is room for, and their storage."""
+"""Memory of the KV cache: how many pages fit, and their allocation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from minisgl.config import ModelFacts, ResolvedConfig
 from minisgl.errors import DeviceMemoryError
 
 GIB = 1 << 30
-MIN_PAGES = 2  # the scratch page, and one to use
+MIN_PAGES = 2  # the scratch page and one for requests
 
 
 def allocate_kv(
     facts: ModelFacts, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerKV]:
-    """Zeroed storage: what no request has written yet must at least be finite.
+    """Allocate the KV cache of all layers, each k and v [num_pages, page_size, num_kv_heads,
+    head_dim].
 
-    Raises DeviceMemoryError where it does not fit.
+    Zeroed, because attention may multiply unwritten positions by 0, which only works for finite
+    values. Raises DeviceMemoryError if it does not fit.
     """
     shape = (num_pages, page_size, facts.num_kv_heads, facts.head_dim)
     try:
@@ -31,7 +33,7 @@ def allocate_kv(
             )
             for _ in range(facts.num_layers)
         ]
-    except RuntimeError as error:  # OutOfMemoryError on a GPU; the CPU's allocator has no own type
+    except RuntimeError as error:  # on a CPU; OutOfMemoryError on a GPU
         raise DeviceMemoryError(
             f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "
             "lower --memory-ratio or --num-pages; without --num-pages as many are made as fit."
@@ -40,7 +42,7 @@ def allocate_kv(
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What of a GPU's memory is not for the KV cache, in bytes."""
+    """GPU memory that is not available to the KV cache, in bytes."""
 
     free_at_start: int  # before the weights were loaded
     weight_bytes: int
@@ -49,13 +51,14 @@ class MemoryUse:
 
 
 def page_table_bytes(config: ResolvedConfig) -> int:
-    """Of the slots and of a step's decode rows, for the longest sequence."""
+    """Bytes of the page tables of all slots and of a step's decode rows, as wide as the longest
+    sequence needs."""
     columns = -(-config.max_seq_len // config.page_size)
     return 2 * (config.max_running_requests + 1) * columns * 4
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of a GPU, counting what this process holds and does not use; 0 on a CPU."""
+    """Free memory of a GPU, with the unused blocks that this process has cached; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -64,7 +67,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def fit_num_pages(config: ResolvedConfig, facts: ModelFacts, use: MemoryUse) -> int:
-    """Pages that `memory_ratio` leaves room for on a GPU.
+    """Number of pages that fit into `memory_ratio` of a GPU's free memory next to `use`.
 
     Raises DeviceMemoryError if nothing is left for the cache.
     """

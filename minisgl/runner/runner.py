@@ -1,9 +1,9 @@
-"""One rank: it executes step plans on its device.
+"""ModelRunner: executes step plans on one device, as one rank.
 
 `launch` returns at once and `collect` blocks, so a caller keeps the device busy by launching step
 N + 1 before it collects step N. A step that was captured is queued by the caller itself, which
-takes microseconds; one worker thread queues the others (on a CPU it runs them), hence plans take
-effect in the order of their launch.
+takes microseconds; one worker thread queues the others (on a CPU it runs them). Plans take effect
+in launch order.
 """
 
 from __future__ import annotations
@@ -23,29 +23,24 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.models.transformer import CausalLM
-from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
-from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs, Variant
-from minisgl.runner.lanes import Download, Lanes, Mark
-from minisgl.runner.outbox import Outbox
-from minisgl.runner.sampler import Needs, Sampler, list_logprobs
-from minisgl.runner.tables import Chunks, SlotTables, StepShape
+from minisgl.request import TokenLogprobs
+from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
+from minisgl.runner.lanes import EventMark, HostCopy, Lanes
+from minisgl.runner.sampler import Sampler, list_logprobs
+from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
+from minisgl.runner.step_inputs import ChunkTensors, SlotTables, StepShape
+from minisgl.runner.step_outputs import StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
-# float32 logits of prompt rows that are scored at once.
+# Size of the float32 logits of prompt rows that are scored together.
 MAX_SCORED_BYTES = 256 << 20
-
-# What a captured step is ready for, whatever its rows ask for.
-_UNFILTERED = Needs(random=True)
-_PLAIN = _UNFILTERED._replace(min_p=True, top_k=True, top_p=True)
-_FULL = _PLAIN._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
-NEEDS = {Variant.UNFILTERED: _UNFILTERED, Variant.PLAIN: _PLAIN, Variant.FULL: _FULL}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Scores of the prompt tokens behind one chunk's rows, in blocks of rows."""
+    """Logprobs of the prompt tokens that follow one chunk's rows, in blocks of rows."""
 
-    chunk: int
+    chunk: int  # index in the plan
     token_ids: list[int]
     num_logprobs: int
     blocks: list[TokenScores]
@@ -55,33 +50,27 @@ class _Scored:
 class _Queued:
     """A step whose work is queued on the device."""
 
-    done: Mark
-    outbox_row: int
-    parts: tuple[range, ...]  # where in that row its sampled tokens are
-    num_logprobs: Sequence[int | None]  # what each sampled row asked for; empty where none did
+    done: EventMark
+    ring_row: int
+    parts: tuple[range, ...]  # batch rows of its sampled tokens, in the order of the plan
+    num_logprobs: Sequence[int | None]  # as each sampled row asked for; empty if none did
     scored: list[_Scored]
-    download: Download | None  # of `scored`
+    download: HostCopy | None  # of `scored`
     captured: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step, to be collected once."""
+    """A launched step. Pass it to `collect` once."""
 
     step: int
     queued: Future[_Queued]
 
 
-def _variant(needs: Needs) -> Variant:
-    if needs.full:
-        return Variant.FULL
-    return Variant.PLAIN if needs.filters else Variant.UNFILTERED
-
-
 class ModelRunner:
     """`launch` from one thread; `collect` from any one thread, in launch order.
 
-    Of several ranks each runs the same plans, and has the same tokens at their end.
+    With several ranks, each runs the same plans and samples the same tokens.
     """
 
     def __init__(
@@ -96,7 +85,7 @@ class ModelRunner:
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
     ) -> None:
-        """captured_attention: attends in captured steps, whose chunks only the device knows."""
+        """captured_attention: for captured steps, whose chunks only the device knows."""
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -113,12 +102,12 @@ class ModelRunner:
             prompt_lengths=self._sampler.num_prompt_tokens,
             lanes=lanes,
         )
-        self._outbox = Outbox(capacity.num_slots + MAX_CHUNKS, lanes.device)
+        self._outputs = StepOutputs(capacity.num_slots + MAX_CHUNKS, lanes.device)
         self._graphs = StepGraphs()
         self._graph_pool = lanes.graph_pool()
         self._worker = ThreadPoolExecutor(1, "minisgl-runner", lanes.enter_thread)
         self._last_on_worker: Future[_Queued] | None = None
-        self._decode_needs: tuple[tuple[int, ...], Needs] = ((), Needs())
+        self._decode_features: tuple[tuple[int, ...], SamplingFeatures] = ((), SamplingFeatures())
         self._failed_epoch = -1
 
     @property
@@ -126,12 +115,12 @@ class ModelRunner:
         return sum(layer.k.nbytes + layer.v.nbytes for layer in self._kv)
 
     def capture(self, keys: Sequence[GraphKey], progress: Callable[[int], None]) -> None:
-        """Capture the steps of these keys too, in their order; `progress` gets the number done.
+        """Capture more steps, in the order of `keys`; `progress` gets the number done.
 
-        To be called while no request runs. What there is no memory for is left out, and runs
-        eagerly; among several ranks it raises OutOfMemoryError.
+        Must be called while no step is in flight. A step that does not fit into memory is skipped
+        and will run eagerly; with several ranks OutOfMemoryError is raised instead.
         """
-        if any(key.variant is Variant.FULL for key in keys):
+        if any(key.variant is SamplingVariant.FULL for key in keys):
             self._sampler.allocate_history()
         steps = list(self._graphs.steps)
         for done, key in enumerate(keys):
@@ -139,35 +128,35 @@ class ModelRunner:
             try:
                 steps.append(self._capture(key))
             except torch.OutOfMemoryError:
-                if self._ranks.size > 1:  # the others may be waiting for it in this very step
+                if self._ranks.size > 1:  # the others may wait for this rank in the same step
                     raise
                 self._recount()
         progress(len(keys))
         self.lanes.synchronize()
         self._graphs = StepGraphs(steps)
-        # A captured step does not tell the host how long its rows are.
+        # In a captured step the host does not count the lengths of the rows.
         self._tables.counts_lengths = not self._graphs.max_batch
         self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
 
     @torch.inference_mode()
     def _capture(self, key: GraphKey) -> CapturedStep:
-        """It runs once, with padded rows alone."""
-        needs = NEEDS[key.variant]
+        """Run the step once, with padding only, to compile its kernels; then capture it."""
+        features = VARIANT_FEATURES[key.variant]
         chunks: Tensor | None = None
 
         def run() -> None:
-            self._run(key.shape, chunks, key.shape.num_chunks, needs)
+            self._run(key.shape, chunks, key.shape.num_chunks, features)
 
         with self.lanes.compute("capture"):
             if key.shape.num_chunks:
                 nothing, size = StepPlan(0, ()), key.shape.num_chunks
                 chunks = self._tables.upload_chunks(nothing, key.shape, size).clone()
-            self._outbox.open()
+            self._outputs.open()
             run()
         return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue one step. Returns at once; what goes wrong is raised by `collect`."""
+        """Queue one step. Returns at once; errors are raised by `collect`."""
         if not self._is_quick(plan):
             queued = self._last_on_worker = self._worker.submit(self._execute, plan)
             return StepHandle(plan.step, queued)
@@ -179,24 +168,24 @@ class ModelRunner:
         return StepHandle(plan.step, queued)
 
     def _is_quick(self, plan: StepPlan) -> bool:
-        """Whether the caller may queue the plan itself: a replay, with nothing before it that the
-        worker has still to queue."""
+        """Whether the caller may queue the plan itself: it is a replay, and the worker has nothing
+        left to queue before it."""
         last = self._last_on_worker
         if plan.chunks or not (last is None or last.done()):
             return False
-        return self._graphs.find(plan, _variant(self._needs(plan))) is not None
+        return self._graphs.find(plan, self._features(plan).variant) is not None
 
     def may_compile(self) -> bool:
-        """Whether the host is still queueing a step on a GPU, for which it compiles kernels that it
-        has not met before."""
+        """Whether the host is still queueing a step on a GPU, which may include compiling kernels
+        that are used for the first time."""
         last = self._last_on_worker
         return self.lanes.device.type == "cuda" and not (last is None or last.done())
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Block until the step is done and return its tokens.
 
-        Raises StepError if the step failed and the device is still good, EngineStoppedError if it
-        is not.
+        Raises StepError if the step failed and the device is still usable, else
+        EngineStoppedError.
         """
         try:
             queued = handle.queued.result()
@@ -210,17 +199,17 @@ class ModelRunner:
         logprobs: dict[int, TokenLogprobs] = {}
         for part in queued.parts:
             first = len(token_ids)
-            part_ids = self._outbox.token_ids(queued.outbox_row, part)
+            part_ids = self._outputs.token_ids(queued.ring_row, part)
             token_ids += part_ids
             wanted = queued.num_logprobs[first : len(token_ids)]
             if any(num is not None for num in wanted):
-                scores = self._outbox.scores(queued.outbox_row, part)
+                scores = self._outputs.scores(queued.ring_row, part)
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(handle.step, token_ids, logprobs, prompt_logprobs, queued.captured)
 
     def close(self) -> None:
-        """Wait for what is launched, end the worker thread and give the memory back."""
+        """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.shutdown()
         self.lanes.synchronize()
         self._graphs = StepGraphs()
@@ -229,10 +218,13 @@ class ModelRunner:
     # -- queueing a step ---------------------------------------------------------------------------
 
     def _execute(self, plan: StepPlan) -> _Queued:
-        """After a failure the plans launched behind it would run on tables that it left half made,
-        and write into pages of others. They are refused; the scheduler has given them up too."""
+        """Queue the step, or refuse it with StepError if an earlier one of its epoch has failed.
+
+        It would run on tables that the failed step has left half updated, and might write to pages
+        of other requests. The scheduler has given it up, too.
+        """
         if plan.epoch <= self._failed_epoch:
-            raise StepError(f"Step {plan.step} was launched behind one that failed.")
+            raise StepError(f"Step {plan.step} was launched after one that failed.")
         try:
             return self._queue(plan)
         except Exception:
@@ -243,15 +235,15 @@ class ModelRunner:
 
     def _recount(self) -> None:
         with self.lanes.compute("recount"):
-            self._outbox.recount()
+            self._outputs.recount()
 
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
         with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
             self._sampler.join(plan.joins)
             self._tables.update(plan)
-            needs = self._needs(plan)
-            captured = self._graphs.find(plan, _variant(needs))
+            features = self._features(plan)
+            captured = self._graphs.find(plan, features.variant)
             shape = StepShape.of(plan) if captured is None else captured.key.shape
             num_chunk_samples = plan.num_samples - len(plan.decode_slots)
             if captured is not None:
@@ -259,10 +251,10 @@ class ModelRunner:
             chunks: Tensor | None = None
             if plan.chunks:
                 chunks = self._tables.upload_chunks(plan, shape, num_chunk_samples)
-            row = self._outbox.open() if captured or plan.num_samples else 0
+            row = self._outputs.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
             if captured is None:
-                hidden = self._run(shape, chunks, num_chunk_samples, needs, plan)
+                hidden = self._run(shape, chunks, num_chunk_samples, features, plan)
                 scored = list(self._score_prompts(plan, hidden))
             else:
                 if captured.chunks is not None and chunks is not None:
@@ -277,12 +269,12 @@ class ModelRunner:
         num_decodes, num_samples = len(plan.decode_slots), plan.num_samples
         return _Queued(
             done=self.lanes.mark(),
-            outbox_row=row,
+            ring_row=row,
             parts=(
                 range(num_decodes),
                 range(shape.num_decodes, shape.num_decodes + num_samples - num_decodes),
             ),
-            num_logprobs=self._logprobs_wanted(plan) if needs.num_logprobs >= 0 else (),
+            num_logprobs=self._logprobs_wanted(plan) if features.num_logprobs >= 0 else (),
             scored=scored,
             download=self.lanes.download(tensors) if tensors else None,
             captured=captured is not None,
@@ -293,16 +285,16 @@ class ModelRunner:
         shape: StepShape,
         packed_chunks: Tensor | None,
         num_chunk_samples: int,
-        needs: Needs,
+        features: SamplingFeatures,
         plan: StepPlan | None = None,
     ) -> Tensor:
-        """Queue a step's work from its inputs to its tokens; returns the rows' hidden states.
+        """Queue a step's work, from its inputs to its tokens; returns its rows' hidden states.
 
         plan: of an eager step; None while a step is captured.
         """
         chunks = None
         if packed_chunks is not None:
-            chunks = Chunks.split(packed_chunks, shape, num_chunk_samples)
+            chunks = ChunkTensors.split(packed_chunks, shape, num_chunk_samples)
         inputs, samples = self._tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
@@ -310,20 +302,21 @@ class ModelRunner:
         if len(samples.slots):
             rows = hidden if samples.rows is None else hidden[samples.rows]
             sampled = self._sampler.sample(
-                self._model.logits(rows), samples.slots, samples.output_index, needs
+                self._model.logits(rows), samples.slots, samples.output_index, features
             )
-            self._outbox.send(samples.slots, sampled.token_ids, sampled.scores, self._tables.state)
+            self._outputs.send(samples.slots, sampled.token_ids, sampled.scores, self._tables.state)
         return hidden
 
-    def _needs(self, plan: StepPlan) -> Needs:
-        """Of the sampled rows. In steady decode the batch is the last step's."""
+    def _features(self, plan: StepPlan) -> SamplingFeatures:
+        """Features of the sampled rows; those of the last step while the decode slots are the
+        same object."""
         if plan.chunks:
-            return self._sampler.needs(_sampled_slots(plan))
-        slots, needs = self._decode_needs
+            return self._sampler.features(_sampled_slots(plan))
+        slots, features = self._decode_features
         if slots is not plan.decode_slots:
-            needs = self._sampler.needs(plan.decode_slots)
-            self._decode_needs = plan.decode_slots, needs
-        return needs
+            features = self._sampler.features(plan.decode_slots)
+            self._decode_features = plan.decode_slots, features
+        return features
 
     def _logprobs_wanted(self, plan: StepPlan) -> Sequence[int | None]:
         return self._sampler.logprobs_wanted(_sampled_slots(plan))
@@ -355,7 +348,7 @@ class ModelRunner:
             )
         try:
             self.lanes.synchronize()
-        except RuntimeError:  # the error sticks: nothing will run on this device any more
+        except RuntimeError:  # the error is sticky: nothing runs on this device any more
             return EngineStoppedError(f"The GPU failed in step {step}: {error}")
         return StepError(f"Step {step} failed: {type(error).__name__}: {error}")
 
@@ -365,7 +358,7 @@ def _sampled_slots(plan: StepPlan) -> tuple[int, ...]:
 
 
 def _list_prompt_logprobs(queued: _Queued) -> dict[int, list[TokenLogprobs]]:
-    """By chunk. Waits for the download."""
+    """Prompt logprobs by index of the chunk. Waits for the copies to the host."""
     listed: dict[int, list[TokenLogprobs]] = {}
     tensors = iter(queued.download.wait() if queued.download else ())
     for scored in queued.scored:

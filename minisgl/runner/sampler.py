@@ -1,8 +1,8 @@
-"""The sampling state of the slots on one device, and the choice of the tokens of a step.
+"""Sampling: the state of each slot on one device, and the choice of a step's tokens.
 
-Everything here is queued on the device without waiting. On a GPU Triton kernels sample any mix of
-requests, and read from the device's tables what each row needs; elsewhere the torch reference does
-the work that the batch needs, which the host knows.
+All work is queued on the device without waiting for it. On a GPU, Triton kernels sample any mix of
+requests and read the parameters of each row from the device's tables; elsewhere the torch reference
+does what the features of the batch, known to the host, ask for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -40,15 +40,16 @@ from minisgl.kernels.sampling.tables import (
     pack_edits,
     pack_record,
 )
-from minisgl.request import SamplingParams, TokenLogprobs
+from minisgl.request import TokenLogprobs
 from minisgl.runner.lanes import pack
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
 if TYPE_CHECKING:  # imports Triton, which may be missing
     from minisgl.kernels.sampling.launch import TritonSampling
 
-# Rows that the kernels work on at a time: the slots of a usual batch and room for padded ones.
+# Rows that the kernels process at a time: the slots of a usual batch and room for padding.
 BLOCK_ROWS = 320
 PADDED_ROWS = 64
 
@@ -58,17 +59,19 @@ class SampledRows:
     """The tokens of a step, on the device that sampled them."""
 
     token_ids: Tensor  # [rows] int64
-    # As many rivals a row as the row that asked for most, or more; beyond what a row asked for they
-    # are undefined. None if no row asked, unless the work was done anyway.
+    # Logprobs, with as many top tokens as any row asked for, or more; those beyond what a row asked
+    # for are undefined. None if no row asked, unless the work was done anyway.
     scores: TokenScores | None
 
 
 def list_logprobs(
     token_ids: Sequence[int], scores: TokenScores, num_logprobs: Sequence[int | None]
 ) -> dict[int, TokenLogprobs]:
-    """What the caller gets, by row, of the rows that asked. `scores` must have reached the host.
+    """The logprobs of each row that asked for some, by row.
 
     Serves sampled tokens and, with `top_logprobs` of their logits, those of a prompt.
+    token_ids: one a row. scores: of these tokens, on the host. num_logprobs: the number of top
+    tokens each row asked for, None for no logprobs at all.
     """
     asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
     rows = [row for row, _ in asked]
@@ -84,64 +87,29 @@ def list_logprobs(
     }
 
 
-class Needs(NamedTuple):
-    """The work that a request asks for. A batch needs the maximum of its rows, field by field."""
-
-    random: bool = False
-    min_p: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    penalties: bool = False
-    num_edits: int = 0
-    num_logprobs: int = -1  # -1: none, 0: of the sampled token only
-
-    @classmethod
-    def of(cls, params: SamplingParams, num_edits: int) -> Needs:
-        random = not params.greedy
-        return cls(
-            random=random,
-            min_p=random and params.min_p > 0,
-            top_k=random and params.top_k > 0,
-            top_p=random and params.top_p < 1,
-            penalties=params.repetition_penalty != 1
-            or params.frequency_penalty != 0
-            or params.presence_penalty != 0,
-            num_edits=num_edits,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        )
-
-    @property
-    def filters(self) -> bool:
-        return self.min_p or self.top_k or self.top_p
-
-    @property
-    def full(self) -> bool:
-        """Whether it takes the full variant of the kernels; the plain one does all else."""
-        return self.penalties or self.num_edits > 0 or self.num_logprobs >= 0
-
-
 @lru_cache
-def _shared(needs: Needs) -> Needs:
-    """The same object for equal needs, mostly, so that a batch has few to look at."""
-    return needs
+def _shared(features: SamplingFeatures) -> SamplingFeatures:
+    """Mostly the same object for equal features, so that a batch has few distinct ones."""
+    return features
 
 
 class Sampler:
-    """Owns the sampling tables of `num_slots` slots, and of one more, the scratch slot of padded
-    rows, which is greedy and nobody joins. All calls come from one thread and one stream.
+    """Owns the sampling tables of `num_slots` slots and of the scratch slot of padded rows, which
+    is greedy and never joined. All calls come from one thread and one stream.
 
-    `join` gives a slot to a request, overwriting all that the last one left that still counts;
+    `join` assigns a slot to a request and overwrites what the slot's last request has left there;
     `sample` draws a token for each row of a step and adds it to its slot's history.
 
-    Of several ranks each has the logits of its part of the vocabulary. All come to the same token
-    without asking which, because each computes it from the same numbers:
+    With tensor parallelism each rank has the logits of its shard of the vocabulary. All ranks
+    sample the same token without exchanging it, because each computes it from the same numbers:
 
-    - Without filters a token is the largest sum of logit and noise. Each rank finds its own best,
-      and the largest of these, 8 bytes a row and rank, is the token: a maximum knows no order.
-    - Filters, penalties and logprobs need the whole row. It is gathered, so that every rank has the
-      same bits, and then runs the same kernels on them, whose result depends on nothing else. (The
-      kept tokens are bounded by top_k alone, and to find the k likeliest would take each rank
-      longer than the gathering: 40 MB at 256 rows of 150,000 over two ranks, some 0.1 ms.)
+    - Without filters, the token is the largest sum of logit and Gumbel noise. Each rank finds the
+      best of its shard, and an all-reduce (max) of 8 bytes a row yields the token, in whatever
+      order the ranks are combined.
+    - Filters, penalties and logprobs need the whole row. An all-gather gives every rank the same
+      bits, and the kernels that run on them are deterministic. (The number of kept tokens is
+      bounded by top_k only, and a top-k of each shard would take longer than the all-gather: 40 MB
+      for 256 rows of 150,000 logits on two ranks, about 0.1 ms.)
     """
 
     def __init__(
@@ -152,13 +120,13 @@ class Sampler:
         backend: Literal["triton", "torch"] | None = None,
         ranks: Communicator = SINGLE_RANK,
     ) -> None:
-        """`backend`: None: Triton where it runs."""
+        """backend: None for Triton where it runs, torch elsewhere."""
         self.vocab_size = vocab_size
         self._ranks = ranks
         self._vocab = vocab_shard(vocab_size, ranks.rank, ranks.size)
         self.device = device
         self.tables = SamplingTables(num_slots + 1, vocab_size, device)
-        self._needs = [Needs()] * (num_slots + 1)
+        self._features = [SamplingFeatures()] * (num_slots + 1)
         self._triton: TritonSampling | None = None
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
@@ -175,19 +143,23 @@ class Sampler:
         return integers_of(self.tables.records)[:, NUM_PROMPT_TOKENS]
 
     def allocate_history(self) -> None:
-        """For penalties, 5 bytes for each token of the vocabulary and slot. The first `join` with
-        penalties does it; it must precede the capture of a step that needs the full variant."""
+        """Allocate the token counts for penalties: 5 bytes per slot and token of the vocabulary.
+
+        The first `join` with penalties does so by itself; the capture of a step with the full
+        variant requires it."""
         self.tables.allocate_history()
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
-        """Queues the writes that give each request its slot. A slot occurs at most once."""
+        """Queue the writes that assign each request its slot. A slot occurs at most once."""
         if not joins:
             return
         records: list[bytes] = []
         parts: list[NDArray[np.int64]] = []
         for join in joins:
             edits = self._edits(join)
-            needs = self._needs[join.slot] = _shared(Needs.of(join.params, len(edits)))
+            features = self._features[join.slot] = _shared(
+                SamplingFeatures.of(join.params, len(edits))
+            )
             records.append(
                 pack_record(
                     join.params,
@@ -198,7 +170,7 @@ class Sampler:
             )
             if edits:
                 parts.append(pack_edits(edits))
-            if needs.penalties:
+            if features.penalties:
                 parts += (
                     np.array(ids, dtype=np.int64)
                     for ids in (join.prompt_token_ids, join.output_token_ids)
@@ -209,20 +181,20 @@ class Sampler:
         self.tables.records.index_copy_(0, slots, new_records.view(-1, RECORD_WORDS))
         uploaded = iter(rest)
         for join in joins:
-            needs = self._needs[join.slot]
-            if needs.num_edits:
-                self.tables.edits[join.slot, : needs.num_edits] = next(uploaded)
-            if needs.penalties:
+            features = self._features[join.slot]
+            if features.num_edits:
+                self.tables.edits[join.slot, : features.num_edits] = next(uploaded)
+            if features.penalties:
                 self._rebuild_history(join.slot, next(uploaded), next(uploaded))
 
-    def needs(self, slots_host: Sequence[int]) -> Needs:
-        """Of a batch. It changes if a slot is joined."""
-        distinct = {id(needs): needs for needs in map(self._needs.__getitem__, slots_host)}
-        return Needs(*map(max, zip(*distinct.values(), strict=True)))
+    def features(self, slots_host: Sequence[int]) -> SamplingFeatures:
+        """The features that these slots use together; they change when a slot is joined."""
+        distinct = {id(used): used for used in map(self._features.__getitem__, slots_host)}
+        return SamplingFeatures(*map(max, zip(*distinct.values(), strict=True)))
 
     def logprobs_wanted(self, slots_host: Sequence[int]) -> list[int | None]:
-        """What `list_logprobs` wants to know of a batch."""
-        asked = (self._needs[slot].num_logprobs for slot in slots_host)
+        """For each slot the number of top logprobs that its request asks for, or None."""
+        asked = (self._features[slot].num_logprobs for slot in slots_host)
         return [None if num < 0 else num for num in asked]
 
     def sample(
@@ -230,50 +202,47 @@ class Sampler:
         logits: Tensor,
         slots: Tensor,
         output_index: Tensor,
-        needs: Needs,
-        allowed: Tensor | None = None,
+        features: SamplingFeatures,
     ) -> SampledRows:
-        """Draws one token a row and counts it in its slot's history.
+        """Draw one token for each row and count it in its slot's history.
 
-        `logits` [rows, vocab] of any float type are the raw ones and stay as they are, of several
-        ranks [rows, size] this one's part with its padding; `slots`
-        [rows] int64 or int32 whose rows they are, the scratch slot's any number of times;
-        `output_index` [rows] int64 how many output tokens came before; `needs` those of the batch
-        or more; `allowed` [rows, vocab] bool, if given, which tokens may come.
+        logits: [rows, vocab], any float dtype, raw and left unchanged; with tensor parallelism
+        [rows, shard], this rank's shard with its padding. slots: [rows] int64 or int32; the scratch
+        slot may occur repeatedly. output_index: [rows] int64, the number of output tokens before
+        the one to draw. features: at least those of the batch.
 
-        May be captured, and then serves any batch with these needs; with Triton, any at all that is
-        as `needs.full` says.
+        May be captured. The graph then serves any batch with these features; with Triton, any batch
+        for which `features.full` is the same.
         """
         if self._ranks.size > 1:
-            if not (needs.filters or needs.full) and allowed is None:
-                return SampledRows(self._sample_part(logits, slots, output_index, needs), None)
+            if not (features.filters or features.full):
+                return SampledRows(self._sample_shard(logits, slots, output_index, features), None)
             logits = self._ranks.all_gather(logits)[:, : self.vocab_size]
         if self._triton is None:
-            token_ids = self.perturbed(logits, slots, output_index, needs, allowed).argmax(dim=-1)
+            token_ids = self.perturbed(logits, slots, output_index, features).argmax(dim=-1)
             scores = None
-            if needs.penalties:
+            if features.penalties:
                 self._count(slots, token_ids)
         else:
-            masked = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
-            rows = masked, slots, output_index
-            if not needs.full:
-                return SampledRows(self._triton.sample(*rows, top_p=needs.top_p), None)
-            token_ids, scores = self._triton.sample_full(*rows, top_p=needs.top_p)
-        if needs.num_logprobs >= 0 and (scores is None or allowed is not None):
-            scores = top_logprobs(logits.float(), token_ids, needs.num_logprobs)
+            rows = logits, slots, output_index
+            if not features.full:
+                return SampledRows(self._triton.sample(*rows, top_p=features.top_p), None)
+            token_ids, scores = self._triton.sample_full(*rows, top_p=features.top_p)
+        if features.num_logprobs >= 0 and scores is None:
+            scores = top_logprobs(logits.float(), token_ids, features.num_logprobs)
         return SampledRows(token_ids, scores)
 
-    def _sample_part(
-        self, logits: Tensor, slots: Tensor, output_index: Tensor, needs: Needs
+    def _sample_shard(
+        self, logits: Tensor, slots: Tensor, output_index: Tensor, features: SamplingFeatures
     ) -> Tensor:
-        """The tokens of rows without filters, of which each rank has a part of the logits."""
+        """Sample rows without filters from this rank's shard of the logits; [rows] int64."""
         logits, first_id = logits[:, : self._vocab.num_real], self._vocab.first
         if self._triton is not None:
             rows = logits, slots, output_index
             return self._triton.sample_part(
                 *rows, first_id=first_id, all_reduce_max=self._ranks.all_reduce_max
             )
-        perturbed = self.perturbed(logits, slots, output_index, needs, first_id=first_id)
+        perturbed = self.perturbed(logits, slots, output_index, features, first_id)
         best = order_keys(perturbed, first_id).amax(dim=-1, keepdim=True)
         return token_ids_of(self._ranks.all_reduce_max(best))
 
@@ -282,43 +251,40 @@ class Sampler:
         logits: Tensor,
         slots: Tensor,
         output_index: Tensor,
-        needs: Needs,
-        allowed: Tensor | None = None,
+        features: SamplingFeatures,
         first_id: int = 0,
     ) -> Tensor:
-        """[rows, vocab] float32, of which the torch reference takes the argmax. Changes nothing.
-        `first_id`: as for perturb.
+        """Compute the values of which the torch reference takes the argmax: [rows, vocab] float32.
 
-        With `kernels.sampling.margin` a test sees how close the decision was.
+        Arguments as for `sample`, none of which is changed; first_id: as for perturb.
+        With `kernels.sampling.reference.margin` a test sees how close the decision was.
         """
         logits = logits.float()
-        if needs == Needs(num_logprobs=needs.num_logprobs) and allowed is None:
+        if features == SamplingFeatures(num_logprobs=features.num_logprobs):
             return logits
         slots = slots.long()
         records = self.tables.records[slots]
         temperature, top_p, min_p, *penalties = floats_of(records).unbind(dim=1)
         seed, top_k, min_tokens, num_edits, _ = integers_of(records).unbind(dim=1)
-        if needs.num_edits:
-            columns = torch.arange(needs.num_edits, device=self.device)
-            edits = self.tables.edits[slots, : needs.num_edits]
+        if features.num_edits:
+            columns = torch.arange(features.num_edits, device=self.device)
+            edits = self.tables.edits[slots, : features.num_edits]
             bias = bias_of(edits)
             over = bias.isneginf() & (output_index >= min_tokens)[:, None]
             bias = bias.masked_fill(over | (columns >= num_edits[:, None]), 0.0)
             logits = add_bias(logits, ids_of(edits), bias)
         seen, counts = self.tables.prompt_seen, self.tables.output_counts
-        if needs.penalties and seen is not None and counts is not None:
+        if features.penalties and seen is not None and counts is not None:
             logits = penalize(logits, seen[slots], counts[slots], *penalties)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, -torch.inf)
-        if not needs.random:
+        if not features.random:
             return logits
         rows = SamplingRows(
             temperature=temperature,
             seed=seed,
             output_index=output_index,
-            min_p=min_p if needs.min_p else None,
-            top_k=top_k if needs.top_k else None,
-            top_p=top_p if needs.top_p else None,
+            min_p=min_p if features.min_p else None,
+            top_k=top_k if features.top_k else None,
+            top_p=top_p if features.top_p else None,
         )
         return perturb(logits, rows, first_id)
 
@@ -337,16 +303,16 @@ class Sampler:
             counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
 
     def _edits(self, join: SlotJoin) -> list[tuple[int, float]]:
-        """The request's logit_bias, and -inf for the tokens that end it, which is ignored from
-        min_tokens on. An id beyond the vocabulary cannot be sampled anyway, and would be an
-        out-of-bounds access on the device."""
+        """The request's logit_bias, and -inf for the tokens that end it, which the kernels ignore
+        from min_tokens on. Ids beyond the vocabulary are dropped: they cannot be sampled anyway,
+        and would be out-of-bounds accesses on the device."""
         edits = list(join.params.logit_bias.items())
         if join.params.min_tokens:
             edits += [(token_id, -torch.inf) for token_id in sorted(join.stop_token_ids)]
         return [edit for edit in edits if edit[0] < self.vocab_size]
 
     def _upload(self, parts: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """`parts` on the device, in one copy, without waiting for it."""
+        """Copy `parts` to the device in one copy, without waiting for it."""
         source, sizes = pack(parts, pinned=self.device.type == "cuda")
         uploaded: tuple[Tensor, ...] = source.to(self.device, non_blocking=True).split(sizes)
         return uploaded

@@ -12,7 +12,8 @@ import torch
 from minisgl.kernels.sampling.philox import uniform
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.request import SamplingParams
-from minisgl.runner.sampler import Needs, Sampler, list_logprobs
+from minisgl.runner.sampler import Sampler, list_logprobs
+from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 
 pytestmark = pytest.mark.gpu
@@ -67,10 +68,10 @@ SLOTS = range(ROWS - 1, -1, -1)
 
 def arguments(
     sampler: Sampler, logits: torch.Tensor, step: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Needs]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingFeatures]:
     slots = torch.arange(ROWS - 1, -1, -1, device=logits.device)
     index = torch.full((ROWS,), step, device=logits.device)
-    return logits, slots, index, sampler.needs(SLOTS)
+    return logits, slots, index, sampler.features(SLOTS)
 
 
 def test_uniform_is_the_same_to_the_bit():
@@ -126,7 +127,7 @@ def test_a_row_on_the_gpu_is_the_same_alone_and_batched(backend: Literal["torch"
     tokens = sampler.sample(*args).token_ids
     sampler.join(varied_joins())  # with the history of before
     for row, slot in enumerate(SLOTS):
-        alone = (*(tensor[row, None] for tensor in args[:3]), sampler.needs([slot]))
+        alone = (*(tensor[row, None] for tensor in args[:3]), sampler.features([slot]))
         assert torch.equal(sampler.perturbed(*alone)[0], together[row])
         assert sampler.sample(*alone).token_ids[0] == tokens[row]
 
@@ -154,7 +155,7 @@ def test_the_device_is_never_waited_for(backend: Literal["torch", "triton"]):
 
 def test_the_full_variant_is_not_captured_before_it_has_its_memory():
     sampler = Sampler(ROWS, VOCAB, GPU)
-    needs = Needs(penalties=True)
+    features = SamplingFeatures(penalties=True)
     args = arguments(sampler, torch.zeros(ROWS, VOCAB, device=GPU), 0)[:3]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -162,5 +163,5 @@ def test_the_full_variant_is_not_captured_before_it_has_its_memory():
         graph.capture_begin()
         args[2].add_(1)  # torch warns of an empty graph
         with pytest.raises(RuntimeError, match="before this is captured"):
-            sampler.sample(*args, needs)
+            sampler.sample(*args, features)
         graph.capture_end()

@@ -76,12 +76,12 @@ def test_a_captured_graph_follows_the_tables(rows: int, full: bool) -> None:
     batch = Batch.of(kinds[0], rows, logits)
     if full:
         batch.sampler.allocate_history()
-    needs = ANY_FULL if full else ANY_PLAIN
-    batch.sample(needs)  # compiles
+    features = ANY_FULL if full else ANY_PLAIN
+    batch.sample(features)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampled = batch.sample(needs)
+        sampled = batch.sample(features)
 
     def replay() -> SampledRows:
         graph.replay()

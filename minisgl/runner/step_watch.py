@@ -1,4 +1,4 @@
-"""Judges whether the step that is waited for takes too long."""
+"""Judges whether the step in flight takes too long."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ LOOK_S = 1.0
 SPREAD = 4.0
 # A step may compile kernels the first time, which takes a minute or two.
 FIRST_LIMIT_S = 300.0
-# A rank gives a sign of life every second.
+# A rank sends a heartbeat every second.
 SILENT_AFTER_S = 3.0
 
 Kind = tuple[int, int, int, bool]
 
 
 class StepWatch:
-    """Follows the steps in flight, and remembers how long steps of each kind took.
+    """Follows the steps in flight and remembers how long steps of each kind took.
 
-    Told of every step; judges only in `look`, which is to be called every LOOK_S seconds while a
-    step is in flight. The time between two looks counts for at most twice that, so that a process
-    which was itself stopped, as by Ctrl-Z, finds no step late when it goes on.
+    `began` and `ended` are called for every step, `look` every LOOK_S seconds while a step is in
+    flight. The time between two looks counts for at most twice that, so that a process which was
+    itself stopped (Ctrl-Z) finds no step late when it continues.
     """
 
     def __init__(self, timeout_s: float, *, first_limit_s: float = math.inf) -> None:
-        """timeout_s: that a step may take longer than ones like it; a third of it is reported.
-        first_limit_s: for steps of which none like them has ended."""
-        self.stalled: str | None = None  # what is the matter, while a step takes too long
+        """timeout_s: the time by which a step may exceed others of its kind; from a third of it on
+        it is reported as stalled. first_limit_s: limit for the first step of a kind."""
+        self.stalled: str | None = None  # a description of the step while it takes too long
         self._timeout_s = timeout_s
         self._first_limit_s = max(first_limit_s, timeout_s)
         self._plans: deque[StepPlan] = deque()
-        self._longest_s: dict[Kind, float] = {}  # of the steps that have ended; 0.0 is under LOOK_S
+        self._longest_s: dict[Kind, float] = {}  # of those that have ended; 0.0: under LOOK_S
         self._step = 0  # the one waited for at the last look
         self._looked_s = 0.0
         self._waited_s = 0.0
@@ -51,7 +51,7 @@ class StepWatch:
         self._plans.append(plan)
 
     def ended(self) -> None:
-        """The step has ended that was launched first of those in flight."""
+        """Note that the oldest step in flight has ended."""
         plan = self._plans.popleft()
         kind = _kind(plan)
         longest = self._longest_s.setdefault(kind, 0.0)
@@ -62,10 +62,10 @@ class StepWatch:
             self.stalled = None
 
     def look(self, now: float, *, compiles: bool, silence: Mapping[int, float]) -> str | None:
-        """Set `stalled`, and say why the step in flight is to be given up, if it is.
+        """Update `stalled`; returns why the step in flight must be given up, None if it need not.
 
-        compiles: kernels may be compiled at the moment. silence: seconds since the last sign of
-        life, by rank.
+        now: in seconds of time.monotonic. compiles: whether kernels may be being compiled. silence:
+        seconds since the last heartbeat, by rank.
         """
         elapsed, self._looked_s = min(now - self._looked_s, 2 * LOOK_S), now
         if not self._plans:
@@ -105,7 +105,8 @@ class StepWatch:
 
 
 def _kind(plan: StepPlan) -> Kind:
-    """What the time of a step depends on: its rows and what they attend to, by powers of two."""
+    """Class of steps that take about as long: by number of rows, context and chunks, each rounded
+    to a power of two, and by whether prompt tokens are scored."""
     num_rows, longest, scores = len(plan.decode_slots), plan.longest_decode, False
     for chunk in plan.chunks:
         num_rows += len(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a runner: weights, the memory that is left, and what is captured in it."""
+"""From a checkpoint to a runner: load the weights, size the KV cache, capture the graphs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from minisgl.runner.memory import (
     free_bytes,
     page_table_bytes,
 )
-from minisgl.runner.profile import longest_step, pages_for_largest_step, widest_step
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 
 NO_ROOM_FOR_GRAPHS = (
-    "No room for what CUDA graphs need of memory besides the KV cache: lower --memory-ratio, "
+    "The CUDA graphs do not fit into memory beside the KV cache: lower --memory-ratio, "
     "--max-running-requests or --cuda-graph-max-bs, which at 0 needs none."
 )
 
-# In what torch says where a CPU has too little memory.
+# Part of torch's message when a CPU allocation fails.
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
 
-# Called with the phase and the share of it that is done, 0 to 1.
+# Called with the name of the phase and the fraction of it that is done, 0 to 1.
 Report = Callable[[str, float], None]
 
 
@@ -47,27 +47,30 @@ def load_runner(
     folder: Path,
     report: Report | None = None,
     ranks: Communicator = SINGLE_RANK,
+    *,
+    local_rank: int = 0,
 ) -> ModelRunner:
-    """Load weights, find out what the largest steps and their graphs take, fill the rest of the
-    memory with pages, and capture. Several ranks do this together.
+    """Load the weights, measure the memory of the largest steps and of the graphs, fill the rest
+    with KV pages, and capture the graphs. With several ranks, all call this together.
 
+    ranks: connects this rank with the others. local_rank: its number on this machine.
     Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
     """
     report = report or (lambda phase, share: None)
-    device = rank_device(config, ranks.rank)
+    device = rank_device(config, local_rank)
     lanes = Lanes(device)
     lanes.enter_thread()
     free_at_start = free_bytes(device)
-    model = _load_model(config, model_config, folder, report, free_at_start, ranks)
-    report("choosing matrix products", 0.0)
+    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks)
+    report("tuning GEMMs", 0.0)
     model.tune()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
-    report("trying the largest steps, and compiling kernels the first time", 0.0)
+    report("profiling peak memory (the first run also compiles kernels)", 0.0)
     build = _Builder(config, model_config, model, lanes, ranks)
     trial = build(pages_for_largest_step(config))
     try:
-        # Besides the weights: the step's own tensors, the sampler's and the slots' tables.
+        # Without weights and KV: the step's activations, the tables of sampler and slots.
         step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
         graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
     except torch.OutOfMemoryError as error:
@@ -81,12 +84,12 @@ def load_runner(
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
-            # Its page tables are as short as its cache was.
+            # The trial's page tables were as short as its cache.
             activation_bytes=step_bytes + page_table_bytes(config),
             graph_bytes=graph_bytes,
         ),
     )
-    # One table of pages serves all ranks.
+    # All ranks use the same page numbers.
     runner = build(ranks.host_min(num_pages))
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
@@ -98,9 +101,10 @@ def load_runner(
     return runner
 
 
-def rank_device(config: ResolvedConfig, rank: int) -> torch.device:
+def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
+    """The device of a rank, given its number among the ranks of its machine."""
     several_gpus = config.device == "cuda" and config.tp > 1
-    return torch.device("cuda", rank) if several_gpus else torch.device(config.device)
+    return torch.device("cuda", local_rank) if several_gpus else torch.device(config.device)
 
 
 def _load_model(
@@ -108,6 +112,7 @@ def _load_model(
     model_config: ModelConfig,
     folder: Path,
     report: Report,
+    device: torch.device,
     free_at_start: int,
     ranks: Communicator,
 ) -> CausalLM:
@@ -117,7 +122,7 @@ def _load_model(
             model_config,
             folder,
             dtype=getattr(torch, config.dtype),
-            device=rank_device(config, ranks.rank),
+            device=device,
             load_format=config.load_format,
             max_seq_len=config.max_seq_len,
             progress=lambda done, total: report("loading weights", done / total),
@@ -135,7 +140,7 @@ def _load_model(
 
 
 class _Builder:
-    """Makes runners of one model, with any number of pages."""
+    """Makes runners of one model that differ in their number of pages."""
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class _Builder:
         self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         self._captured_attention = self._attention
         if config.device == "cuda" and config.cuda_graph_max_bs and config.attn_prefill != "triton":
-            # It alone reads chunks from the device.
+            # Only this backend takes the shape of chunks from device memory, as a graph must.
             prefill = make_attention("triton", "triton", shape).prefill_backend
             self._captured_attention = Attention(prefill, self._attention.decode_backend)
 
@@ -183,7 +188,7 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
         )
-        # Weights, tables and pages were filled on the default stream, which no lane waits for.
+        # Weights, tables and pages were written on the default stream, for which no lane waits.
         self._lanes.synchronize()
         return runner
 
@@ -193,7 +198,8 @@ def _held_bytes(device: torch.device) -> int:
 
 
 def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
-    """Returns the bytes that are held meanwhile on a GPU, at most; on a CPU it is a self-test only.
+    """Run the largest steps; returns the peak memory in bytes on a GPU, 0 on a CPU, where this is
+    only a self-test.
 
     Raises CheckpointError if the model's logits are not finite.
     """
@@ -215,14 +221,14 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
 
 
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
-    """Bytes that all graphs will take: the first one's, which brings the memory that all share, and
-    then for each what the smaller ones take on average."""
+    """Estimate the bytes of all graphs: those of the first, which allocates the shared pool, plus
+    for each one the average of two smaller ones."""
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     if not keys or config.device != "cuda":
         return 0
     free = [free_bytes(runner.lanes.device)]
     tried = (keys[:1], keys[len(keys) // 2 :][:2])
-    for some in tried:  # which stay until the runner is closed
+    for some in tried:  # the graphs live until the runner is closed
         runner.capture(some, lambda done: None)
         free.append(free_bytes(runner.lanes.device))
     each = (free[1] - free[2]) // len(tried[1])

@@ -1,4 +1,4 @@
-"""The largest steps that the options allow, to run once before the KV cache takes the memory."""
+"""The largest steps that the options allow, to be run once before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from minisgl.config import ResolvedConfig
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
-# Long enough on a CPU, where nothing is measured, to show that the model computes numbers.
+# Long enough on a CPU, where memory is not measured, to show that the logits are finite.
 SELF_TEST_LENGTH = 4
 
 
 def pages_for_largest_step(config: ResolvedConfig) -> int:
+    """Number of pages that `longest_step` and `widest_step` use, with the scratch page."""
     return 1 + -(-_longest_chunk(config) // config.page_size)
 
 
 def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
-    """One chunk of the whole prefill budget, every token of it scored."""
+    """One chunk that takes the whole prefill budget, with prompt logprobs of every token."""
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
     chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:])
     pages = tuple(range(1, pages_for_largest_step(config)))
@@ -23,9 +24,9 @@ def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:
-    """As many sampled rows as there are slots, with the filters that take most memory.
+    """A sampled row for every slot, with the filters that take most memory.
 
-    They all write the same page, which is of no matter here.
+    All rows write to the same page, which does not matter here.
     """
     slots = range(config.max_running_requests)
     return StepPlan(

@@ -1,9 +1,8 @@
-"""What the device knows about each slot, and the inputs of a step made from it.
+"""The device's tables of slots, and the inputs of a step that are made from them.
 
-A step is made for a *shape*: so many decode rows and, behind them, so many rows of chunks. Run
-eagerly the shape is the plan's own. A captured step has a shape at least as large: its other decode
-rows are of the scratch slot, its other chunks are empty, and its other chunk rows are tokens that
-the scratch slot has at position 0.
+A step has a *shape*: a number of decode rows, followed by a number of chunk rows. An eager step has
+the shape of its plan. A captured step has a shape at least as large, with padding: decode rows of
+the scratch slot, empty chunks, and chunk rows that are tokens of the scratch slot at position 0.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from minisgl.scheduler.plan import StepPlan
 
 
 class StepShape(NamedTuple):
-    """How many rows of each kind a step has; chunks only where there are chunk rows."""
+    """Number of rows of each kind in a step; without chunk rows there are no chunks."""
 
     num_decodes: int
     num_chunk_rows: int = 0
@@ -48,33 +47,33 @@ class SampleRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks of a step on the device: int64 all."""
+class ChunkTensors:
+    """The chunks of a step on the device; all tensors are int64."""
 
-    token_ids: Tensor  # [num_chunk_rows], and so the next two
-    positions: Tensor
-    token_slots: Tensor
+    token_ids: Tensor  # [num_chunk_rows]
+    positions: Tensor  # [num_chunk_rows]
+    token_slots: Tensor  # [num_chunk_rows]
     row_starts: Tensor  # [num_chunks + 1]
-    slots: Tensor  # [num_chunks], and so the next
-    ends: Tensor
-    sample_rows: Tensor  # [num_samples]: those of the chunks that sample, among the chunk rows
+    slots: Tensor  # [num_chunks]
+    ends: Tensor  # [num_chunks]
+    sample_rows: Tensor  # [num_samples]: index among the chunk rows of each row that samples
     sample_slots: Tensor  # [num_samples]
     sample_ends: Tensor  # [num_samples]
 
     @staticmethod
-    def split(packed: Tensor, shape: StepShape, num_samples: int) -> Chunks:
-        """The parts of what `_pack_chunks` has packed."""
+    def split(packed: Tensor, shape: StepShape, num_samples: int) -> ChunkTensors:
+        """Views of the parts that `_pack_chunks` has packed."""
         tokens, chunks = shape.num_chunk_rows, shape.num_chunks
         sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [num_samples] * 3
-        return Chunks(*packed.split(sizes))
+        return ChunkTensors(*packed.split(sizes))
 
 
 class SlotTables:
     """Device tables indexed by slot. They change on the compute lane only, in launch order.
 
-    A slot's length and last token are the device's own knowledge: in steady decode the host sends
-    nothing, because the decode rows are those of the last step. What it does send, a page, a row of
-    the batch, is a pair of a place and a value: all tables lie in one tensor.
+    The device keeps each slot's length and last token itself, so in steady decode, where the decode
+    rows are those of the last step, the host sends nothing. All tables are views of one tensor, and
+    what the host does send (a page, a row of the batch) is an index into it and a value.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class SlotTables:
         prompt_lengths: Tensor,
         lanes: Lanes,
     ) -> None:
-        """prompt_lengths: [num_slots + 1] int64 on the device, which someone else keeps."""
+        """prompt_lengths: [num_slots + 1] int64 on the device, kept up to date by the caller."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
@@ -100,17 +99,18 @@ class SlotTables:
             prompt_lengths=prompt_lengths,
             page_size=page_size,
         )
-        # Rows past the batch are of the scratch slot, always.
+        # Rows past the end of the batch are always of the scratch slot.
         self._decode_slots = decode_slots.fill_(num_slots)
         self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots, max_pages, lanes.device)
-        # Whether eager steps, all of them, keep the lengths of the slots on the host too.
+        # Whether the host counts the lengths of the slots, too, which requires that no step is
+        # captured.
         self.counts_lengths = True
         self._lengths_host = [0] * num_slots
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the plan's grants and its choice of decode rows. Runs on the compute lane."""
+        """Apply the plan's grants and its decode slots. Runs on the compute lane."""
         places, values = self._changes(plan)
         if places:
             device_places, device_values = self._lanes.upload([places, values])
@@ -132,16 +132,17 @@ class SlotTables:
         return places, values
 
     def upload_chunks(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Tensor:
-        """The plan's chunks padded to `shape`, packed; to be split by `Chunks.split`.
+        """Copy the plan's chunks to the device, padded to `shape`, as one int64 tensor that
+        `ChunkTensors.split` takes apart.
 
-        num_samples: rows to sample, of which those that no chunk needs are of the scratch slot.
+        num_samples: number of rows to sample; padding is of the scratch slot.
         """
         return self._lanes.upload([_pack_chunks(plan, shape, num_samples, self.scratch_slot)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
-        """Tokens that each decode row of the plan attends to, for backends that plan on the host.
+        """Number of tokens that each decode row attends to, for backends that plan on the host.
 
-        Counts along, so it must see every plan, once.
+        Must be called exactly once for every plan, since it counts the lengths.
         """
         lengths = self._lengths_host
         for slot in plan.decode_slots:
@@ -151,11 +152,11 @@ class SlotTables:
         return [lengths[slot] for slot in plan.decode_slots]
 
     def inputs(
-        self, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
+        self, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
     ) -> tuple[ForwardBatch, SampleRows]:
         """Build a step's inputs and advance the lengths. Runs on the compute lane.
 
-        plan: of an eager step, to tell the backends what the host knows; None: of a captured one.
+        plan: of an eager step, for what backends need on the host; None for a captured step.
         """
         longest, width = self._max_pages * self.state.page_size, self._max_pages
         lengths_host: list[int] | None = None
@@ -212,9 +213,9 @@ class SlotTables:
 def _pack_chunks(
     plan: StepPlan, shape: StepShape, num_samples: int, scratch_slot: int
 ) -> NDArray[np.int64]:
-    """The parts of `Chunks`, one behind the other, each padded behind what the plan has.
+    """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
-    Nothing is done in Python for each token: there may be thousands, and the event loop waits.
+    Does no Python work per token: there may be thousands, and the event loop waits.
     """
     chunks = plan.chunks
     lengths = [len(chunk.token_ids) for chunk in chunks]
@@ -223,7 +224,7 @@ def _pack_chunks(
     ends = [chunk.end for chunk in chunks]
     sampling = [place for place, chunk in enumerate(chunks) if chunk.samples]
     room, num_chunks = shape.num_chunk_rows, shape.num_chunks
-    parts: tuple[tuple[Sequence[ArrayLike], int, int], ...] = (  # what there is, size, filler
+    parts: tuple[tuple[Sequence[ArrayLike], int, int], ...] = (  # content, size, padding
         ([chunk.token_ids for chunk in chunks], room, 0),
         ([np.arange(chunk.start, chunk.end) for chunk in chunks], room, 0),
         ([np.repeat(np.array(slots, dtype=np.int64), lengths)], room, scratch_slot),

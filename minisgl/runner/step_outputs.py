@@ -1,4 +1,4 @@
-"""The way of sampled tokens from the device to the host."""
+"""Copies sampled tokens and logprobs from the device to the host."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from minisgl.kernels.slots.dispatch import feed_slots
 from minisgl.kernels.slots.state import OutputRing, SlotState
 from minisgl.request import MAX_LOGPROBS
 
-# More than steps may be queued and not yet collected.
+# Must exceed the number of steps that are queued and not yet collected.
 RING_SIZE = 8
 
 
-class Outbox:
-    """A ring of rows in host memory. Each step writes one; the host reads it once the step is done.
+class StepOutputs:
+    """A ring in host memory: each step writes one row, and the host reads it once the step is done.
 
-    The device knows the next row itself, since a captured step is the same at each replay; the host
-    counts along.
+    Each ring row has room for the outputs of `num_rows` batch rows. The device keeps the index of
+    the next ring row, because a captured step is the same at every replay; the host counts too.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -28,27 +28,28 @@ class Outbox:
         self._next_row = 0
 
     def open(self) -> int:
-        """The row of the step that is queued next."""
+        """Return the ring row of the step that is queued next."""
         self._row, self._next_row = self._next_row, (self._next_row + 1) % RING_SIZE
         return self._row
 
     def send(
         self, slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState
     ) -> None:
-        """Queue the end of a step: its tokens, into the tables and to the host."""
+        """Queue the end of a step: write its tokens into the slot tables and the ring."""
         feed_slots(slots, token_ids, scores, state, self._ring, self._row)
 
     def recount(self) -> None:
-        """After a step of which it is unknown how far it got. Runs on the compute lane."""
+        """Reset the device's index after a step that may or may not have advanced it. Runs on the
+        compute lane."""
         self._ring.next_row.fill_(self._next_row)
 
     def token_ids(self, row: int, part: range) -> list[int]:
-        """What the step that `row` was opened for has sampled, once it is done."""
+        """The tokens in ring row `row` of the batch rows `part`; the step must be done."""
         ids: list[int] = self._token_ids[row, part.start : part.stop].tolist()
         return ids
 
     def scores(self, row: int, part: range) -> TokenScores:
-        """The same of its scores, if it had any."""
+        """The logprobs of the same tokens; undefined if the step computed none."""
         rows = slice(part.start, part.stop)
         ring = self._ring
         return TokenScores(

@@ -1,8 +1,8 @@
-"""Step plans as bytes, from rank 0 to the others.
+"""Encodes step plans as bytes, to be sent from rank 0 to the others.
 
-In steady decode only the step's number and its longest row differ from the plan before, both by
-one, and a message is one byte: again. Where pages or chunks come in, the batch is still not sent
-again; a new batch is its slots.
+In steady decode a plan differs from the last one only in the step's number and the length of its
+longest row, each larger by one, and is sent as the single byte AGAIN. A plan with new pages or
+chunks is sent without its decode slots if these have not changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 
-# A plan's decode slots are empty where those of the last plan stay.
+# Whether the decode slots are those of the last plan, and the plan; if so, without them.
 _Message = tuple[bool, StepPlan]
 
 
 class PlanEncoder:
-    """`encode` every plan, in the order of launch. What it raises for is not sent."""
+    """Encodes every plan, in launch order. A plan for which it raises must not be sent."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())
@@ -47,13 +47,13 @@ class PlanEncoder:
 
 
 def _without_text(join: SlotJoin) -> SlotJoin:
-    """Ranks do not look for stop strings, and a string of Python's may be none of UTF-8."""
+    """Drop the stop strings: other ranks do not use them, and they may not be valid UTF-8."""
     return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
 
 
 class PlanDecoder:
-    """Gives back what the other end's PlanEncoder was given, but for stop strings; the batch as the
-    same object if it is the same."""
+    """Decodes the messages of one PlanEncoder, in order, to the plans it was given without their
+    stop strings. Decode slots that have not changed are the same object."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())

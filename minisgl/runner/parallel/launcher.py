@@ -1,0 +1,141 @@
+"""Where ranks run, and how they are started and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Protocol
+
+from minisgl.runner.parallel.channel import RankEnd, Waitable
+from minisgl.runner.parallel.worker import RankSpec, run_rank
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessState:
+    """The process of a rank."""
+
+    pid: int | None  # None before it is started
+    exit_code: int | None  # as subprocess has it: -N after signal N; None while it runs
+
+
+class Launcher(Protocol):
+    """Starts the ranks other than 0 and can end them."""
+
+    def placed(self, spec: RankSpec) -> RankSpec:
+        """`spec` with the local numbers of the place where its rank runs, rank 0's included."""
+        ...
+
+    def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
+        """Start one rank for each spec, with its end of the channel. Called once.
+
+        The thread that calls it must live on: ranks may be killed when it ends.
+        """
+        ...
+
+    def states(self) -> Mapping[int, ProcessState]:
+        """The process of each rank; empty before `start`."""
+        ...
+
+    def wakers(self) -> Sequence[Waitable]:
+        """Objects to wait for that become ready when a rank's process ends. May be empty: `states`
+        is looked at every second in any case."""
+        ...
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until every rank has ended, up to `timeout_s` for all together."""
+        ...
+
+    def kill(self, timeout_s: float) -> None:
+        """Kill every rank that runs and wait for its end, up to `timeout_s` for each."""
+        ...
+
+
+class SpawnLauncher:
+    """Processes on this machine, one GPU each, that end with the thread that starts them."""
+
+    def __init__(self, context: SpawnContext) -> None:
+        self._context = context
+        self._processes: dict[int, SpawnProcess] = {}
+
+    def placed(self, spec: RankSpec) -> RankSpec:
+        return replace(spec, local_rank=spec.rank, num_local_ranks=spec.config.tp)
+
+    def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
+        # A signal that is blocked here is blocked in the new processes, too, until they ignore it.
+        # Starting the resource tracker, which the first process would do, would unblock it.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        self._processes = {
+            spec.rank: self._context.Process(
+                target=run_spawned_rank,
+                args=(spec, end, os.getpid()),
+                name=f"minisgl-rank-{spec.rank}",
+                daemon=True,
+            )
+            for spec, end in zip(specs, ends, strict=True)
+        }
+        for process in self._processes.values():
+            process.start()
+
+    def states(self) -> Mapping[int, ProcessState]:
+        return {
+            rank: ProcessState(process.pid, process.exitcode)
+            for rank, process in self._processes.items()
+        }
+
+    def wakers(self) -> Sequence[Waitable]:
+        return [process.sentinel for process in self._processes.values()]
+
+    def join(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def kill(self, timeout_s: float) -> None:
+        started = [process for process in self._processes.values() if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join(timeout_s)
+
+
+def spawn_obstacle() -> str | None:
+    """The reason why this process cannot spawn ranks; None if it can."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return (
+            "the process of each rank imports your script again, and would start ranks itself; "
+            'put what the script does under `if __name__ == "__main__":`'
+        )
+    if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
+        return (
+            "the process of each rank imports your script again, and cannot read it from standard "
+            "input; put it into a file"
+        )
+    return None
+
+
+def run_spawned_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
+    """The main function of the process."""
+    _end_with_parent(parent_pid)
+    # Ctrl-C and a supervisor's SIGTERM go to all processes; rank 0 decides when the ranks end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    run_rank(spec, end)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Be killed when the thread that started this process ends, which it does with its process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent ended before the call above
+        os._exit(1)

@@ -1,0 +1,166 @@
+"""The ranks other than 0, as rank 0 sees them: started, watched and ended by one thread."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import replace
+
+from minisgl.errors import EngineStoppedError
+from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel
+from minisgl.runner.parallel.launcher import Launcher
+from minisgl.runner.parallel.rank_watch import RankWatch, error_of
+from minisgl.runner.parallel.worker import RankSpec
+
+# The thread that first notices a failure waits this long for its cause to be found.
+VERDICT_S = 1.0
+# Ranks that have not ended this long after they were asked to are killed.
+CLOSE_LIMIT_S = 10.0
+# After a failure on a GPU this process exits, once this long has passed for errors to be reported.
+EXIT_AFTER_S = 5.0
+
+
+class RemoteRanks:
+    """Joins a Launcher, a Channel and a RankWatch; any thread may call its methods.
+
+    The ranks are killed when the watching thread ends, with this process at the latest.
+    """
+
+    def __init__(self, own: RankSpec, launcher: Launcher, channel: Channel) -> None:
+        """Returns at once. own: rank 0's; the others differ from it in their numbers."""
+        others = range(1, own.config.tp)
+        self.lost: Future[None] = Future()  # raises the reason once the ranks cannot go on
+        self.on_gpu = own.config.device == "cuda"
+        self._specs = [launcher.placed(replace(own, rank=rank)) for rank in others]
+        self._rendezvous = own.rendezvous
+        self._launcher = launcher
+        self._channel = channel
+        self._watch = RankWatch(others, own.config.step_timeout)
+        self._changed = threading.Condition()  # of _watch.ready and lost
+        self._ending = False
+        self._killing: threading.Timer | None = None
+        self._gone = threading.Event()
+        self._sending = threading.Lock()
+        # multiprocessing's own exit handler would send SIGTERM, which ranks ignore, and wait.
+        atexit.register(self.kill)
+        threading.Thread(target=self._run, name="minisgl-ranks", daemon=True).start()
+
+    @property
+    def pids(self) -> dict[int, int | None]:
+        return {rank: state.pid for rank, state in self._launcher.states().items()}
+
+    @property
+    def silence(self) -> Mapping[int, float]:
+        """Seconds since the last heartbeat of each rank, which sends one a second."""
+        return self._watch.silence
+
+    def wait_ready(self, report: Callable[[float], None]) -> None:
+        """Block until all ranks have loaded, or raise why they cannot. `report` gets the fraction
+        of them that has, 0 to 1."""
+        with self._changed:
+            while len(self._watch.ready) < len(self._specs) and not self.lost.done():
+                report(len(self._watch.ready) / len(self._specs))
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+
+    def send(self, plan: bytes) -> None:
+        """Send an encoded plan to every rank. Raises EngineStoppedError."""
+        self._watch.num_launched += 1
+        with self._sending:
+            if self._ending and not self.lost.done():
+                raise EngineStoppedError("The ranks have been told to end.")
+            try:
+                self._channel.send(plan)
+            except OSError as error:
+                raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
+
+    def collected(self) -> None:
+        """Count a step that rank 0 has finished."""
+        self._watch.num_collected += 1
+
+    def lose(self, error: Exception) -> Exception:
+        """Give up because of an error of rank 0, and return the reason: the error, or the end of
+        another rank that has caused it and may be noticed here first."""
+        wait_for_futures((self.lost,), VERDICT_S)
+        self.fail(error_of(type(error).__name__)(f"Rank 0 failed: {error}"))
+        reason = self.lost.exception()
+        assert isinstance(reason, Exception)
+        return reason
+
+    def begin_to_end(self) -> None:
+        """Ask the ranks to exit; `send` fails from now on. Without `end` they are killed after
+        CLOSE_LIMIT_S: on a GPU rank 0 cannot leave the group before they have done their part."""
+        late = EngineStoppedError(f"The ranks have not ended within {CLOSE_LIMIT_S:g} s.")
+        self._killing = threading.Timer(CLOSE_LIMIT_S, self.fail, (late,))
+        self._killing.daemon = True
+        self._killing.start()
+        with self._sending:
+            self._ending = True
+            self._channel.send_close()
+
+    def end(self) -> None:
+        """Wait until all ranks have exited, and kill those that do not within CLOSE_LIMIT_S."""
+        if self._killing is not None:
+            self._killing.cancel()
+        self._launcher.join(CLOSE_LIMIT_S)
+        self.kill()
+        atexit.unregister(self.kill)
+
+    def kill(self) -> None:
+        self._ending = True
+        self._launcher.kill(CLOSE_LIMIT_S)
+        self._gone.set()
+
+    def close_rendezvous(self) -> None:
+        """On a GPU only after the group is closed, or when this process exits."""
+        self._rendezvous.close()
+
+    def fail(self, reason: Exception) -> None:
+        """Kill the ranks and let `lost` raise `reason`. Blocks until they are dead."""
+        with self._changed:
+            if self.lost.done():
+                return
+            self.lost.set_exception(reason)
+            self._changed.notify_all()
+        self.kill()
+        if self.on_gpu:
+            # A kernel here may wait for a dead rank for ever, and an orderly exit for that kernel.
+            # So this process exits once callers have had the time to report the error.
+            leaving = threading.Timer(EXIT_AFTER_S, self._exit)
+            leaving.daemon = True
+            leaving.start()
+            atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        self.close_rendezvous()
+        os._exit(1)
+
+    def _run(self) -> None:
+        try:
+            ends = [self._channel.end_of(spec.rank) for spec in self._specs]
+            self._launcher.start(self._specs, ends)
+            self._channel.launched()
+            self._watch.begin(time.monotonic())
+            wakers = self._launcher.wakers()
+            while not self._ending:
+                for rank, message in self._channel.receive(HEARTBEAT_S, wakers):
+                    with self._changed:
+                        self._watch.heard(rank, message)
+                        self._changed.notify_all()
+                self._watch.look(time.monotonic(), self._channel.heartbeats())
+                if self._verdict() is not None and not self._ending:
+                    # Ranks that lost the connection to a dead one may be the first to report it.
+                    time.sleep(VERDICT_S / 4)
+                    self.fail(self._verdict() or EngineStoppedError("A rank has failed."))
+            self._gone.wait()  # the end of this thread would kill ranks that are about to exit
+        except Exception as error:
+            self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
+
+    def _verdict(self) -> Exception | None:
+        return self._watch.verdict(self._launcher.states())

@@ -1,0 +1,164 @@
+"""Ranks elsewhere are another Launcher and another Channel: here two machines of two ranks, in
+threads and queues."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minisgl.errors import CheckpointError, EngineStoppedError
+from minisgl.runner.parallel.channel import Message, RankEnd, RankFailed, RankReady, Waitable
+from minisgl.runner.parallel.launcher import ProcessState
+from minisgl.runner.parallel.remote_ranks import RemoteRanks
+from minisgl.runner.parallel.rendezvous import FileRendezvous
+from minisgl.runner.parallel.worker import RankSpec
+
+NUM_RANKS = 4
+RANKS_A_MACHINE = 2
+
+
+class QueueEnd:
+    def __init__(self, rank: int, to_rank_0: queue.Queue[tuple[int, Message | None]]) -> None:
+        self.rank = rank
+        self.plans: queue.Queue[bytes | None] = queue.Queue()
+        self.to_rank_0 = to_rank_0
+        self.num_beats = 0
+
+    def receive(self) -> bytes | None:
+        return self.plans.get(timeout=10)
+
+    def report(self, message: Message) -> None:
+        self.to_rank_0.put((self.rank, message))
+
+    def beat(self) -> None:
+        self.num_beats += 1
+
+
+class QueueChannel:
+    def __init__(self) -> None:
+        self.received: queue.Queue[tuple[int, Message | None]] = queue.Queue()
+        self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
+        self.unreachable = False
+
+    def end_of(self, rank: int) -> QueueEnd:
+        return self.ends[rank]
+
+    def launched(self) -> None:
+        pass
+
+    def send(self, data: bytes) -> None:
+        if self.unreachable:
+            raise OSError
+        for end in self.ends.values():
+            end.plans.put(data)
+
+    def send_close(self) -> None:
+        for end in self.ends.values():
+            end.plans.put(None)
+
+    def receive(
+        self, timeout_s: float, wakers: Sequence[Waitable] = ()
+    ) -> list[tuple[int, Message | None]]:
+        try:
+            return [self.received.get(timeout=min(timeout_s, 0.05))]
+        except queue.Empty:
+            return []
+
+    def heartbeats(self) -> Mapping[int, float]:
+        return {rank: end.num_beats for rank, end in self.ends.items()}
+
+
+class TwoMachines:
+    def __init__(self) -> None:
+        self.started: dict[int, RankSpec] = {}
+        self.exit_codes: dict[int, int | None] = {}
+
+    def placed(self, spec: RankSpec) -> RankSpec:
+        local_rank = spec.rank % RANKS_A_MACHINE
+        return replace(spec, local_rank=local_rank, num_local_ranks=RANKS_A_MACHINE)
+
+    def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
+        for spec, end in zip(specs, ends, strict=True):
+            self.started[spec.rank] = spec
+            self.exit_codes[spec.rank] = None
+            end.beat()
+            end.report(RankReady())
+
+    def states(self) -> Mapping[int, ProcessState]:
+        return {rank: ProcessState(100 + rank, code) for rank, code in self.exit_codes.items()}
+
+    def wakers(self) -> Sequence[Waitable]:
+        return []
+
+    def join(self, timeout_s: float) -> None:
+        self.exit_codes = dict.fromkeys(self.exit_codes, 0)
+
+    def kill(self, timeout_s: float) -> None:
+        self.exit_codes = {
+            rank: -9 if code is None else code for rank, code in self.exit_codes.items()
+        }
+
+
+@contextmanager
+def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
+    config: Any = SimpleNamespace(tp=NUM_RANKS, device="cpu", step_timeout=100.0)
+    model_config: Any = None
+    launcher, channel = TwoMachines(), QueueChannel()
+    folder = Path("nowhere")
+    own = RankSpec(0, 0, 1, config, model_config, folder, FileRendezvous(folder))
+    ranks = RemoteRanks(launcher.placed(own), launcher, channel)
+    try:
+        ranks.wait_ready(lambda fraction: None)
+        yield ranks, launcher, channel
+    finally:
+        ranks.end()
+
+
+def reason_of(ranks: RemoteRanks) -> BaseException | None:
+    wait((ranks.lost,), timeout=10)
+    return ranks.lost.exception(timeout=0)
+
+
+def test_each_rank_knows_its_place_and_gets_every_plan_and_the_end() -> None:
+    with remote_ranks() as (ranks, launcher, channel):
+        assert {spec.rank: spec.local_rank for spec in launcher.started.values()} == {
+            1: 1,
+            2: 0,
+            3: 1,
+        }
+        assert ranks.pids == {1: 101, 2: 102, 3: 103}
+        ranks.send(b"first")
+        ranks.send(b"second")
+        ranks.begin_to_end()
+        for end in channel.ends.values():
+            assert [end.receive() for _ in range(3)] == [b"first", b"second", None]
+        with pytest.raises(EngineStoppedError, match="told to end"):
+            ranks.send(b"third")
+    assert set(launcher.exit_codes.values()) == {0}
+    assert not ranks.lost.done()
+
+
+def test_a_rank_that_reports_an_error_or_ends_or_is_cut_off_ends_all() -> None:
+    with remote_ranks() as (ranks, launcher, channel):
+        channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
+        reason = reason_of(ranks)
+        assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
+        assert set(launcher.exit_codes.values()) == {-9}
+    with remote_ranks() as (ranks, launcher, channel):
+        launcher.exit_codes[3] = -15
+        assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGTERM."
+    with remote_ranks() as (ranks, _, channel):
+        channel.received.put((1, None))
+        assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
+    with remote_ranks() as (ranks, _, channel):
+        channel.unreachable = True
+        with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):
+            ranks.send(b"plan")
