@@ -43,8 +43,8 @@ from minisgl.server.connection import (
     Phase,
     raise_file_limit,
 )
+from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.server.service import Service
 
 CHAT = "/v1/chat/completions"
 GET = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
@@ -147,10 +147,10 @@ async def site(
     engine: FakeEngine | None = None, max_open: int = 100, **options: Any
 ) -> AsyncIterator[Site]:
     engine = engine or FakeEngine()
-    service = Service(ServerConfig(port=0, **options), engine)
-    app = create_app(service)
-    with bind(service.config) as listener:
-        server = Server(http_settings(app), service, max_open)
+    state = EngineState(ServerConfig(port=0, **options), engine)
+    app = create_app(state)
+    with bind(state.config) as listener:
+        server = Server(http_settings(app), state, max_open)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         yield Site(server, app, engine, listener.getsockname()[1])

@@ -15,7 +15,7 @@ from test_server import http_client, until
 
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.service import Service
+from minisgl.server.engine_state import EngineState
 from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -209,15 +209,15 @@ async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
 
 
 async def test_every_phase_answers_without_a_key() -> None:
-    service = Service(ServerConfig(api_key=("secret",)))
-    transport = httpx.ASGITransport(create_app(service))
+    state = EngineState(ServerConfig(api_key=("secret",)))
+    transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         loading = await scrape(client)
         assert loading.families.keys() == OF_THE_SERVER
         engine = FakeEngine()
-        service.start(engine)
+        state.start(engine)
         ready = await scrape(client)
-        service.drain()
+        state.drain()
         draining = await scrape(client)
         engine.fail(RuntimeError("the device is gone"))
         dead = await scrape(client)

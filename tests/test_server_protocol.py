@@ -12,7 +12,7 @@ from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process
+from minisgl.server.process import ServerProcess
 from minisgl.server.protocol import (
     MAX_SCORES,
     ChatRequest,
@@ -451,10 +451,10 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
 def test_a_model_whose_folder_is_not_utf_8_needs_another_name() -> None:
     engine = EngineConfig(model="caf\udce9")
     with pytest.raises(ConfigError, match="--served-model-name") as caught:
-        Process(engine, ServerConfig())
+        ServerProcess(engine, ServerConfig())
     assert caught.value.param == "--model"
     assert str(caught.value).isascii()
-    Process(engine, ServerConfig(served_model_name=("café",)))
+    ServerProcess(engine, ServerConfig(served_model_name=("café",)))
 
 
 # -- shapes of answers ----------------------------------------------------------------------------

@@ -15,9 +15,9 @@ def run(engine: EngineConfig, server: ServerConfig) -> int:
     Raises MinisglError where the address or a key cannot be had or the engine does not start.
     """
     # The command line imports this package for --help, which must be quick.
-    from minisgl.server.process import Process
+    from minisgl.server.process import ServerProcess
 
-    return Process(engine, with_all_keys(server)).run()
+    return ServerProcess(engine, with_all_keys(server)).run()
 
 
 def with_all_keys(config: ServerConfig) -> ServerConfig:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.request import TokenLogprobs
-from minisgl.server.service import Tokenizer
+from minisgl.server.served_engine import ServedTokenizer
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Alignment:
 
 
 def place_prompt(
-    tokenizer: Tokenizer | None,
+    tokenizer: ServedTokenizer | None,
     token_ids: Sequence[int],
     scored: Sequence[TokenLogprobs | None],
     text: str,

@@ -21,9 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError, InvalidRequestError, MinisglError, foreseen
 from minisgl.request import check_token_ids
-from minisgl.server import shapes
-from minisgl.server.access import Observe, log_failure, request_id
+from minisgl.server import schemas
+from minisgl.server.access_log import Observe, log_failure, request_id
 from minisgl.server.bodies import BodyBudget
+from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.faults import AnswerFaults, HTTPError, raise_fault
 from minisgl.server.hosts import CheckHost, Hosts
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
@@ -55,9 +56,9 @@ from minisgl.server.replies import (
     error_body,
 )
 from minisgl.server.request_ids import HEADER, RequestIds, reply_id
+from minisgl.server.responses import StreamedResponse, WholeResponse
 from minisgl.server.root_path import RootPath, route_path
-from minisgl.server.service import Engine, NotReadyError, Service, Tokenizer
-from minisgl.server.sse import StreamedAnswer, WholeAnswer
+from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
 MAX_BODY_BYTES = 16 << 20
 # Numbers, texts, lists and objects in a body: decoding so many holds the loop for some 50 ms.
@@ -69,11 +70,11 @@ OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which
 Put = TypeVar("Put")
 
 
-def create_app(service: Service, hosts: Hosts | None = None) -> Starlette:
+def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     """The application. With `hosts` it answers only requests that name one of them."""
-    metrics = Metrics(service)
-    routes = Routes(service, metrics)
-    config = service.config
+    metrics = Metrics(state)
+    routes = Routes(state, metrics)
+    config = state.config
     middleware = [
         Middleware(Observe, metrics=metrics, error_response=_error_response),
         Middleware(AnswerFaults, error_response=_error_response),
@@ -121,12 +122,12 @@ def create_app(service: Service, hosts: Hosts | None = None) -> Starlette:
 
 
 class Routes:
-    """The handlers. They look at the service anew in each request, for it changes phase."""
+    """The handlers. They look at the state anew in each request, for it changes phase."""
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service = service
+    def __init__(self, state: EngineState, metrics: Metrics) -> None:
+        self._state = state
         self._metrics = metrics
-        strict = service.config.strict_fields
+        strict = state.config.strict_fields
         self._chat_request = StrictChatRequest if strict else ChatRequest
         self._completion_request = StrictCompletionRequest if strict else CompletionRequest
         self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
@@ -134,9 +135,9 @@ class Routes:
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        engine = self._service.engine()
+        engine = self._state.engine()
         body = await _read(request, self._chat_request)
-        model = self._service.model_name(body.model)
+        model = self._state.model_name(body.model)
         cut = body.truncate_prompt_tokens is not None
         prompt = await engine.encode_chat(body.template_messages(), cut, **body.template_options())
         jobs = self._jobs(request, engine, body, [prompt])
@@ -148,9 +149,9 @@ class Routes:
         return _answer(request, engine, body, model, ChatChoice, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
-        engine = self._service.engine()
+        engine = self._state.engine()
         body = await _read(request, self._completion_request)
-        model = self._service.model_name(body.model)
+        model = self._state.model_name(body.model)
         prompts = body.prompts()
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
@@ -181,7 +182,7 @@ class Routes:
         return _answer(request, engine, body, model, CompletionChoice, jobs)
 
     async def models(self, request: Request) -> Response:
-        data = [self._model(name) for name in self._service.model_names()]
+        data = [self._model(name) for name in self._state.model_names()]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -190,12 +191,12 @@ class Routes:
         if not name and request.scope["path"].endswith("/"):
             path = request.url.path.removesuffix("/")
             return RedirectResponse(str(request.url.replace(path=path)))
-        return _json(self._model(self._service.model_name(name)))
+        return _json(self._model(self._state.model_name(name)))
 
     async def tokenize(self, request: Request) -> Response:
-        engine = self._service.engine()
+        engine = self._state.engine()
         body = await _read(request, self._tokenize_request)
-        self._service.model_name(body.model)
+        self._state.model_name(body.model)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             token_ids = await engine.encode(
@@ -205,22 +206,22 @@ class Routes:
             token_ids = await engine.encode_chat(
                 body.template_messages(), True, **body.template_options()
             )
-        answer = shapes.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
+        answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
             answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
         return _json(answer)
 
     async def detokenize(self, request: Request) -> Response:
-        engine = self._service.engine()
+        engine = self._state.engine()
         body = await _read(request, self._detokenize_request)
-        self._service.model_name(body.model)
+        self._state.model_name(body.model)
         if engine.tokenizer is None:
             raise InvalidRequestError("tokens", "the model has no tokenizer.")
         check_token_ids("tokens", body.tokens, engine.vocab_size)
-        return _json(shapes.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
+        return _json(schemas.Text(await _put_together(_full_text, engine.tokenizer, body.tokens)))
 
     async def health(self, request: Request) -> Response:
-        stalled = self._service.engine().stalled
+        stalled = self._state.engine().stalled
         if stalled is not None:
             raise NotReadyError("stalled", stalled)
         return _json({"status": "ready"})
@@ -232,15 +233,15 @@ class Routes:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, request: Request) -> Response:
-        with_key = bool(self._service.config.api_key)
+        with_key = bool(self._state.config.api_key)
         routes = request.app.routes
-        root_path = self._service.config.root_path
+        root_path = self._state.config.root_path
         return _json(
             describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
         )
 
     def _model(self, name: str) -> dict[str, object]:
-        engine = self._service.engine()
+        engine = self._state.engine()
         return {
             "id": name,
             "object": "model",
@@ -253,13 +254,13 @@ class Routes:
     def _jobs(
         self,
         request: Request,
-        engine: Engine,
+        engine: ServedEngine,
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[list[int]],
     ) -> list[Job]:
         params = body.sampling(engine.defaults)
         tenant = body.tenant(client_of(request.scope))
-        clamp = self._service.config.clamp_max_tokens or body.asked_max_tokens is None
+        clamp = self._state.config.clamp_max_tokens or body.asked_max_tokens is None
         num_prompt_tokens = sum(map(len, prompts)) * body.num_choices
         num_choices = len(prompts) * body.num_choices
         scored = scored_room(params, num_prompt_tokens, num_choices)
@@ -364,7 +365,7 @@ def _num_values(body: bytearray) -> int:
 
 def _answer(
     request: Request,
-    engine: Engine,
+    engine: ServedEngine,
     body: ChatRequest | CompletionRequest,
     model: str,
     kind: type[Choice],
@@ -379,24 +380,26 @@ def _answer(
         continuous_usage=body.continuous_usage,
         id=reply_id(request.scope),
     )
-    answer = StreamedAnswer if body.stream else WholeAnswer
+    answer = StreamedResponse if body.stream else WholeResponse
     return answer(engine, reply, limit_field=body.limit_field)
 
 
-def _visible_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(token_ids)
 
 
-def _full_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+def _full_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
     return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _token_texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+def _token_texts(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> list[str]:
     return [tokenizer.token_text(token_id) for token_id in token_ids]
 
 
 async def _text(
-    engine: Engine, shown: Callable[[Tokenizer, Sequence[int]], str], token_ids: Sequence[int]
+    engine: ServedEngine,
+    shown: Callable[[ServedTokenizer, Sequence[int]], str],
+    token_ids: Sequence[int],
 ) -> str:
     """Of a prompt; nothing where the model has no tokenizer."""
     if engine.tokenizer is None:
@@ -405,7 +408,9 @@ async def _text(
 
 
 async def _put_together(
-    texts: Callable[[Tokenizer, Sequence[int]], Put], tokenizer: Tokenizer, token_ids: Sequence[int]
+    texts: Callable[[ServedTokenizer, Sequence[int]], Put],
+    tokenizer: ServedTokenizer,
+    token_ids: Sequence[int],
 ) -> Put:
     if len(token_ids) <= MANY_TOKENS:
         return texts(tokenizer, token_ids)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError
-from minisgl.server.access import log_failure, request_id
+from minisgl.server.access_log import log_failure, request_id
 
 KEY = "fault"  # in the state of a scope
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.server.access import log_failure, request_id
+from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.config import ServerConfig
 from minisgl.server.faults import HTTPError
 

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.server.service import Service
+from minisgl.server.engine_state import EngineState
 from minisgl.stats import EngineStats, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -38,9 +38,9 @@ class Answered(NamedTuple):
 class Metrics(Collector):
     """Of one server. Those of the engine are there once it has started."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, state: EngineState) -> None:
         self.responses: Counter[Answered] = Counter()
-        self._service = service
+        self._state = state
         # One of its own: the library's is global, and would add up the servers of a process.
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -56,7 +56,7 @@ class Metrics(Collector):
         """Called by the registry."""
         yield self._info()
         yield self._responses()
-        stats = self._service.stats()
+        stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)
             yield from _counters(stats)
@@ -65,7 +65,7 @@ class Metrics(Collector):
     def _info(self) -> Metric:
         labels = {
             "version": metadata.version("minisgl"),
-            "model": self._service.first_name() or "",
+            "model": self._state.first_name() or "",
         }
         return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
-from minisgl.server import shapes
+from minisgl.server import schemas
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -56,41 +56,41 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Answer a conversation.",
         method="post",
         body=ChatRequest,
-        answer=shapes.ChatCompletion,
-        chunk=shapes.ChatCompletionChunk,
+        answer=schemas.ChatCompletion,
+        chunk=schemas.ChatCompletionChunk,
         errors=READING,
     ),
     "/v1/completions": Operation(
         summary="Continue one or more prompts.",
         method="post",
         body=CompletionRequest,
-        answer=shapes.Completion,
-        chunk=shapes.CompletionChunk,
+        answer=schemas.Completion,
+        chunk=schemas.CompletionChunk,
         errors=READING,
     ),
     "/v1/models": Operation(
-        summary="The model, under each of its names.", answer=shapes.ModelList, errors=(503,)
+        summary="The model, under each of its names.", answer=schemas.ModelList, errors=(503,)
     ),
-    "/v1/models/{name}": Operation(summary="The model.", answer=shapes.Model, errors=(404, 503)),
+    "/v1/models/{name}": Operation(summary="The model.", answer=schemas.Model, errors=(404, 503)),
     "/tokenize": Operation(
         summary="The token ids of a text or of a conversation.",
         method="post",
         body=TokenizeRequest,
-        answer=shapes.Tokens,
+        answer=schemas.Tokens,
         errors=READING,
     ),
     "/detokenize": Operation(
         summary="The text of token ids.",
         method="post",
         body=DetokenizeRequest,
-        answer=shapes.Text,
+        answer=schemas.Text,
         errors=READING,
     ),
     "/health": Operation(
-        summary="Whether requests are taken.", answer=shapes.Health, errors=(503,)
+        summary="Whether requests are taken.", answer=schemas.Health, errors=(503,)
     ),
     "/metrics": Operation(summary="Figures for Prometheus."),
-    "/version": Operation(summary="The version of the server.", answer=shapes.Version),
+    "/version": Operation(summary="The version of the server.", answer=schemas.Version),
     "/openapi.json": Operation(summary="This description."),
 }
 
@@ -111,8 +111,8 @@ def describe(
         for struct in (found.body, found.answer, found.chunk)
         if struct is not None
     ]
-    _, schemas = msgspec.json.schema_components([*structs, shapes.Error], ref_template=SCHEMA)
-    components: dict[str, Any] = {"schemas": schemas}
+    _, described = msgspec.json.schema_components([*structs, schemas.Error], ref_template=SCHEMA)
+    components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
@@ -141,7 +141,7 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
         success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
     errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
-        str(status): {"description": ERRORS[status], "content": {JSON: _schema(shapes.Error)}}
+        str(status): {"description": ERRORS[status], "content": {JSON: _schema(schemas.Error)}}
         for status in sorted(errors)
     }
     if locked:
@@ -162,7 +162,7 @@ def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
     payload = {
         "type": "string",
         "contentMediaType": JSON,
-        "contentSchema": {"anyOf": [_reference(chunk), _reference(shapes.Error)]},
+        "contentSchema": {"anyOf": [_reference(chunk), _reference(schemas.Error)]},
     }
     return {
         "type": "object",

@@ -35,9 +35,10 @@ from minisgl.server.connection import (
     raise_file_limit,
     room_for_connections,
 )
+from minisgl.server.engine_state import EngineState
 from minisgl.server.hosts import hosts_of
-from minisgl.server.report import report
-from minisgl.server.service import Engine, Service
+from minisgl.server.served_engine import ServedEngine
+from minisgl.server.stats_log import log_stats
 from minisgl.server.tls import check_certificate
 from minisgl.server.unix_socket import OwnPath, bind_unix
 
@@ -51,10 +52,10 @@ UNIX = "unix:"  # before the path of a socket
 Progress = Callable[[str, float], None]
 
 
-async def start_engine(config: EngineConfig) -> Engine:
+async def start_engine(config: EngineConfig) -> ServedEngine:
     """Importing the engine imports torch, which takes seconds: not on the loop."""
 
-    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[Engine]]:
+    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
         from minisgl.engine import AsyncEngine
 
         return AsyncEngine.start
@@ -66,19 +67,19 @@ async def start_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-class Process:
+class ServerProcess:
     def __init__(
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        start: Callable[[EngineConfig], Awaitable[Engine]] = start_engine,
+        start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
     ) -> None:
         if not config.served_model_name:
             check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
         self._start = start
-        self._service = Service(config)
+        self._state = EngineState(config)
 
     def run(self) -> int:
         """Serve until a signal comes or the engine dies; returns the exit code.
@@ -105,13 +106,13 @@ class Process:
 
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         config = self._config
-        app = create_app(self._service, hosts_of(config, listener))
+        app = create_app(self._state, hosts_of(config, listener))
         settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
-        server = Server(settings, self._service, room_for_connections(0))
+        server = Server(settings, self._state, room_for_connections(0))
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
-        engine: Engine | None = None
+        engine: ServedEngine | None = None
         reporting: asyncio.Future[None] | None = None
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
@@ -125,11 +126,11 @@ class Process:
             )
             self._begin(engine, listener)
             with_graphs = engine.capacity.max_graph_batch > 0
-            reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
+            reporting = asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
-                self._service.drain()
+                self._state.drain()
                 await engine.drain(self._config.drain_timeout)
         finally:
             stopping.cancel()
@@ -143,13 +144,13 @@ class Process:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    def _begin(self, engine: Engine, listener: socket.socket) -> None:
-        self._service.start(engine)
+    def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
+        self._state.start(engine)
         # What was loaded stays for good; the collector need not look at it again.
         gc.collect()
         gc.freeze()
         place = _place(listener, self._config)
-        logger.info("Serving %s at %s", ", ".join(self._service.model_names()), place)
+        logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
         logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
@@ -183,11 +184,11 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, max_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, state: EngineState, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
         self.server_state = Connections(max_connections)
-        self._service = service
+        self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self.config.ssl is None:
@@ -212,7 +213,7 @@ class Server(uvicorn.Server):
         """Called ten times a second; True stops the server."""
         if counter % 10 == 0:
             self.server_state.sweep()
-        return await super().on_tick(counter) or self._service.dead
+        return await super().on_tick(counter) or self._state.dead
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

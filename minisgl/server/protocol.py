@@ -27,8 +27,8 @@ from minisgl.request import (
     SamplingParams,
     Tenant,
 )
-from minisgl.server.service import Defaults
-from minisgl.server.wording import GOT_FLOAT, NOT_SUPPORTED, field_error
+from minisgl.server.served_engine import SamplingDefaults
+from minisgl.server.validation_errors import GOT_FLOAT, NOT_SUPPORTED, field_error
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
@@ -380,7 +380,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
             continue_final_message=self.continue_final_message or None,
         )
 
-    def sampling(self, defaults: Defaults) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         return defaults.sampling(
             **self.sampling_fields(),
             max_tokens=self.asked_max_tokens,
@@ -430,7 +430,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             )
         return cast("list[str] | list[list[int]]", given)
 
-    def sampling(self, defaults: Defaults) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         # A request for no tokens has to ask for something: the scores of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)

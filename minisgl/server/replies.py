@@ -26,7 +26,7 @@ from minisgl.request import (
     TokenLogprobs,
 )
 from minisgl.server.alignment import Alignment, PlacedToken, place_prompt
-from minisgl.server.service import Tokenizer
+from minisgl.server.served_engine import ServedTokenizer
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
@@ -84,7 +84,7 @@ class Choice(ABC):
     def __init__(
         self,
         job: Job,
-        tokenizer: Tokenizer | None,
+        tokenizer: ServedTokenizer | None,
         head: bytes,
         tail: bytes,
         *,
@@ -380,7 +380,7 @@ class Reply:
         jobs: Sequence[Job],
         *,
         model: str,
-        tokenizer: Tokenizer | None,
+        tokenizer: ServedTokenizer | None,
         include_usage: bool,
         continuous_usage: bool = False,
         id: str | None = None,

@@ -2,75 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
-
-from minisgl.config import Capacity
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
-from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
 from minisgl.server.config import ServerConfig
+from minisgl.server.served_engine import ServedEngine
 from minisgl.stats import EngineStats
-
-
-class Tokenizer(Protocol):
-    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
-    def token_text(self, token_id: int, /) -> str: ...
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
-    @property
-    def drops_first_space(self) -> bool: ...
-
-
-class Defaults(Protocol):
-    def sampling(self, **overrides: Any) -> SamplingParams: ...
-
-
-class OutputStream(Protocol):
-    def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
-    def abort(self) -> None: ...
-
-
-class Engine(Protocol):
-    """The part of `AsyncEngine` that the server uses; tests put a scripted one in its place."""
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def capacity(self) -> Capacity: ...
-    @property
-    def defaults(self) -> Defaults: ...
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def stalled(self) -> str | None: ...
-
-    async def encode(
-        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
-    ) -> list[int]: ...
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        any_length: bool = False,
-        /,
-        **template_options: Any,
-    ) -> list[int]: ...
-    def submit(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        cache_salt: str | None = None,
-        tenant: Tenant = EVERYONE,
-    ) -> OutputStream: ...
-    def stats(self) -> EngineStats: ...
-    def warm(self) -> None: ...
-    async def drain(self, seconds: float, /) -> None: ...
-    async def close(self) -> None: ...
 
 
 class NotReadyError(EngineStoppedError):
@@ -81,21 +16,21 @@ class NotReadyError(EngineStoppedError):
         self.code = phase
 
 
-class Service:
+class EngineState:
     """Owned by the process, which moves it from phase to phase; the routes only look."""
 
-    def __init__(self, config: ServerConfig, engine: Engine | None = None) -> None:
+    def __init__(self, config: ServerConfig, engine: ServedEngine | None = None) -> None:
         self.config = config
         self._engine = engine
         self._draining = False
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: ServedEngine) -> None:
         self._engine = engine
 
     def drain(self) -> None:
         self._draining = True
 
-    def engine(self) -> Engine:
+    def engine(self) -> ServedEngine:
         """The engine, if it takes work; raises NotReadyError."""
         if self._engine is None:
             raise NotReadyError("loading", "The model is still loading.")

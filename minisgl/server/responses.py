@@ -14,19 +14,21 @@ from collections.abc import Coroutine, Iterable, Sequence
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ContextLengthError, EngineStoppedError
-from minisgl.server.access import log_failure, request_id
+from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.replies import DONE, Choice, Reply, error_body, event
-from minisgl.server.service import Engine, OutputStream
+from minisgl.server.served_engine import ServedEngine, ServedStream
 
 MAX_TURN_S = 0.005  # that the choices of one answer may keep the loop, all submitted together
 # Tokens whose logprobs are written in a thread; with 20 rivals each takes some 10 µs.
 MANY_SCORED = 256
 
 
-class Answer(ABC):
+class ReplyResponse(ABC):
     """An ASGI response that generates the choices of `reply`."""
 
-    def __init__(self, engine: Engine, reply: Reply, *, limit_field: str = "max_tokens") -> None:
+    def __init__(
+        self, engine: ServedEngine, reply: Reply, *, limit_field: str = "max_tokens"
+    ) -> None:
         """`limit_field` is the client's name for max_tokens."""
         self._engine = engine
         self._reply = reply
@@ -34,7 +36,7 @@ class Answer(ABC):
         self._left = False  # the client, before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[OutputStream] = []
+        streams: list[ServedStream] = []
         self._request_id = request_id(scope)
         watching: asyncio.Task[None] | None = None
         try:
@@ -70,7 +72,7 @@ class Answer(ABC):
             for stream in streams:
                 stream.abort()
 
-    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
+    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
         """When the client leaves, end its requests: a stream that has ended ends its writer."""
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -79,13 +81,13 @@ class Answer(ABC):
             stream.abort()
 
     @abstractmethod
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None: ...
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None: ...
 
 
-class WholeAnswer(Answer):
+class WholeResponse(ReplyResponse):
     """One JSON object, when everything is there."""
 
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
         choices = self._reply.choices
         await _all_or_none(map(_keep, choices, streams))
         many = sum(choice.num_scored for choice in choices) > MANY_SCORED
@@ -98,7 +100,7 @@ class WholeAnswer(Answer):
         await send({"type": "http.response.body", "body": body})
 
 
-class StreamedAnswer(Answer):
+class StreamedResponse(ReplyResponse):
     """Server-sent events, one for each delta."""
 
     HEADERS = (
@@ -107,7 +109,7 @@ class StreamedAnswer(Answer):
         (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
     )
 
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.HEADERS})
         try:
             choices = self._reply.choices
@@ -122,13 +124,13 @@ class StreamedAnswer(Answer):
         await send({"type": "http.response.body", "body": last})
 
 
-async def _keep(choice: Choice, stream: OutputStream) -> None:
+async def _keep(choice: Choice, stream: ServedStream) -> None:
     async for delta in stream:
         choice.keep(delta)
     choice.check_finished()
 
 
-async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
+async def _write(choice: Choice, stream: ServedStream, send: Send) -> None:
     async for delta in stream:
         many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
         events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)

@@ -57,7 +57,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
 
-async def report(
+async def log_stats(
     stats: Callable[[], EngineStats],
     interval_s: float = SECONDS_BETWEEN_LINES,
     *,
