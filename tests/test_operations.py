@@ -34,7 +34,8 @@ from test_server import (
     wait_for_health,
 )
 
-from minisgl.server.app import OPEN_PATHS, create_app
+from minisgl.server.app import create_app
+from minisgl.server.auth import OPEN_PATHS
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 

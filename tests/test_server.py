@@ -23,7 +23,8 @@ from fake_engine import LETTERS, FakeEngine, FakeStream, FakeTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.errors import ConfigError, StepError
-from minisgl.server.app import MAX_BODY_BYTES, create_app
+from minisgl.server.app import create_app
+from minisgl.server.bodies import MAX_BODY_BYTES
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings

@@ -18,7 +18,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import Served, served
 
-from minisgl.server.app import MAX_BODY_BYTES, MAX_VALUES
+from minisgl.server.bodies import MAX_BODY_BYTES, MAX_VALUES
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}

@@ -12,20 +12,17 @@ from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.config import ServerConfig
+from minisgl.server.decoding import decode
+from minisgl.server.jobs import MAX_SCORES, GenerationJob, fitted, for_choice, scored_room
 from minisgl.server.process import ServerProcess
 from minisgl.server.protocol import (
-    MAX_SCORES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     StrictChatRequest,
     StrictCompletionRequest,
-    decode,
-    fitted,
-    for_choice,
-    scored_room,
 )
-from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Job, Reply
+from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Reply
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -460,12 +457,12 @@ def test_a_model_whose_folder_is_not_utf_8_needs_another_name() -> None:
 # -- shapes of answers ----------------------------------------------------------------------------
 
 
-def job(**fields: Any) -> Job:
+def job(**fields: Any) -> GenerationJob:
     defaults: dict[str, Any] = {"index": 0, "k": 0, "params": SamplingParams()}
-    return Job(**{"prompt_token_ids": b"hi!", **defaults, **fields})
+    return GenerationJob(**{"prompt_token_ids": b"hi!", **defaults, **fields})
 
 
-def reply_of(kind: type[Choice], job: Job, *, include_usage: bool) -> Reply:
+def reply_of(kind: type[Choice], job: GenerationJob, *, include_usage: bool) -> Reply:
     return Reply(kind, [job], model="m", tokenizer=FakeTokenizer(), include_usage=include_usage)
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
-from minisgl.server import protocol
+from minisgl.server import messages, protocol
 from minisgl.server.metrics import Answered, Metrics
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ UNROUTED = (
 # What a parameter may be called in the log: a client can put anything into an unknown field's name.
 FIELD_NAMES = frozenset(
     name
-    for kind in vars(protocol).values()
+    for kind in (*vars(protocol).values(), *vars(messages).values())
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from reprlib import repr as short_repr
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-import msgspec
 from msgspec import Meta, Struct
 
-from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     EVERYONE,
     MAX_INTEGER,
@@ -27,23 +25,16 @@ from minisgl.request import (
     SamplingParams,
     Tenant,
 )
+from minisgl.server.messages import Effort, Messages, Templated, TemplateOptions, Unsupported
 from minisgl.server.served_engine import SamplingDefaults
-from minisgl.server.validation_errors import GOT_FLOAT, NOT_SUPPORTED, field_error
+from minisgl.server.validation_errors import NOT_SUPPORTED
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
-MAX_SCORES = 1 << 19  # logprobs in an answer: of each token, and of its alternatives
 MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its own
-# What a chat template is given: rendering takes its time from the event loop.
-MAX_MESSAGES = 8192
-MAX_PARTS = 8192  # of all messages together
-MAX_TEMPLATE_OPTIONS = 256
 MAX_ID_DIGITS = len(str(MAX_INTEGER))
-SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
-Body = TypeVar("Body", bound=Struct)
-Unsupported: TypeAlias = None
 Ignored: TypeAlias = Any
 Detail: TypeAlias = Any  # of a sampler: see SAMPLER_DETAILS
 Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
@@ -51,12 +42,6 @@ PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-# What a template knows besides its own options: a field of the request says it, or nobody.
-TEMPLATE_FIELDS = frozenset(
-    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-)
-TemplateOptions = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _range(low: float, high: float) -> Meta:
@@ -247,78 +232,7 @@ def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
     return {int(key): value for key, value in bias.items()}
 
 
-REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
-
-
-class ContentPart(Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refusal"}):
-    """What an assistant who refused has said, in a list of parts."""
-
-    text: str
-
-
-class Message(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart | RefusalPart], Meta(min_length=1)] | None = None
-    name: str | None = None
-    tool_calls: Unsupported = None
-    tool_call_id: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    refusal: str | None = None  # what an assistant said instead of its content
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        named = {} if self.name is None else {"name": self.name}
-        if self.role != "assistant":
-            self._check_said(path)
-        return {"role": self.role, "content": self._text(), **named}
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.content) if isinstance(self.content, list) else 0
-
-    def _text(self) -> str:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-        return text + (self.refusal or "")
-
-    def _check_said(self, path: str) -> None:
-        """Only an assistant may refuse, or say nothing at all."""
-        if self.refusal is not None:
-            raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)
-        if self.content is None:
-            raise InvalidRequestError(
-                f"{path}.content", "must be a text or at least one text part."
-            )
-        if isinstance(self.content, list):
-            for index, part in enumerate(self.content):
-                if isinstance(part, RefusalPart):
-                    raise InvalidRequestError(f"{path}.content.{index}.type", REFUSAL_IS_ANSWER)
-
-
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    if sum(message.num_parts for message in messages) > MAX_PARTS:
-        raise InvalidRequestError(
-            "messages", f"must have at most {MAX_PARTS} content parts in all."
-        )
-    return [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
-
-
-def _template_options(chosen: dict[str, Any] | None, **fields: object) -> dict[str, Any]:
-    """What goes to the chat template besides the messages: null says nothing."""
-    chosen = chosen or {}
-    for name in chosen.keys() & TEMPLATE_FIELDS:
-        raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
-    return {name: value for name, value in fields.items() if value is not None} | chosen
-
-
-class ChatRequest(GenerationRequest, kw_only=True):
+class ChatRequest(GenerationRequest, Templated, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
@@ -360,9 +274,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         """The name by which the client limits its answer."""
         return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return _template_messages(self.messages)
-
     @property
     def echoed(self) -> str | None:
         """What the answer begins with: the last message, where the answer is by the same role."""
@@ -371,14 +282,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
         if self.echo and (same_role or self.continue_final_message):
             return str(last["content"])
         return None
-
-    def template_options(self) -> dict[str, Any]:
-        return _template_options(
-            self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message or None,
-        )
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         return defaults.sampling(
@@ -443,7 +346,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return defaults.sampling(**given)
 
 
-class TokenizeRequest(Struct, kw_only=True):
+class TokenizeRequest(Struct, Templated, kw_only=True):
     """POST /tokenize: of a text, or of a conversation under the model's chat template."""
 
     model: str | None = None
@@ -468,17 +371,6 @@ class TokenizeRequest(Struct, kw_only=True):
                 "add_special_tokens", "is not allowed with messages; their template adds its own."
             )
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return _template_messages(self.messages or ())
-
-    def template_options(self) -> dict[str, Any]:
-        return _template_options(
-            self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message or None,
-        )
-
 
 class DetokenizeRequest(Struct, kw_only=True):
     """POST /detokenize"""
@@ -501,88 +393,3 @@ class StrictTokenizeRequest(TokenizeRequest, forbid_unknown_fields=True):
 
 class StrictDetokenizeRequest(DetokenizeRequest, forbid_unknown_fields=True):
     """With --strict-fields."""
-
-
-def for_choice(params: SamplingParams, k: int) -> SamplingParams:
-    """Parameters of choice k of n. Choice 0 keeps the seed, so that n = 1 is the first of n = 2."""
-    if params.seed is None or k == 0:
-        return params
-    digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
-    return replace(params, seed=int.from_bytes(digest, signed=True))
-
-
-def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int) -> int:
-    """How many tokens a choice may have, so that the answer holds at most MAX_SCORES logprobs.
-
-    `num_prompt_tokens` are those of all choices. Raises InvalidRequestError if they are too many.
-    """
-    room = MAX_SCORES
-    if params.prompt_logprobs is not None:
-        room -= num_prompt_tokens * (1 + params.prompt_logprobs)
-        if room < 0:
-            raise InvalidRequestError(
-                "logprobs",
-                f"{SCORES_LIMIT}, and those of the prompts alone would be {MAX_SCORES - room}; "
-                "send fewer prompts at once or ask for fewer logprobs.",
-            )
-    return MAX_INTEGER if params.logprobs is None else room // (num_choices * (1 + params.logprobs))
-
-
-def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """`params` with max_tokens shortened to `room`. Without room they are left as they are."""
-    if params.max_tokens is None or params.max_tokens <= room or room < 1:
-        return params
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-
-
-def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt, for -1 the last `most`, or one at least."""
-    if num_kept is None:
-        return prompt
-    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]
-
-
-def decode(body: bytes, kind: type[Body]) -> Body:
-    """Raises InvalidRequestError with the dotted path of the field, or CallerError."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        return _decode_again(body, kind, str(error))
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
-
-
-def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
-    """Look at all of a body, of which the decoder names the first thing that it dislikes.
-
-    A field that is not supported explains more than what comes with it, as `tools` with
-    `tool_choice`; and 5.0 is an integer to JSON Schema.
-    """
-    refusal = field_error(complaint, kind)
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for field in msgspec.structs.fields(kind):
-            if field.type is NoneType and bytes(fields.get(field.name, b"null")) != b"null":
-                raise InvalidRequestError(field.name, f"{NOT_SUPPORTED}.")
-        if GOT_FLOAT not in complaint:
-            raise refusal
-        values = {name: _with_integers(msgspec.json.decode(raw)) for name, raw in fields.items()}
-    except msgspec.ValidationError:  # no object, or a number beyond all bounds
-        raise refusal from None
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise field_error(str(error), kind) from None
-
-
-def _with_integers(value: object) -> object:
-    """With whole numbers as integers, in lists too. No object has a field for an integer."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
-    return [*map(_with_integers, value)] if isinstance(value, list) else value
-
-
-def _not_json(error: Exception) -> CallerError:
-    return CallerError(f"The body is not valid JSON: {error}")

@@ -11,21 +11,18 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgspec
 
 from minisgl.errors import EngineStoppedError, foreseen
 from minisgl.request import (
-    EVERYONE,
     FinishReason,
     OutputDelta,
-    SamplingParams,
-    Tenant,
     TokenLogprobs,
 )
 from minisgl.server.alignment import Alignment, PlacedToken, place_prompt
+from minisgl.server.jobs import GenerationJob
 from minisgl.server.served_engine import ServedTokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -52,21 +49,6 @@ def error_body(error: Exception) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One sequence to generate: what goes to the engine and how it is reported."""
-
-    index: int
-    k: int  # which of the n choices of its prompt
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    echo: str | None = None  # the text to begin the answer with
-    return_token_ids: bool = False
-    prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
-    cache_salt: str | None = None
-    tenant: Tenant = EVERYONE
-
-
 class Choice(ABC):
     """One choice of a reply, while it is generated. A subclass is the shape of an endpoint."""
 
@@ -83,7 +65,7 @@ class Choice(ABC):
 
     def __init__(
         self,
-        job: Job,
+        job: GenerationJob,
         tokenizer: ServedTokenizer | None,
         head: bytes,
         tail: bytes,
@@ -377,7 +359,7 @@ class Reply:
     def __init__(
         self,
         kind: type[Choice],
-        jobs: Sequence[Job],
+        jobs: Sequence[GenerationJob],
         *,
         model: str,
         tokenizer: ServedTokenizer | None,
