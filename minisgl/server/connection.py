@@ -70,14 +70,14 @@ class Connections(ServerState):
         super().__init__()
         self.max_open = max_open
         # The longest here first. All other connections have a request in flight.
-        self.new: dict[Connection, None] = {}  # have not sent a whole head yet
-        self.idle: dict[Connection, None] = {}  # have an answer to each of their requests
+        self.new: dict[ServerConnection, None] = {}  # have not sent a whole head yet
+        self.idle: dict[ServerConnection, None] = {}  # have an answer to each of their requests
         self._num_shed = 0
 
     def sweep(self) -> None:
         """Count one second for every connection, and close those that exceed their time."""
         for connection in tuple(self.connections):
-            cast(Connection, connection).count_second()
+            cast(ServerConnection, connection).count_second()
         if self._num_shed:
             logger.warning(
                 "Closed %d connections without a request: more than %d at once would exceed the "
@@ -87,7 +87,7 @@ class Connections(ServerState):
             )
             self._num_shed = 0
 
-    def make_room(self, newcomer: Connection) -> None:
+    def make_room(self, newcomer: ServerConnection) -> None:
         """Close the least useful connection, `newcomer` at worst, if there are too many."""
         if len(self.connections) <= self.max_open:
             return
@@ -98,13 +98,13 @@ class Connections(ServerState):
         closed.transport.abort()
         self._num_shed += 1
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: ServerConnection) -> None:
         """Take note that `connection` is neither new nor idle."""
         self.new.pop(connection, None)
         self.idle.pop(connection, None)
 
 
-class Connection(HttpToolsProtocol):
+class ServerConnection(HttpToolsProtocol):
     """uvicorn's own, with limits of size and time, and a small buffer."""
 
     def __init__(
@@ -318,7 +318,7 @@ class Connection(HttpToolsProtocol):
 class LingeringTransport(asyncio.Transport):
     """What the last answer of a connection is written to when the client may still be sending."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         super().__init__()
         self._connection = connection
 

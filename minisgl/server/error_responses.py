@@ -11,8 +11,8 @@ from starlette.responses import Response
 from minisgl.errors import MinisglError, foreseen
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import OPEN_PATHS
+from minisgl.server.encoding import encode, error_body
 from minisgl.server.faults import HTTPError
-from minisgl.server.replies import encode, error_body
 from minisgl.server.root_path import route_path
 
 

@@ -29,8 +29,8 @@ from minisgl.server.connection import (
     KEEP_ALIVE_SECONDS,
     OWN_FILES,
     WANTED_FILES,
-    Connection,
     Connections,
+    ServerConnection,
     limit_unsent,
     raise_file_limit,
     room_for_connections,
@@ -160,7 +160,7 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
     """Settings of uvicorn, which speaks HTTPS if it has a certificate."""
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=ServerConnection,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -195,7 +195,7 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
             return
         # As uvicorn has it, but for the time that a silent client gets to begin with TLS.
-        connect = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(

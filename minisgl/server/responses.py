@@ -10,12 +10,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.access_log import log_failure, request_id
-from minisgl.server.replies import DONE, Choice, Reply, error_body, event
+from minisgl.server.encoding import DONE, error_body, event
+from minisgl.server.replies import Reply, ReplyChoice
 from minisgl.server.served_engine import ServedEngine, ServedStream
 
 MAX_TURN_S = 0.005  # that the choices of one answer may keep the loop, all submitted together
@@ -27,7 +29,7 @@ class ReplyResponse(ABC):
     """An ASGI response that generates the choices of `reply`."""
 
     def __init__(
-        self, engine: ServedEngine, reply: Reply, *, limit_field: str = "max_tokens"
+        self, engine: ServedEngine, reply: Reply[Any], *, limit_field: str = "max_tokens"
     ) -> None:
         """`limit_field` is the client's name for max_tokens."""
         self._engine = engine
@@ -59,7 +61,7 @@ class ReplyResponse(ABC):
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:
-            prompt_field = self._reply.kind.prompt_field
+            prompt_field = self._reply.prompt_field
             raise error.with_names(
                 prompt_field=prompt_field, limit_field=self._limit_field
             ) from None
@@ -124,13 +126,13 @@ class StreamedResponse(ReplyResponse):
         await send({"type": "http.response.body", "body": last})
 
 
-async def _keep(choice: Choice, stream: ServedStream) -> None:
+async def _keep(choice: ReplyChoice[Any], stream: ServedStream) -> None:
     async for delta in stream:
         choice.keep(delta)
     choice.check_finished()
 
 
-async def _write(choice: Choice, stream: ServedStream, send: Send) -> None:
+async def _write(choice: ReplyChoice[Any], stream: ServedStream, send: Send) -> None:
     async for delta in stream:
         many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
         events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -18,6 +18,8 @@ from minisgl.request import check_token_ids
 from minisgl.server import schemas
 from minisgl.server.auth import OPEN_PATHS, client_of
 from minisgl.server.bodies import read_body
+from minisgl.server.chat_reply import ChatReply
+from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
@@ -33,7 +35,7 @@ from minisgl.server.protocol import (
     StrictTokenizeRequest,
     TokenizeRequest,
 )
-from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Reply
+from minisgl.server.replies import Reply
 from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
@@ -68,7 +70,7 @@ class Routes:
             job.echo = echo
         for job in jobs[1:]:  # the prompt is reported once
             job.params = replace(job.params, prompt_logprobs=None)
-        return _answer(request, engine, body, model, ChatChoice, jobs)
+        return _answer(request, engine, body, model, ChatReply, jobs)
 
     async def completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
@@ -101,11 +103,11 @@ class Routes:
                     first.echo = await _text(engine, shown, ids)
                 for job in others:
                     job.echo = first.echo
-        return _answer(request, engine, body, model, CompletionChoice, jobs)
+        return _answer(request, engine, body, model, CompletionReply, jobs)
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._state.model_names()]
-        return json_response({"object": "list", "data": data})
+        return json_response(schemas.ModelList(object="list", data=data))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -147,10 +149,10 @@ class Routes:
         stalled = self._state.engine().stalled
         if stalled is not None:
             raise NotReadyError("stalled", stalled)
-        return json_response({"status": "ready"})
+        return json_response(schemas.Health(status="ready"))
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": metadata.version("minisgl")})
+        return json_response(schemas.Version(metadata.version("minisgl")))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -163,16 +165,16 @@ class Routes:
             describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
         )
 
-    def _model(self, name: str) -> dict[str, object]:
+    def _model(self, name: str) -> schemas.Model:
         engine = self._state.engine()
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "minisgl",
-            "max_model_len": engine.capacity.max_seq_len,
-            "vocab_size": engine.vocab_size,
-        }
+        return schemas.Model(
+            id=name,
+            object="model",
+            created=self._since,
+            owned_by="minisgl",
+            max_model_len=engine.capacity.max_seq_len,
+            vocab_size=engine.vocab_size,
+        )
 
     def _jobs(
         self,
@@ -191,11 +193,10 @@ def _answer(
     engine: ServedEngine,
     body: ChatRequest | CompletionRequest,
     model: str,
-    kind: type[Choice],
+    kind: type[Reply[Any]],
     jobs: Sequence[GenerationJob],
 ) -> ASGIApp:
-    reply = Reply(
-        kind,
+    reply = kind(
         jobs,
         model=model,
         tokenizer=engine.tokenizer,

@@ -6,6 +6,8 @@ from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
+EndReason: TypeAlias = Literal["stop", "length"]
+
 
 class ErrorDetails(Struct):
     message: str
@@ -78,7 +80,7 @@ class ChatAnswerChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: EndReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -102,7 +104,7 @@ class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: EndReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -134,7 +136,7 @@ class CompletionAnswerChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: EndReason
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -153,7 +155,7 @@ class CompletionChunkChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: EndReason | None
     prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
     token_ids: list[int] | UnsetType = UNSET
 
