@@ -18,7 +18,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parent.parent / "minisgl/server/README.md").read_text()
 OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses"}
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -244,7 +244,7 @@ async def test_names_have_their_units_and_are_those_of_the_readme() -> None:
             name += "_total"
         assert name.startswith("minisgl_")
         expected.append((name, kind))
-    section = README.partition("## Operating it\n")[2].partition("\n## ")[0]
+    section = README.partition("## Metrics\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `minisgl_")]
     documented = [(name.split("`")[1].partition("{")[0], kind.strip()) for name, kind in rows]
     assert documented == expected
