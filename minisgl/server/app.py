@@ -29,7 +29,7 @@ from minisgl.server.routes import Routes
 
 
 def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
-    """The application. With `hosts` it answers only requests that name one of them."""
+    """Build the application. With `hosts` it answers only requests addressed to one of them."""
     metrics = Metrics(state)
     routes = Routes(state, metrics)
     config = state.config
@@ -44,8 +44,8 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Middleware(RequireKey, keys=config.api_key, error_response=error_response)
         )
     if config.cors_origin:
-        # Outside of all, because browsers send no key with their preflight, and show a page only
-        # those errors that have the headers too.
+        # Outermost, because browsers send preflights without a key, and hide errors without
+        # these headers from the page.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=config.cors_origin,

@@ -12,11 +12,11 @@ from minisgl.server.faults import HTTPError
 from minisgl.server.root_path import route_path
 
 CLIENT = "client"  # in the state of a scope
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which carry no key
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which send no key
 
 
 class RequireKey:
-    """Middleware that lets only requests with a key pass, and tells several keys apart."""
+    """Middleware that rejects requests without a valid key, and marks which of several it was."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class RequireKey:
             scheme, space, key = given.partition(b" ")
             # The case of a scheme's name does not matter (RFC 9110, 11.1).
             given = scheme.lower() + space + key
-            # All are compared, so that the time does not tell which one it was.
+            # Compare all keys, so that the time does not reveal which one matched.
             found = [hmac.compare_digest(given, expected) for expected in self._expected]
             if len(found) > 1 and True in found:
                 scope["state"][CLIENT] = str(found.index(True))
@@ -47,6 +47,6 @@ class RequireKey:
 
 
 def client_of(scope: Scope) -> str:
-    """Says which of several keys a request came with; empty where there is one or none."""
+    """The index of the key that a request came with; empty unless there are several keys."""
     client: str = scope["state"].get(CLIENT, "")
     return client

@@ -1,4 +1,4 @@
-"""How much of all bodies that are still arriving may be in memory at once."""
+"""Reads the bodies of requests, within limits of size for each and for all of them together."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from minisgl.server.decoding import Body, decode
 from minisgl.server.faults import HTTPError, raise_fault
 
 MAX_BODY_BYTES = 16 << 20
-# Numbers, texts, lists and objects in a body: decoding so many holds the loop for some 50 ms.
+# Numbers, texts, lists and objects in a body: decoding that many blocks the loop for some 50 ms.
 MAX_VALUES = 1 << 19
 
 MAX_ARRIVING_BYTES = 256 << 20
-# A body of this size is free, so that large ones keep no small one out. As much of it waits in the
-# connection anyway, and connections have a limit of their own.
+# A body up to this size is not counted, so that large bodies do not keep small ones out. The
+# connection buffers that much anyway, and the number of connections is limited.
 SMALL_BODY_BYTES = 64 << 10
 
 
 class BodiesFullError(QueueFullError):
-    """Too much is arriving already."""
+    """Too many large bodies are arriving already."""
 
     code = "too_many_large_bodies"
 
 
 class BodyBudget:
-    """What the bodies of one server share."""
+    """The memory that the arriving bodies of one server share."""
 
     def __init__(self, num_bytes: int = MAX_ARRIVING_BYTES) -> None:
         self.num_free = num_bytes
 
     @contextlib.contextmanager
     def share(self) -> Iterator[BodyShare]:
-        """A share for one body, given back at the end."""
+        """A share of the budget for one body, released at the end."""
         share = BodyShare(self)
         try:
             yield share
@@ -44,14 +44,14 @@ class BodyBudget:
 
 
 class BodyShare:
-    """What one body has of the budget."""
+    """The part of the budget that one body occupies."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Make room for a body of `num_bytes`; raises BodiesFullError if there is none."""
+        """Reserve room for a body of `num_bytes` in total; raises BodiesFullError."""
         if num_bytes <= SMALL_BODY_BYTES or num_bytes <= self.num_bytes:
             return
         more = num_bytes - self.num_bytes
@@ -62,7 +62,8 @@ class BodyShare:
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    # A web page of any origin may post plain text without asking; JSON it may not.
+    """Read the body of `request` as a `kind`; raises CallerError or BodiesFullError."""
+    # Browsers let any web page post plain text without a preflight, but not JSON.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise CallerError("The header Content-Type must be application/json.")
@@ -80,7 +81,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             if len(body) > MAX_BODY_BYTES:
                 raise too_large
             share.grow_to(len(body))
-        raise_fault(request.scope)  # then it is cut off
+        raise_fault(request.scope)  # a fault truncates the body
         if _num_values(body) > MAX_VALUES:
             limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
             raise HTTPError(413, limit, "request_too_large")
@@ -88,9 +89,9 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 
 def _num_values(body: bytearray) -> int:
-    """At most so many are in it: each but the outermost comes after a comma or a bracket.
+    """An upper bound: every value except the outermost follows a comma or an opening bracket.
 
-    Those within a text count too; one with so many of them is longer than sequences are.
+    Commas inside texts count as well; a text with that many is too long for any sequence.
     """
     if len(body) <= MAX_VALUES:
         return len(body)

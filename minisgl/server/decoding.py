@@ -1,4 +1,4 @@
-"""Decodes a body into a request; what is wrong with it becomes an error that names the field."""
+"""Decodes a JSON body into a request; an invalid one becomes an error that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Body = TypeVar("Body", bound=Struct)
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """Raises InvalidRequestError with the dotted path of the field, or CallerError."""
+    """Decode `body`; raises InvalidRequestError with the path of the field, or CallerError."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -25,10 +25,10 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 
 def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
-    """Look at all of a body, of which the decoder names the first thing that it dislikes.
+    """Look for a better error than the first one that the decoder found, and for integers as 5.0.
 
-    A field that is not supported explains more than what comes with it, as `tools` with
-    `tool_choice`; and 5.0 is an integer to JSON Schema.
+    An unsupported field explains more than the fields that come with it, as `tools` with
+    `tool_choice`; and 5.0 is an integer in JSON Schema.
     """
     refusal = field_error(complaint, kind)
     try:
@@ -39,7 +39,7 @@ def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
         if GOT_FLOAT not in complaint:
             raise refusal
         values = {name: _with_integers(msgspec.json.decode(raw)) for name, raw in fields.items()}
-    except msgspec.ValidationError:  # no object, or a number beyond all bounds
+    except msgspec.ValidationError:  # not an object, or a number out of range
         raise refusal from None
     except (ValueError, RecursionError) as error:
         raise _not_json(error) from None
@@ -50,7 +50,7 @@ def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
 
 
 def _with_integers(value: object) -> object:
-    """With whole numbers as integers, in lists too. No object has a field for an integer."""
+    """Convert whole floats to integers, in lists too. No nested object has an integer field."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     return [*map(_with_integers, value)] if isinstance(value, list) else value

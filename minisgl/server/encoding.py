@@ -20,7 +20,7 @@ def event(payload: Struct) -> bytes:
 
 
 def error_body(error: Exception) -> Error:
-    """The envelope of `error`. The details of an unforeseen error go to the log only."""
+    """The envelope of `error`. The details of an unexpected error go to the log only."""
     known = foreseen(error)
     return Error(
         ErrorDetails(

@@ -1,4 +1,4 @@
-"""What the routes serve: an engine that is loading, ready, draining or dead."""
+"""The phase of the engine behind the routes: loading, ready, draining or dead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl.stats import EngineStats
 
 
 class NotReadyError(EngineStoppedError):
-    """The server answers, but has no engine that takes work: loading, draining or dead."""
+    """The engine accepts no requests: it is loading, draining, dead or stalled (`code`)."""
 
     def __init__(self, phase: str, message: str) -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class NotReadyError(EngineStoppedError):
 
 
 class EngineState:
-    """Owned by the process, which moves it from phase to phase; the routes only look."""
+    """The engine and its phase. The process changes the phase; the routes only read it."""
 
     def __init__(self, config: ServerConfig, engine: ServedEngine | None = None) -> None:
         self.config = config
@@ -31,7 +31,7 @@ class EngineState:
         self._draining = True
 
     def engine(self) -> ServedEngine:
-        """The engine, if it takes work; raises NotReadyError."""
+        """The engine, if it accepts requests; raises NotReadyError."""
         if self._engine is None:
             raise NotReadyError("loading", "The model is still loading.")
         if self._engine.failure is not None:
@@ -41,7 +41,7 @@ class EngineState:
         return self._engine
 
     def stats(self) -> EngineStats | None:
-        """Of the engine in any phase; None while it is loading."""
+        """Statistics of the engine in any phase; None while it is loading."""
         return None if self._engine is None else self._engine.stats()
 
     @property
@@ -49,23 +49,23 @@ class EngineState:
         return self._engine is not None and self._engine.failure is not None
 
     def model_names(self) -> tuple[str, ...]:
-        """What the model is called here; the first is its name where a request gives none."""
+        """The names of the model; the first is used if a request gives none."""
         return self.config.served_model_name or (self.engine().model_name,)
 
     def first_name(self) -> str | None:
-        """Of the model, in any phase; None while that is not known."""
+        """The first name of the model, in any phase; None while it is unknown."""
         if self.config.served_model_name:
             return self.config.served_model_name[0]
         return None if self._engine is None else self._engine.model_name
 
     def model_name(self, wanted: str | None) -> str:
-        """The name to answer under; raises ModelNotFoundError."""
+        """The model name for the answer to a request for `wanted`; raises ModelNotFoundError."""
         names = self.model_names()
         if wanted is None:
             return names[0]
         if wanted not in names:
             error = ModelNotFoundError(
-                f"The model {wanted!r} does not exist; there is {' and '.join(names)}."
+                f"The model {wanted!r} does not exist; available: {', '.join(names)}."
             )
             error.param = "model"
             raise error

@@ -27,16 +27,16 @@ def error_response(error: Exception, headers: Mapping[str, str] | None = None) -
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """What our own code raises. Observe answers what it did not mean to."""
+    """Answer a MinisglError. Observe answers unexpected exceptions."""
     assert isinstance(error, MinisglError)
-    # A probe that asks early gets its 503 and no line.
+    # Do not log probes that ask while the model loads.
     if route_path(request.scope) not in OPEN_PATHS:
         log_failure(request_id(request.scope), error.http_status, error)
     return error_response(error, {"retry-after": "1"} if error.http_status == 429 else None)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """What Starlette raises itself: no such route, or not with this method."""
+    """Answer an error of Starlette itself: an unknown path or a method that is not allowed."""
     assert isinstance(error, HTTPException)
     here = f"{request.method} {request.url.path}"
     if error.status_code == 404:
@@ -50,5 +50,5 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def answer_disconnect(request: Request, error: Exception) -> Response:
-    """The client left before its body had arrived."""
+    """Answer a client that disconnected before its body had arrived; the response is not sent."""
     return Response(status_code=499)

@@ -11,19 +11,19 @@ from minisgl.request import EVERYONE, MAX_INTEGER, SamplingParams, Tenant
 from minisgl.server.protocol import ChatRequest, CompletionRequest
 from minisgl.server.served_engine import ServedEngine
 
-MAX_SCORES = 1 << 19  # logprobs in an answer: of each token, and of its alternatives
+MAX_SCORES = 1 << 19  # logprobs in an answer: one per token, and one per alternative
 SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
 
 
 @dataclass(slots=True, kw_only=True)
 class GenerationJob:
-    """One sequence to generate: what goes to the engine and how it is reported."""
+    """One sequence to generate: the input of the engine, and how the result is reported."""
 
     index: int
     k: int  # which of the n choices of its prompt
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    echo: str | None = None  # the text to begin the answer with
+    echo: str | None = None  # the text that the answer begins with
     return_token_ids: bool = False
     prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
     cache_salt: str | None = None
@@ -80,7 +80,7 @@ def jobs_of(
 
 
 def for_choice(params: SamplingParams, k: int) -> SamplingParams:
-    """Parameters of choice k of n. Choice 0 keeps the seed, so that n = 1 is the first of n = 2."""
+    """The parameters of choice k. Choice 0 keeps the seed, so n = 1 is the first of n = 2."""
     if params.seed is None or k == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
@@ -88,9 +88,9 @@ def for_choice(params: SamplingParams, k: int) -> SamplingParams:
 
 
 def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int) -> int:
-    """How many tokens a choice may have, so that the answer holds at most MAX_SCORES logprobs.
+    """The number of tokens that each choice may have within MAX_SCORES logprobs of the answer.
 
-    `num_prompt_tokens` are those of all choices. Raises InvalidRequestError if they are too many.
+    `num_prompt_tokens` are those of all choices; raises InvalidRequestError if they are too many.
     """
     room = MAX_SCORES
     if params.prompt_logprobs is not None:
@@ -105,14 +105,14 @@ def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int
 
 
 def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """`params` with max_tokens shortened to `room`. Without room they are left as they are."""
+    """`params` with max_tokens shortened to `room`; unchanged if there is no room at all."""
     if params.max_tokens is None or params.max_tokens <= room or room < 1:
         return params
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt, for -1 the last `most`, or one at least."""
+    """The last `num_kept` tokens of a prompt; for -1 the last `most`, but at least one."""
     if num_kept is None:
         return prompt
     return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]

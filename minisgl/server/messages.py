@@ -1,4 +1,4 @@
-"""The messages of a conversation, and what the model's chat template gets of a request."""
+"""The messages of a conversation, and the input of the chat template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ContentPart(Struct, tag_field="type", tag="text"):
 
 
 class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refusal"}):
-    """What an assistant who refused has said, in a list of parts."""
+    """The refusal of an assistant, in a list of parts."""
 
     text: str
 
@@ -43,7 +43,7 @@ class Message(Struct):
     tool_call_id: Unsupported = None
     function_call: Unsupported = None
     audio: Unsupported = None
-    refusal: str | None = None  # what an assistant said instead of its content
+    refusal: str | None = None  # the text of an assistant that refused, in place of content
 
     def for_template(self, path: str) -> dict[str, Any]:
         named = {} if self.name is None else {"name": self.name}
@@ -61,7 +61,7 @@ class Message(Struct):
         return text + (self.refusal or "")
 
     def _check_said(self, path: str) -> None:
-        """Only an assistant may refuse, or say nothing at all."""
+        """Raise InvalidRequestError for a refusal or an empty message of another role."""
         if self.refusal is not None:
             raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)
         if self.content is None:

@@ -1,4 +1,4 @@
-"""What the server says of itself at /openapi.json, made from the types that it decodes with."""
+"""The OpenAPI description, generated from the types of requests and answers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ EVENTS = "text/event-stream"
 SCHEMA = "#/components/schemas/{name}"
 
 ERRORS = {
-    400: "A field that is wrong or not supported, which `param` names, or no JSON at all.",
+    400: "A field is wrong or not supported (`param` names it), or the body is not JSON.",
     401: "The API key is missing or wrong.",
     404: "No such model.",
-    403: "The header Host has a name that the server does not answer to.",
-    408: "The request came too slowly.",
+    403: "The server does not answer to the name in the header Host.",
+    408: "The request arrived too slowly.",
     413: "The body is too large.",
-    429: "Too many requests or too much text wait; the header Retry-After says when to try again.",
+    429: "Too many requests or too much text are waiting; Retry-After says when to try again.",
     431: "The URL and the headers are too large.",
-    500: "Something failed here.",
-    503: "Loading, draining, dead or short of memory; `code` says which.",
+    500: "An internal error.",
+    503: "Loading, draining, dead, stalled or short of memory; `code` says which.",
 }
 ANYWHERE = (403, 431)
 READING = (400, 404, 408, 413, 429, 500, 503)
@@ -41,13 +41,13 @@ READING = (400, 404, 408, 413, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route takes and gives; what is None is no JSON."""
+    """The types of a route's request and answer; None for what is not JSON."""
 
     summary: str
     method: str = "get"
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
-    chunk: type[Struct] | None = None  # of the stream that it answers with if asked to
+    chunk: type[Struct] | None = None  # of the events, if it can stream
     errors: tuple[int, ...] = ()
 
 
@@ -98,9 +98,9 @@ OPERATIONS: Mapping[str, Operation] = {
 def describe(
     routes: Iterable[BaseRoute], *, open_paths: Iterable[str], with_key: bool, root_path: str = ""
 ) -> dict[str, Any]:
-    """The description of `routes`, in OpenAPI 3.1. Raises KeyError for one that is not known here.
+    """Describe `routes` in OpenAPI 3.1; raises KeyError for one without an entry in OPERATIONS.
 
-    With a key, all but `open_paths` need it. Clients find the routes below `root_path`.
+    With a key, all but `open_paths` need it. Clients see the routes below `root_path`.
     """
     paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
     locked = set(paths) - set(open_paths) if with_key else set()
@@ -158,7 +158,7 @@ def _reference(struct: type[Struct]) -> dict[str, Any]:
 
 
 def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
-    """Of each event of a stream."""
+    """The schema of each event of a stream."""
     payload = {
         "type": "string",
         "contentMediaType": JSON,

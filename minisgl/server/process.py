@@ -44,7 +44,7 @@ from minisgl.server.unix_socket import OwnPath, bind_unix
 
 logger = logging.getLogger(__name__)
 
-# What a connection gets to take its last events, when all requests have ended.
+# Time for connections to take their last events, after all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
 UNIX = "unix:"  # before the path of a socket
@@ -53,7 +53,7 @@ Progress = Callable[[str, float], None]
 
 
 async def start_engine(config: EngineConfig) -> ServedEngine:
-    """Importing the engine imports torch, which takes seconds: not on the loop."""
+    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds."""
 
     def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
         from minisgl.engine import AsyncEngine
@@ -82,20 +82,22 @@ class ServerProcess:
         self._state = EngineState(config)
 
     def run(self) -> int:
-        """Serve until a signal comes or the engine dies; returns the exit code.
+        """Serve until a signal arrives or the engine dies; returns the exit code.
 
-        Raises ConfigError for the address, the certificate and whatever keeps the engine from
-        starting.
+        Raises ConfigError for the address and the certificate, and the errors of starting the
+        engine.
         """
         if self._config.ssl_certfile:
             check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
-        most = self._engine_config.max_running_requests + self._engine_config.max_queued_requests
-        if (limit := raise_file_limit()) < most + OWN_FILES:
+        max_requests = (
+            self._engine_config.max_running_requests + self._engine_config.max_queued_requests
+        )
+        if (limit := raise_file_limit()) < max_requests + OWN_FILES:
             logger.warning(
                 "This process may open %d files, and %d requests need one each: raise the hard "
                 "limit (ulimit -Hn), or lower --max-queued-requests.",
                 limit,
-                most,
+                max_requests,
             )
         with contextlib.ExitStack() as leaving:
             listener = leaving.enter_context(bind(self._config))
@@ -117,7 +119,7 @@ class ServerProcess:
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
-                # A thread that loads weights cannot be ended, and joining it would take minutes.
+                # A thread that loads weights cannot be stopped, and joining it takes minutes.
                 leaving.close()
                 os._exit(0)
             engine = loading.result()
@@ -146,7 +148,7 @@ class ServerProcess:
 
     def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
         self._state.start(engine)
-        # What was loaded stays for good; the collector need not look at it again.
+        # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
         place = _place(listener, self._config)
@@ -157,7 +159,7 @@ class ServerProcess:
 
 
 def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
-    """Settings of uvicorn, which speaks HTTPS if it has a certificate."""
+    """The settings of uvicorn; HTTPS if there is a certificate."""
     return uvicorn.Config(
         app,
         http=ServerConnection,
@@ -176,9 +178,9 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
 
 
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves the signals to the process.
+    """uvicorn that stops when the engine is dead, and leaves signals to ServerProcess.
 
-    Its own handlers would close connections before they are drained.
+    uvicorn's own handlers would close connections before they are drained.
     """
 
     server_state: Connections
@@ -194,7 +196,7 @@ class Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        # As uvicorn has it, but for the time that a silent client gets to begin with TLS.
+        # As in uvicorn, but with a timeout for the TLS handshake.
         connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         self.servers = [
@@ -210,7 +212,7 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True stops the server."""
+        """Called ten times per second; True stops the server."""
         if counter % 10 == 0:
             self.server_state.sweep()
         return await super().on_tick(counter) or self._state.dead
@@ -221,7 +223,7 @@ class Server(uvicorn.Server):
 
 
 async def _first_signal() -> None:
-    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is stuck."""
+    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -236,7 +238,7 @@ async def _first_signal() -> None:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: it writes to sockets for less."""
+    """A loop of uvloop if it is installed: its socket writes are cheaper."""
     try:
         import uvloop
     except ImportError:
@@ -245,7 +247,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket; raises ConfigError where the address cannot be had."""
+    """Open a listening socket; raises ConfigError if the address is unavailable."""
     if config.uds:
         listener = bind_unix(config.uds)
         listener.listen(BACKLOG)
@@ -256,7 +258,7 @@ def bind(config: ServerConfig) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError("--host", config.host, f"not an address ({error.strerror})") from error
-    # localhost has two addresses; what people type and what we print is the older one.
+    # localhost has two addresses; prefer IPv4, which users type and the log prints.
     found.sort(key=lambda candidate: candidate[0] != socket.AF_INET)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

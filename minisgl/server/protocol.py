@@ -1,7 +1,7 @@
-"""The bodies of requests: their types are what is honoured, anything else is refused by name.
+"""The bodies of requests as types: supported fields, and unsupported ones, rejected by name.
 
-A field declared as `None` is known and not supported: null passes, a value gets a 400. A field
-that is not declared at all is ignored, unless the server runs with --strict-fields.
+A field of type `None` (Unsupported) is known and not supported: null passes, a value gets a 400.
+A field that is not declared is ignored, unless the server runs with --strict-fields.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 def _range(low: float, high: float) -> Meta:
-    """For the description only: SamplingParams checks it, in words for people."""
+    """Bounds for the OpenAPI description only: SamplingParams checks them, with better messages."""
     return Meta(extra_json_schema={"minimum": low, "maximum": high})
 
 
 Share = Annotated[float, _range(0, 1)]
 Penalty = Annotated[float, _range(-2, 2)]
-# Known and honoured where it says no, which some clients do in every request.
+# Accepted at the value that turns the feature off, which some clients send in every request.
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 OffAt0 = Annotated[float, Meta(ge=0, le=0)]
 OffAt1 = Annotated[float, Meta(ge=1, le=1)]
-# What these say of a sampler means nothing where the client turns it off, and is refused else.
+# Parameters of a sampler: ignored if the request turns that sampler off, and rejected otherwise.
 SAMPLER_DETAILS = {
     "mirostat": ("mirostat_tau", "mirostat_eta"),
     "xtc_probability": ("xtc_threshold",),
@@ -63,7 +63,7 @@ SAMPLER_DETAILS = {
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     ),
 }
-# By token id. JSON's keys are texts, and stay so until they are known to be few: anybody can make
+# By token id. Keys stay texts until their number is known to be small: a client could send many
 # integers that collide in a hash table.
 LogitBias = Annotated[
     dict[str, Any],
@@ -84,11 +84,11 @@ class TextFormat(Struct):
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """What the two endpoints have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -151,7 +151,7 @@ class GenerationRequest(Struct, kw_only=True):
     dry_penalty_last_n: Detail = None
     dry_sequence_breakers: Detail = None
 
-    user: Any = None  # tells the users of a client apart, where it is a text
+    user: Any = None  # separates the users of a client, if it is a text
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -177,39 +177,39 @@ class GenerationRequest(Struct, kw_only=True):
                         raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
     def tenant(self, client: str) -> Tenant:
-        """Whom the request is from, given the client; it alone says which of its users asks."""
+        """The tenant of a request of `client`: the client, and the user that the request names."""
         if not client:
             return EVERYONE
         user = self.user if isinstance(self.user, str) else ""
-        # Clients choose what they call their users, so the queue keeps a short form.
+        # User names may be long, so the queue keeps a digest.
         return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:
-        """For each prompt."""
+        """The number of choices for each prompt."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Whether a last chunk has the usage."""
+        """Whether a last chunk reports the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has the usage so far."""
+        """Whether every chunk reports the usage so far."""
         return self.include_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
     def sampling_fields(self) -> dict[str, Any]:
-        """What the request says about sampling, by the names of SamplingParams."""
+        """The sampling fields that the request sets, by their names in SamplingParams."""
         given = {name: getattr(self, name) for name in SHARED_FIELDS}
         given["logit_bias"] = _by_token_id(self.logit_bias or {}) or None
         given["include_stop"] = self.include_stop_str_in_output
         return {name: value for name, value in given.items() if value is not None}
 
 
-# What a request and SamplingParams call by the same name means the same.
+# The fields that have the same name, and meaning, in a request and in SamplingParams.
 SHARED_FIELDS = tuple(
     spec.name for spec in fields(SamplingParams) if spec.name in GenerationRequest.__struct_fields__
 )
@@ -222,9 +222,9 @@ def _check_off(**values: bool | None) -> None:
 
 
 def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
-    """SamplingParams checks the values."""
+    """`bias` with integer keys; raises InvalidRequestError. SamplingParams checks the values."""
     for key in bias:
-        # In one spelling alone, so that no token has two.
+        # Only the canonical spelling, so that no token appears twice.
         if not key.isdecimal() or str(int(key[:MAX_ID_DIGITS])) != key:
             raise InvalidRequestError(
                 "logit_bias", f"each key must be a token id, which {short_repr(key)} is not."
@@ -237,7 +237,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
 
     messages: Messages
     max_completion_tokens: PositiveCount | None = None
-    max_tokens: PositiveCount | None = None  # its older name
+    max_tokens: PositiveCount | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -251,7 +251,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
 
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Ignored = None  # limits the calls that there may be, and there are none
+    parallel_tool_calls: Ignored = None  # limits tool calls, which are never made
     functions: Unsupported = None
     function_call: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -271,12 +271,12 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
 
     @property
     def limit_field(self) -> str:
-        """The name by which the client limits its answer."""
+        """The name of the field that limits the answer."""
         return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
 
     @property
     def echoed(self) -> str | None:
-        """What the answer begins with: the last message, where the answer is by the same role."""
+        """The text that the answer begins with: the last message, if of the same role."""
         *_, last = self.template_messages()
         same_role = last["role"] == "assistant" or self.add_generation_prompt is False
         if self.echo and (same_role or self.continue_final_message):
@@ -318,7 +318,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return "max_tokens"
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or more texts or lists of token ids."""
+        """The prompts, each a text or a list of token ids; raises InvalidRequestError."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -335,7 +335,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        # A request for no tokens has to ask for something: the scores of the prompt.
+        # A request for no tokens must ask for something: the logprobs of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)
         wanted = [self.prompt_logprobs, (self.logprobs or 0) if scored else None]
         given = self.sampling_fields() | {
@@ -347,7 +347,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 
 class TokenizeRequest(Struct, Templated, kw_only=True):
-    """POST /tokenize: of a text, or of a conversation under the model's chat template."""
+    """POST /tokenize: tokenizes a text, or a conversation under the model's chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -380,16 +380,16 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class StrictChatRequest(ChatRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictCompletionRequest(CompletionRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictTokenizeRequest(TokenizeRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictDetokenizeRequest(DetokenizeRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""

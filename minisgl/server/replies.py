@@ -78,7 +78,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
-        self._token_ended = False  # by a token, which is the last and no part of the text
+        self._token_ended = False  # whether the last token ended it and is not part of the text
         self._alignment: Alignment | None = None
         self._plain = not (continuous_usage or self._scored or job.return_token_ids)
         # Nothing but null follows the text, so its empty string is the last one in the event.
@@ -205,8 +205,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
     def _place(
         self, text: str, logprobs: Sequence[TokenLogprobs], prompt_logprobs: Sequence[TokenLogprobs]
     ) -> list[PlacedToken]:
-        """The tokens to report with `text`, given those that came with it; the first time with the
-        echo."""
+        """The tokens to report with `text`, the first time with those of the echo."""
         job, tokenizer = self.job, self._tokenizer
         placed: list[PlacedToken] = []
         skip = job.params.skip_special_tokens
@@ -220,7 +219,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
                 placed = place_prompt(tokenizer, job.prompt_token_ids, scored, echo)
             self._alignment = Alignment(
                 start=len(echo),
-                # As when decoding: a space is dropped only where the text begins.
+                # As in decoding: a space is dropped only at the beginning of the text.
                 drops_first_space=tokenizer is not None
                 and tokenizer.drops_first_space
                 and not any(table[token_id] for token_id in job.prompt_token_ids),
@@ -256,7 +255,7 @@ class Reply(ABC, Generic[ChoiceT]):
     """The answer to one HTTP request. A subclass has the schema of an endpoint."""
 
     id_prefix: ClassVar[str]
-    prompt_field: ClassVar[str]  # of the request
+    prompt_field: ClassVar[str]  # the field of the request
     choice_type: type[ChoiceT]
 
     def __init__(

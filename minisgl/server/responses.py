@@ -1,7 +1,8 @@
-"""Answers that run on the engine. Whatever ends one, its requests are aborted before it returns.
+"""ASGI responses that generate on the engine, and abort their requests however they end.
 
-The abort stands in the `finally` of the response itself: a client that leaves while an event is
-being sent would not close an async generator, so a `finally` there runs at garbage collection.
+The abort is in the `finally` of the response itself: a client that disconnects while an event is
+being sent would not close an async generator, so a `finally` there would run only at garbage
+collection.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from minisgl.server.encoding import DONE, error_body, event
 from minisgl.server.replies import Reply, ReplyChoice
 from minisgl.server.served_engine import ServedEngine, ServedStream
 
-MAX_TURN_S = 0.005  # that the choices of one answer may keep the loop, all submitted together
-# Tokens whose logprobs are written in a thread; with 20 rivals each takes some 10 µs.
+MAX_TURN_S = 0.005  # for which submitting the choices of one answer may block the loop
+# From this many tokens on, logprobs are encoded in a thread: some 10 µs each with 20 alternatives.
 MANY_SCORED = 256
 
 
@@ -35,14 +36,14 @@ class ReplyResponse(ABC):
         self._engine = engine
         self._reply = reply
         self._limit_field = limit_field
-        self._left = False  # the client, before its answer was complete
+        self._left = False  # whether the client disconnected before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         streams: list[ServedStream] = []
         self._request_id = request_id(scope)
         watching: asyncio.Task[None] | None = None
         try:
-            # All of it is submitted before the first byte, so that a refusal has its own status.
+            # Submit everything before the first byte, so that a rejection has its own status.
             turn_began_s = time.monotonic()
             for choice in self._reply.choices:
                 job = choice.job
@@ -66,7 +67,7 @@ class ReplyResponse(ABC):
                 prompt_field=prompt_field, limit_field=self._limit_field
             ) from None
         except EngineStoppedError:
-            if not self._left:  # else nobody is there to be told
+            if not self._left:  # otherwise the client is gone
                 raise
         finally:
             if watching is not None:
@@ -75,7 +76,7 @@ class ReplyResponse(ABC):
                 stream.abort()
 
     async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
-        """When the client leaves, end its requests: a stream that has ended ends its writer."""
+        """Abort the requests when the client disconnects, which ends their streams."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
@@ -87,7 +88,7 @@ class ReplyResponse(ABC):
 
 
 class WholeResponse(ReplyResponse):
-    """One JSON object, when everything is there."""
+    """One JSON object, sent when all choices are complete."""
 
     async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
         choices = self._reply.choices
@@ -108,7 +109,7 @@ class StreamedResponse(ReplyResponse):
     HEADERS = (
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
+        (b"x-accel-buffering", b"no"),  # nginx then forwards events without buffering
     )
 
     async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
@@ -120,7 +121,7 @@ class StreamedResponse(ReplyResponse):
         except Exception as error:
             if self._left:
                 raise
-            # The status is long sent, so the error travels as an event.
+            # The status has been sent, so the error is an event.
             log_failure(self._request_id, 200, error)
             last = event(error_body(error)) + DONE
         await send({"type": "http.response.body", "body": last})
@@ -142,8 +143,8 @@ async def _write(choice: ReplyChoice[Any], stream: ServedStream, send: Send) -> 
 
 
 async def _all_or_none(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all at once. The first failure ends the others and is raised."""
-    # In tasks of their own, even one: a wake-up here runs through a dozen coroutines of frameworks.
+    """Run all concurrently. The first failure cancels the others and is raised."""
+    # Use tasks even for one: waking this coroutine goes through a dozen coroutines of frameworks.
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)

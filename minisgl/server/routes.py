@@ -40,13 +40,13 @@ from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
-MANY_TOKENS = 4096  # whose texts are put together in a thread
+MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 
 Put = TypeVar("Put")
 
 
 class Routes:
-    """The handlers. They look at the state anew in each request, for it changes phase."""
+    """The handlers. Each request reads the engine state again, because its phase changes."""
 
     def __init__(self, state: EngineState, metrics: Metrics) -> None:
         self._state = state
@@ -85,9 +85,11 @@ class Routes:
                 token_ids.append(
                     await engine.encode(prompt, add_special_tokens=special, any_length=cut)
                 )
-                await asyncio.sleep(0)  # short texts are encoded on the loop, and may be many
+                await asyncio.sleep(0)  # short texts are encoded on the loop, and there may be many
             else:
-                if len(prompts) > 1:  # the engine checks too, and sees one prompt at a time
+                if (
+                    len(prompts) > 1
+                ):  # the engine checks each prompt too, but does not know its index
                     of = f" of prompt {index}"
                     check_token_ids("prompt", prompt, engine.vocab_size, of=of)
                 token_ids.append(prompt)
@@ -111,7 +113,7 @@ class Routes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        # As Starlette does where a slash too many leads to no route. It takes "\n" for no name too.
+        # As Starlette redirects paths with a trailing slash. It treats "\n" as an empty name too.
         if not name and request.scope["path"].endswith("/"):
             path = request.url.path.removesuffix("/")
             return RedirectResponse(str(request.url.replace(path=path)))
@@ -225,7 +227,7 @@ async def _text(
     shown: Callable[[ServedTokenizer, Sequence[int]], str],
     token_ids: Sequence[int],
 ) -> str:
-    """Of a prompt; nothing where the model has no tokenizer."""
+    """The text of a prompt; empty if the model has no tokenizer."""
     if engine.tokenizer is None:
         return ""
     return await _put_together(shown, engine.tokenizer, token_ids)

@@ -1,4 +1,4 @@
-"""The bodies of answers as types: what /openapi.json says of them, and tests hold them to."""
+"""The bodies of answers as types: answers are built from them, and /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ EndReason: TypeAlias = Literal["stop", "length"]
 class ErrorDetails(Struct):
     message: str
     type: str
-    param: str | None  # the field of the request that is at fault, as a dotted path
+    param: str | None  # the dotted path of the field that is wrong
     code: str | None
 
 
 class Error(Struct):
-    """Every answer that is not a success, and the event that ends a stream that failed."""
+    """The body of every error, and the event that ends a failed stream."""
 
     error: ErrorDetails
 
@@ -27,11 +27,11 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    reasoning_tokens: int  # reported apart from the answer: none are
+    reasoning_tokens: int  # always 0: thinking is part of the answer
 
 
 class Usage(Struct):
-    """A prompt counts once, however many choices it has. In a chunk: that choice's, so far."""
+    """Token counts. A prompt counts once, however many choices it has. In a chunk: those so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,11 +42,11 @@ class Usage(Struct):
 
 class PromptToken(Struct):
     logprob: float
-    rank: int | None  # 1 for the likeliest; null for a token of the prompt that is not in the top
+    rank: int | None  # 1 for the likeliest; null for a prompt token that is not among the requested
     decoded_token: str
 
 
-# Of each token of the prompt but the first: it and the likeliest at its place, by token id.
+# For each prompt token (null for the first): it and the likeliest at its position, by token id.
 PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
 
 
@@ -64,7 +64,7 @@ class ScoredToken(RankedToken):
 
 
 class ChatLogprobs(Struct):
-    """Of exactly the tokens that the content is made of, their part in it."""
+    """The logprobs of exactly the tokens that the content consists of."""
 
     content: list[ScoredToken]
     refusal: None
@@ -109,7 +109,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Struct):
-    """An event of a stream. The last one before [DONE] has the usage, if that was asked for."""
+    """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -117,19 +117,19 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
 
 
 # -- completions ----------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Struct):
-    """Of every token. Those that are no text of their own are called by their bytes or their id."""
+    """The logprobs of every token. Tokens without a text of their own are named by bytes or id."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]  # where each begins in the text, in characters
+    text_offset: list[int]  # position of each token in the text, in characters
 
 
 class CompletionAnswerChoice(Struct):
@@ -156,12 +156,12 @@ class CompletionChunkChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: EndReason | None
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
     token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(Struct):
-    """An event of a stream. The last one before [DONE] has the usage, if that was asked for."""
+    """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
     object: Literal["text_completion"]
@@ -191,7 +191,7 @@ class Model(Struct):
     created: int
     owned_by: str
     max_model_len: int  # tokens of prompt and answer together
-    vocab_size: int  # token ids are below it
+    vocab_size: int  # token ids are less than this
 
 
 class ModelList(Struct):
