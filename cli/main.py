@@ -14,7 +14,7 @@ from minisgl.errors import MinisglError
 from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
-from .chat import chat
+from .chat.command import chat
 from .serve import serve
 from .version import version
 

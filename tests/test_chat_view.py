@@ -17,9 +17,11 @@ from rich.console import Console
 from screens import Screen
 
 from minisgl.printable import printable
-from minisgl_cli import view
-from minisgl_cli.live import Line, LiveLines
-from minisgl_cli.markdown import (
+from minisgl_cli.chat.repl import on_interrupt
+from minisgl_cli.chat.thinking import MAX_HELD_CHARS, ThinkingSplitter
+from minisgl_cli.chat.ui import view
+from minisgl_cli.chat.ui.live import Line, LiveLines
+from minisgl_cli.chat.ui.markdown import (
     MAX_SIZE,
     PARSER,
     UNDECIDED,
@@ -29,10 +31,8 @@ from minisgl_cli.markdown import (
     highlighted,
     size,
 )
-from minisgl_cli.pipe import Pipe
-from minisgl_cli.repl import on_interrupt
-from minisgl_cli.thinking import MAX_HELD_CHARS, ThinkingSplitter
-from minisgl_cli.view import MarkdownView, PlainView
+from minisgl_cli.chat.ui.pipe import Pipe
+from minisgl_cli.chat.ui.view import MarkdownView, PlainView
 
 ANSWER = """# A *title*
 

@@ -38,9 +38,9 @@ from minisgl.client.sse import EVENT_BYTES, MEMORY_BYTES, EventCutter
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.printable import printable
-from minisgl_cli.config import ChatConfig
-from minisgl_cli.model import ReplyDelta
-from minisgl_cli.server_model import ServerModel
+from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.chat.model import ReplyDelta
+from minisgl_cli.chat.server_model import ServerModel
 
 KEY = "sk-0123456789"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202e\u2066\r\b"

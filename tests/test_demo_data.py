@@ -37,7 +37,7 @@ from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server.config import ServerConfig
 from minisgl.tokenizer import Tokenizer
-from minisgl_cli.config import ChatConfig
+from minisgl_cli.chat.config import ChatConfig
 
 BATCH_TOKENS = 6144
 ENGINE_COMMANDS = ["serve", "chat", "bench", "bench latency", "bench serve"]

@@ -13,7 +13,7 @@ from minisgl.bench.load_config import LoadConfig
 from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
-from minisgl_cli.config import ChatConfig
+from minisgl_cli.chat.config import ChatConfig
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -34,7 +34,7 @@ def todays_tables() -> dict[str, Any]:
     An option is one entry, however many commands have it. Its `defaults` and its `helps` are rows
     of a text and the commands where it holds; more than one row where commands differ.
     """
-    from minisgl_cli.repl import COMMANDS
+    from minisgl_cli.chat.repl import COMMANDS
 
     commands = shown_commands()
     options: dict[str, dict[str, Any]] = {}

@@ -14,7 +14,7 @@ import msgspec
 from minisgl.errors import InvalidRequestError
 from minisgl.request import SamplingParams
 
-from .wording import aligned, did_you_mean, shortened
+from .text_format import aligned, did_you_mean, shortened
 
 NOT_SHOWN = ("logprobs", "prompt_logprobs")  # by a chat, whatever they bring
 NAMES = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in NOT_SHOWN)

@@ -14,9 +14,9 @@ from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 
 from .model import ContextFullError, Message, ReplyDelta
-from .seen_tokens import keep_seen
+from .prompt_reuse import keep_seen
+from .text_format import count
 from .thinking import OPEN
-from .wording import count
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
 

@@ -28,7 +28,7 @@ class FileError(CallerError):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedConversation:
     turns: list[Turn]
     question: str | None = None  # at the end, without an answer
     # None: the file does not say.
@@ -84,7 +84,7 @@ def _mode_to_keep(path: str) -> int:
     return stat.S_IMODE(os.stat(path).st_mode)
 
 
-def read(path: str) -> Saved:
+def read(path: str) -> SavedConversation:
     """Raises FileError, which says what is wrong."""
     content = _content(path)
     if isinstance(content, list):
@@ -115,7 +115,7 @@ def read(path: str) -> Saved:
                 "user first."
             )
     texts = [text for _, text in roles_and_texts]
-    return Saved(
+    return SavedConversation(
         [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=False)],
         texts[-1] if len(texts) % 2 else None,
         system,

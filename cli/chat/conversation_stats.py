@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .answer import Answer
-from .wording import count
+from .reply import Reply
+from .text_format import count
 
 
 @dataclass(slots=True)
-class Tally:
+class ConversationStats:
     """Sums over answers, those included that were dropped later. Times in seconds."""
 
     num_counted: int = 0  # answers of which the tokens are known, with those tokens
@@ -21,7 +21,7 @@ class Tally:
     num_prompt_tokens: int = 0  # where it is told how many of them were cached
     num_cached_tokens: int = 0
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Reply) -> None:
         if answer.num_tokens is not None:
             self.num_counted += 1
             self.num_tokens += answer.num_tokens

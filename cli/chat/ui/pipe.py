@@ -1,4 +1,4 @@
-"""The face of the chat for a program: plain lines in, plain answers out."""
+"""The chat's user interface for a program: plain lines in, plain answers out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from threading import Thread
 
 from minisgl.printable import printable
 
-from .quotes import QUOTES, is_open
-from .thinking import CLOSE, OPEN
+from ..text_format import QUOTES, is_open
+from ..thinking import CLOSE, OPEN
 
 
 class Pipe:

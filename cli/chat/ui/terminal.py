@@ -1,4 +1,4 @@
-"""The face of the chat for a person: line editing by prompt_toolkit, Markdown by rich."""
+"""The chat's user interface for a person: line editing by prompt_toolkit, Markdown by rich."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from importlib import metadata
 
 from minisgl.errors import MinisglError
 
-from .answer import Answer
-from .commands import TABLE, Session, Then, run_command
+from .commands import TABLE, NextAction, Session, run_command
 from .model import ChatModel, ContextFullError
-from .quotes import QUOTES, as_command, is_open, unquoted
+from .reply import Reply
+from .text_format import QUOTES, as_command, is_open, unquoted
 from .thinking import Split
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
@@ -31,64 +31,64 @@ class Repl:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._face = session.face
+        self._ui = session.ui
         self._was_interrupted = False
 
     async def run(self) -> int:
         """Returns how many questions and commands failed."""
-        with self._face.talking():
+        with self._ui.talking():
             while (typed := await self._read()) is not None:
                 then = self._take(typed)
-                if then is Then.LEAVE:
+                if then is NextAction.LEAVE:
                     break
-                if then is Then.ANSWER:
+                if then is NextAction.ANSWER:
                     await self._answer()
         return self._session.num_failed
 
-    def _take(self, typed: str) -> Then:
+    def _take(self, typed: str) -> NextAction:
         if is_open(typed):  # of a pipe that has come to its end
             self._session.refuse(f"What begins with {QUOTES} has to end with {QUOTES}.")
-            return Then.READ
+            return NextAction.READ
         if (command := as_command(typed)) is not None:
             return run_command(self._session, *command)
         if not (question := unquoted(typed)).strip():
-            return Then.READ
+            return NextAction.READ
         self._session.conversation.ask(question)
-        return Then.ANSWER
+        return NextAction.ANSWER
 
     async def _read(self) -> str | None:
         interrupted, self._was_interrupted = self._was_interrupted, False
-        return await self._face.read(interrupted=interrupted)
+        return await self._ui.read(interrupted=interrupted)
 
     async def _answer(self) -> None:
-        answer = Answer(asked_at=time.perf_counter())
+        answer = Reply(asked_at=time.perf_counter())
         task = asyncio.create_task(self._stream(answer))
         with on_interrupt(task.cancel):
             await asyncio.wait([task])
         self._was_interrupted = task.cancelled()
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, MinisglError):
-            raise error  # the face is gone, or we are wrong
+            raise error  # the terminal or pipe is gone, or this is a bug
         session = self._session
         # What came is part of the conversation, whether or not it came to its end.
         if answer.has_come:
             session.conversation.answer(answer.message, answer.num_context_tokens)
-            session.tally.add(answer)
-            self._face.note(answer.summary())
+            session.stats.add(answer)
+            self._ui.note(answer.summary())
         if remark := self._remark_on(answer, error):
-            self._face.say(remark)
+            self._ui.say(remark)
         if error is not None or not answer.has_come:
             session.num_failed += 1
         if not answer.has_come:
             if session.conversation.give_up():
-                self._face.say("The answer before is kept.")
+                self._ui.say("The answer before is kept.")
             else:
-                self._face.note("/retry asks again.")
+                self._ui.note("/retry asks again.")
 
-    async def _stream(self, answer: Answer) -> None:
+    async def _stream(self, answer: Reply) -> None:
         session = self._session
         deltas = session.model.reply(session.conversation.messages, session.sampling)
-        with self._face.answering():
+        with self._ui.answering():
             try:
                 async with aclosing(deltas):
                     async for delta in deltas:
@@ -98,11 +98,11 @@ class Repl:
 
     def _show(self, split: Split) -> None:
         if split.thinking:
-            self._face.think(split.thinking)
+            self._ui.think(split.thinking)
         if split.text:
-            self._face.write(split.text)
+            self._ui.write(split.text)
 
-    def _remark_on(self, answer: Answer, error: MinisglError | None) -> str | None:
+    def _remark_on(self, answer: Reply, error: MinisglError | None) -> str | None:
         """What the person has to know about the end of an answer, if anything."""
         limit = self._session.model.max_seq_len
         if isinstance(error, ContextFullError):

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from minisgl.request import FinishReason
 
 from .model import ReplyDelta
+from .text_format import count
 from .thinking import CLOSE, Split, ThinkingSplitter
-from .wording import count
 
 
 @dataclass(slots=True)
-class Answer:
+class Reply:
     """Collects deltas, with the times that matter to the person who waits. Times in seconds."""
 
     asked_at: float

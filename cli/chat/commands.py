@@ -10,14 +10,13 @@ from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
 
-from . import parameters, saved
+from . import conversation_file, parameters
 from .conversation import Conversation
-from .face import Face
+from .conversation_stats import ConversationStats
 from .model import ChatModel
-from .quotes import unquoted_argument
-from .tally import Tally
+from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
 from .thinking import split_whole
-from .wording import aligned, count, did_you_mean, shortened
+from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50
 NUM_RECALLED_CHARS = 2000  # of a question and of an answer, where a conversation is loaded
@@ -28,18 +27,18 @@ class Session:
     """What commands read and change."""
 
     model: ChatModel
-    face: Face
+    ui: ChatUI
     conversation: Conversation
     sampling: dict[str, Any] = field(default_factory=dict)  # where the person has chosen
-    tally: Tally = field(default_factory=Tally)  # of this conversation
+    stats: ConversationStats = field(default_factory=ConversationStats)  # of this conversation
     num_failed: int = 0  # questions without a whole answer, and what was refused
 
     def refuse(self, reason: str) -> None:
         self.num_failed += 1
-        self.face.say(reason)
+        self.ui.say(reason)
 
 
-class Then(enum.Enum):
+class NextAction(enum.Enum):
     """What the loop does after a command."""
 
     READ = "read the next line"
@@ -54,11 +53,12 @@ class CommandError(CallerError):
 @dataclass(frozen=True, slots=True)
 class Command:
     does: str
-    run: Callable[[Session, str], Then]  # with what stands behind the name; raises MinisglError
-    takes: str = ""  # a word for that; "": nothing may stand there
+    # Gets the session and the text after the name. Raises MinisglError.
+    run: Callable[[Session, str], NextAction]
+    takes: str = ""  # the name of its argument; "": it takes none
 
 
-def run_command(session: Session, name: str, rest: str) -> Then:
+def run_command(session: Session, name: str, rest: str) -> NextAction:
     """`rest` is what stands behind the name. What goes wrong is said."""
     try:
         command = TABLE.get(name)
@@ -73,59 +73,59 @@ def run_command(session: Session, name: str, rest: str) -> Then:
         return command.run(session, rest)
     except MinisglError as error:
         session.refuse(str(error))
-        return Then.READ
+        return NextAction.READ
 
 
 # -- the conversation -----------------------------------------------------------------------------
 
 
-def _retry(session: Session, rest: str) -> Then:
+def _retry(session: Session, rest: str) -> NextAction:
     if not session.conversation.ask_again():
         raise CommandError("There is no question to ask again.")
-    return Then.ANSWER
+    return NextAction.ANSWER
 
 
-def _undo(session: Session, rest: str) -> Then:
+def _undo(session: Session, rest: str) -> NextAction:
     turn = session.conversation.undo()
     if turn is None:
         raise CommandError("There is no question to take back.")
     left = count(len(session.conversation.turns), "turn")
-    session.face.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
-    return Then.READ
+    session.ui.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
+    return NextAction.READ
 
 
-def _reset(session: Session, rest: str) -> Then:
+def _reset(session: Session, rest: str) -> NextAction:
     session.conversation.reset()
-    session.tally = Tally()
-    session.face.note("A new conversation.")
-    return Then.READ
+    session.stats = ConversationStats()
+    session.ui.note("A new conversation.")
+    return NextAction.READ
 
 
-def _save(session: Session, rest: str) -> Then:
+def _save(session: Session, rest: str) -> NextAction:
     path = _path("/save", rest)
-    saved.write(path, session.conversation, session.sampling, session.model.name)
+    conversation_file.write(path, session.conversation, session.sampling, session.model.name)
     more = "" if session.conversation.question is None else " and a question without an answer"
-    session.face.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
-    return Then.READ
+    session.ui.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
+    return NextAction.READ
 
 
-def _load(session: Session, rest: str) -> Then:
-    file = saved.read(_path("/load", rest))
+def _load(session: Session, rest: str) -> NextAction:
+    file = conversation_file.read(_path("/load", rest))
     system = session.conversation.system if file.system is None else file.system
     session.conversation = Conversation(system, file.turns, file.question)
-    session.tally = Tally()
+    session.stats = ConversationStats()
     if file.sampling is not None:
         _replace_sampling(session, file.sampling)
     model = session.model.name
     other = f", saved with {file.model}" if file.model and file.model != model else ""
-    session.face.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
+    session.ui.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
     for turn in file.turns[-1:]:
-        session.face.note(f"> {_end(turn.question)}")
-        session.face.note(_end(split_whole(turn.answer).text))
+        session.ui.note(f"> {_end(turn.question)}")
+        session.ui.note(_end(split_whole(turn.answer).text))
     if file.question is not None:
-        session.face.note(f"> {_end(file.question)}")
-        session.face.note("Not answered yet: /retry asks it.")
-    return Then.READ
+        session.ui.note(f"> {_end(file.question)}")
+        session.ui.note("Not answered yet: /retry asks it.")
+    return NextAction.READ
 
 
 def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
         try:
             session.sampling = _with(session, name, parameters.in_form(name, value))
         except MinisglError as error:
-            session.face.say(f"Left out of the file's parameters: {error}")
+            session.ui.say(f"Left out of the file's parameters: {error}")
 
 
 def _end(text: str) -> str:
@@ -146,23 +146,23 @@ def _end(text: str) -> str:
 def _path(name: str, rest: str) -> str:
     if not (typed := unquoted_argument(rest)):
         raise CommandError(f"{name} takes the name of a file, such as {name} chat.json.")
-    return saved.path_of(typed)
+    return conversation_file.path_of(typed)
 
 
 # -- how it is answered ---------------------------------------------------------------------------
 
 
-def _system(session: Session, rest: str) -> Then:
+def _system(session: Session, rest: str) -> NextAction:
     if rest:
         session.conversation.system = unquoted_argument(rest)
         now = "set" if session.conversation.system else "cleared"
-        session.face.note(f"The system prompt is {now}; the conversation stays.")
+        session.ui.note(f"The system prompt is {now}; the conversation stays.")
     else:
-        session.face.say(session.conversation.system or "There is no system prompt.")
-    return Then.READ
+        session.ui.say(session.conversation.system or "There is no system prompt.")
+    return NextAction.READ
 
 
-def _set(session: Session, rest: str) -> Then:
+def _set(session: Session, rest: str) -> NextAction:
     said = re.fullmatch(r"([^\s=]+)(?:\s*=\s*|\s+)(.+)", rest, re.DOTALL)
     if said is None:
         raise CommandError("/set takes a name and a value, such as /set temperature 0.5.")
@@ -177,8 +177,8 @@ def _set(session: Session, rest: str) -> Then:
     unknown = name in session.sampling and name not in parameters.NAMES
     remark = "; minisgl does not know it and sends it as it is" if unknown else ""
     hint = did_you_mean(name, parameters.NAMES) if unknown else ""
-    session.face.note(f"{name} is {now}{remark}. {hint}".rstrip())
-    return Then.READ
+    session.ui.note(f"{name} is {now}{remark}. {hint}".rstrip())
+    return NextAction.READ
 
 
 def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
@@ -191,38 +191,38 @@ def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
     return changed
 
 
-def _params(session: Session, rest: str) -> Then:
+def _params(session: Session, rest: str) -> NextAction:
     for line in parameters.listed(session.sampling, session.model.sampling_defaults):
-        session.face.say(line)
-    return Then.READ
+        session.ui.say(line)
+    return NextAction.READ
 
 
 # -- the rest -------------------------------------------------------------------------------------
 
 
-def _stats(session: Session, rest: str) -> Then:
+def _stats(session: Session, rest: str) -> NextAction:
     turns, limit = session.conversation.turns, session.model.max_seq_len
     rows = [("turns", f"{len(turns):,}")]
     if turns and (used := turns[-1].num_tokens) is not None:
         of_limit = f"{used:,} of {count(limit, 'token')} ({used / limit:.0%})" if limit else ""
         rows.append(("context", of_limit or count(used, "token")))
-    for line in aligned([*rows, *session.tally.rows(), *session.model.status()]):
-        session.face.say(line)
-    return Then.READ
+    for line in aligned([*rows, *session.stats.rows(), *session.model.status()]):
+        session.ui.say(line)
+    return NextAction.READ
 
 
-def _help(session: Session, rest: str) -> Then:
+def _help(session: Session, rest: str) -> NextAction:
     rows: list[tuple[str, ...]] = []
     for group in GROUPS:
         rows += [(f"{name} {row.takes}".rstrip(), row.does) for name, row in group.items()]
         rows.append(())
-    for line in aligned([*rows, *session.face.keys.items()]):
-        session.face.say(line)
-    return Then.READ
+    for line in aligned([*rows, *session.ui.keys.items()]):
+        session.ui.say(line)
+    return NextAction.READ
 
 
-def _exit(session: Session, rest: str) -> Then:
-    return Then.LEAVE
+def _exit(session: Session, rest: str) -> NextAction:
+    return NextAction.LEAVE
 
 
 # As /help shows them.

@@ -19,8 +19,8 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from .parameters import NAMES
-from .quotes import is_open
+from ..parameters import NAMES
+from ..text_format import is_open
 
 # What follows a command.
 ARGUMENTS: Mapping[str, Completer] = {

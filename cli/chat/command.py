@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 
 from minisgl.config import EngineConfig, refuse_engine_options
 
+from ..logs import set_up_logging
+from ..options import takes_options
 from .config import ChatConfig
 from .conversation import Conversation
-from .face import Face, open_face
-from .logs import set_up_logging
 from .model import ChatModel
-from .options import takes_options
+from .ui.base import ChatUI
+from .ui.select import open_ui
 
 INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
 
@@ -27,51 +28,51 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     set_up_logging(default="WARNING")
     from .repl import COMMANDS
 
-    face = open_face(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
+    ui = open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
     if not chat.url:
-        with face.busy("Loading the libraries"):
+        with ui.busy("Loading the libraries"):
             from . import engine_model  # noqa: F401 - seconds, of which the person should know
 
-    num_failed = asyncio.run(_talk(chat, engine, face))
+    num_failed = asyncio.run(_talk(chat, engine, ui))
     # A person has seen why; a program at the other end of a pipe looks at the exit code.
-    return 1 if num_failed and not face.interactive else 0
+    return 1 if num_failed and not ui.interactive else 0
 
 
-async def _talk(chat: ChatConfig, engine: EngineConfig, face: Face) -> int:
+async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:
     """Raises MinisglError if there is nobody to talk to."""
     from .commands import Session
     from .repl import Repl, banner
 
-    opened = _server(chat, engine, face) if chat.url else _engine(engine, face)
+    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui)
     async with opened as model:
-        face.note(banner(model))
+        ui.note(banner(model))
         if not chat.url and not engine.model:
             from minisgl.models.hub import DEMO_NOTE
 
-            face.note(DEMO_NOTE)
-        face.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
-        session = Session(model, face, Conversation(chat.system), dict(chat.sampling))
+            ui.note(DEMO_NOTE)
+        ui.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        session = Session(model, ui, Conversation(chat.system), dict(chat.sampling))
         return await Repl(session).run()
 
 
 @asynccontextmanager
-async def _server(chat: ChatConfig, engine: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
+async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
     from minisgl.client.keys import find_key
 
     from .server_model import ServerModel
 
-    with face.busy("Connecting"):
+    with ui.busy("Connecting"):
         key = find_key(chat)
         model = await ServerModel.connect(chat.url, key, engine.model, chat.request_timeout)
     yield model
 
 
 @asynccontextmanager
-async def _engine(config: EngineConfig, face: Face) -> AsyncIterator[ChatModel]:
+async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
     from .engine_model import EngineModel, start_engine
 
     try:
-        with face.busy("Loading the model") as show:
+        with ui.busy("Loading the model") as show:
 
             def progress(phase: str, share: float) -> None:
                 show(f"{phase.capitalize()} {share:.0%}" if share else phase.capitalize())

@@ -1,14 +1,13 @@
-"""Where the REPL reads questions and writes answers: a terminal, or a pipe."""
+"""The interface between the chat and the place where it talks: a terminal, or a pipe."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 
-class Face(Protocol):
+class ChatUI(Protocol):
     """What the REPL needs of the place where it talks."""
 
     interactive: bool
@@ -48,14 +47,3 @@ class Face(Protocol):
     def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         """Shows what takes time while the context is open; calling its target shows more of it."""
         ...
-
-
-def open_face(commands: Mapping[str, str], *, show_thinking: bool, plain: bool) -> Face:
-    """A terminal's, or a pipe's where input or output is one."""
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        from .terminal import Terminal
-
-        return Terminal(commands, show_thinking=show_thinking, plain=plain)
-    from .pipe import Pipe
-
-    return Pipe(show_thinking=show_thinking)
