@@ -23,7 +23,7 @@ from minisgl.bench.plan import PlannedRequest
 from minisgl.bench.target import Target
 from minisgl.tokenizer import Tokenizer
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parent.parent / "scripts" / "bench"
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)
 

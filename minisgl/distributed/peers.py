@@ -1,7 +1,7 @@
 """Collectives over memory that the GPUs of one host share, over NVLink where there is one. NVLink's
 multicast is not used.
 
-By size, as scripts/bench_collectives.py measured it on two and four H200 (the README has the
+By size, as scripts/bench/bench_collectives.py measured it on two and four H200 (the README has the
 table):
 
 - Few rows go in one shot, which the product before may send: of 5,120 elements in half precision

@@ -2,8 +2,8 @@
 
 F.linear takes the first algorithm that cuBLAS proposes. Of all that it proposes, others are up to
 15 % faster on an H200 where a model decodes, often one that does not split k
-(scripts/bench_linear.py). So the proposals are timed at start, on the weights of the model, for
-some numbers of rows; the numbers between them take what the next larger one took.
+(scripts/bench/bench_linear.py). So the proposals are timed at start, on the weights of the model,
+for some numbers of rows; the numbers between them take what the next larger one took.
 
 From some 64 rows on the device comes to its power limit within a tenth of a second. What was the
 fastest in a short trial then loses to cuBLAS's own choice, whose larger tiles move less: 1 to 3 %

@@ -200,8 +200,8 @@ _NUM_SMS = 132
 def tiles(
     m: int, n: int, k: int, shared_bytes: int, *, gated: bool = False, may_split: bool = True
 ) -> Tiles:
-    """For half precision on an H200, by scripts/bench_linear.py --tune and by the time of whole
-    steps; where a program may have less than its shared memory, with what fits. n counts both
+    """For half precision on an H200, by scripts/bench/bench_linear.py --tune and by the time of
+    whole steps; where a program may have less than its shared memory, with what fits. n counts both
     halves of a gated map."""
     halves = 2 if gated else 1
     n //= halves

@@ -1,12 +1,12 @@
 """Where the time of a decode step goes on a GPU:
 
-python scripts/profile_decode.py FOLDER --batch 1
+python scripts/bench/profile_decode.py FOLDER --batch 1
 
 
 Requests of --input prompt tokens decode together while torch.profiler watches --steps of their
 steps. The table adds up the kernels of each kind. Launches may overlap, so *busy* is the time in
 which any kernel ran, and *gaps* is what is left of the step: launches and, where the host falls
-behind, waiting for it. FOLDER needs no more than a config.json (see scripts/dummy_config.py).
+behind, waiting for it. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
 
 from __future__ import annotations

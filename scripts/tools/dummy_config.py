@@ -1,6 +1,6 @@
 """Writes the config.json of a public model, for benchmarks with random weights and no download.
 
-python scripts/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
+python scripts/tools/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
 minisgl bench --model /tmp/qwen3-0.6b --load-format dummy
 """
 

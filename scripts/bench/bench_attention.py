@@ -1,4 +1,4 @@
-"""Times attention backends on a GPU: `python scripts/bench_attention.py triton fi trtllm`.
+"""Times attention backends on a GPU: `python scripts/bench/bench_attention.py triton fi trtllm`.
 
 Decode: replays of a CUDA graph that attends once in each of several layers, whose caches together
 do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Medians; bytes and operations

@@ -1,10 +1,10 @@
-"""How much arriving prompts delay running answers: `python scripts/bench_mixed.py FOLDER`.
+"""How much arriving prompts delay running answers: `python scripts/bench/bench_mixed.py FOLDER`.
 
 32 streams decode steadily. The time between two tokens of a stream (ITL) is taken without and with
 requests that arrive meanwhile, 20 a second, with prompts of 100 to 500 tokens and 32 tokens out.
 The streams run in rounds of limited length, so that their contexts are alike in both cases; a
 round counts from the moment when all of them decode. The last line compares the p99 with arrivals
-to the median without. FOLDER needs no more than a config.json (see scripts/dummy_config.py).
+to the median without. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Takes today's options and commands for the next training of the demo model.
 
-`python scripts/snapshot_demo.py` writes them into minisgl/assets/demo/minisgl.json, which training
-and evaluation read, and prints the hash of the evaluation's questions that follow from them: freeze
-it in demo/evaluation.py, then run train_demo.py. Until then the bundled model knows the old ones.
+`python scripts/demo/snapshot_demo.py` writes them into minisgl/assets/demo/minisgl.json, which
+training and evaluation read, and prints the hash of the evaluation's questions that follow from
+them: freeze it in demo_model/evaluation.py, then run train_demo.py. Until then the bundled model
+knows the old ones.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from demo.evaluation import evaluation_hash
-from demo.tables import SNAPSHOT, snapshot, todays_tables
+from demo_model.evaluation import evaluation_hash
+from demo_model.tables import SNAPSHOT, snapshot, todays_tables
 from minisgl import __version__
 
 

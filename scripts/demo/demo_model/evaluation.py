@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from demo.conversation import Conversation, instructed, remembering
-from demo.data import tokenize
-from demo.skills import SKILLS, draw
-from demo.world import World, plain
+from demo_model.conversation import Conversation, instructed, remembering
+from demo_model.data import tokenize
+from demo_model.skills import SKILLS, draw
+from demo_model.world import World, plain
 
 SEED = 20261121
 SPLITS = ("instances", "phrasings")

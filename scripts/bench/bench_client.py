@@ -1,4 +1,4 @@
-"""How many events the benchmarks' client takes on one core: `python scripts/bench_client.py`.
+"""How many events the benchmarks' client takes on one core: `python scripts/bench/bench_client.py`.
 
 A server in another process writes events of the usual size to 256 connections, one at a time and as
 fast as it can. `one core` is what the client's CPU time for an event comes to; when several events

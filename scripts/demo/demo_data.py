@@ -1,7 +1,7 @@
-"""Prints conversations as the demo model is trained on: `python scripts/demo_data.py [SKILL]`.
+"""Prints conversations as the demo model is trained on: `python scripts/demo/demo_data.py [SKILL]`.
 
-SKILL is one of demo/skills.py, 'recall' or 'system'; without it everything comes, as often as in
-the training. `--evaluation` prints the questions of the held-out evaluation instead.
+SKILL is one of demo_model/skills.py, 'recall' or 'system'; without it everything comes, as often as
+in the training. `--evaluation` prints the questions of the held-out evaluation instead.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import random
 
-from demo.conversation import Conversation, conversation, instructed, remembering
-from demo.data import NOISE
-from demo.evaluation import MANNERS, cases
-from demo.skills import SKILLS, draw
-from demo.world import World
+from demo_model.conversation import Conversation, conversation, instructed, remembering
+from demo_model.data import NOISE
+from demo_model.evaluation import MANNERS, cases
+from demo_model.skills import SKILLS, draw
+from demo_model.world import World
 
 
 def main() -> None:

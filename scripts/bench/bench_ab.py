@@ -1,12 +1,12 @@
 """Compares the speed of two versions of minisgl on one machine, in the order A-B-A-B:
 
 pip install --no-deps --no-build-isolation --target /tmp/a OLD_CHECKOUT   (and /tmp/b NEW_CHECKOUT)
-python scripts/bench_ab.py /tmp/a /tmp/b --model FOLDER [--model FOLDER ...]
+python scripts/bench/bench_ab.py /tmp/a /tmp/b --model FOLDER [--model FOLDER ...]
 
 Each round runs `minisgl bench latency` and, unless --no-offline, `minisgl bench` of each model,
-with the one version and then with the other, on random weights (see scripts/dummy_config.py). The
-table has the median of each figure over the rounds, and by how much B differs from A. Options that
-are not this script's go to the benchmarks.
+with the one version and then with the other, on random weights (see scripts/tools/dummy_config.py).
+The table has the median of each figure over the rounds, and by how much B differs from A. Options
+that are not this script's go to the benchmarks.
 """
 
 from __future__ import annotations

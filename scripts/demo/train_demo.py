@@ -1,4 +1,4 @@
-"""Trains the bundled demo model: `python scripts/train_demo.py FOLDER`.
+"""Trains the bundled demo model: `python scripts/demo/train_demo.py FOLDER`.
 
 A Qwen3 of 5.2 million parameters, trained from nothing on generated conversations (scripts/demo/)
 and written under the Hugging Face names. One GPU takes minutes, so the whole of it is one process:
@@ -28,13 +28,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo.batches import BATCH_UNIT, Shard, make_batches, plan_rows
-from demo.data import END_ID, END_OF_TEXT_ID
-from demo.evaluation import FROZEN_HASH, SPLITS, TokenizedCase, evaluation_hash, tokenized_cases
-from demo.model import Model, Shape, hugging_face_config, named_weights
-from demo.muon import Muon
-from demo.tables import SNAPSHOT, snapshot
-from demo.tokenizer import make_tokenizer
+from demo_model.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo_model.data import END_ID, END_OF_TEXT_ID
+from demo_model.evaluation import (
+    FROZEN_HASH,
+    SPLITS,
+    TokenizedCase,
+    evaluation_hash,
+    tokenized_cases,
+)
+from demo_model.model import Model, Shape, hugging_face_config, named_weights
+from demo_model.muon import Muon
+from demo_model.tables import SNAPSHOT, snapshot
+from demo_model.tokenizer import make_tokenizer
 
 BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
 MUON_LR = 0.02
@@ -358,7 +364,7 @@ def main() -> None:
     if (folder / FINISHED).exists():
         raise SystemExit(f"{folder} holds a finished model: train in another folder, or remove it")
     if evaluation_hash() != FROZEN_HASH:
-        raise SystemExit("the evaluation has changed; freeze it first, in demo/evaluation.py")
+        raise SystemExit("the evaluation has changed; freeze it first, in demo_model/evaluation.py")
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer.json").exists():

@@ -1,9 +1,9 @@
 """Times linear maps on a GPU: Triton's beside cuBLAS's, with the algorithm that it takes first, and
 `tuned`: with the one that the engine takes.
 
-python scripts/bench_linear.py                  # the tiles in use
-python scripts/bench_linear.py --tune           # candidates, too; the best two of each case
-python scripts/bench_linear.py --chain          # the launches of a layer, one after the other
+python scripts/bench/bench_linear.py                  # the tiles in use
+python scripts/bench/bench_linear.py --tune           # candidates, too; the best two of each case
+python scripts/bench/bench_linear.py --chain          # the launches of a layer, one after the other
 
 Each figure is a median over replays of a CUDA graph of several calls, whose weights together do not
 fit into the L2 cache, so that each is read from memory as in a model. TB/s counts the weight, the

@@ -1,4 +1,4 @@
-"""The CPU bounds, on the bundled demo model: `python scripts/bench_cpu.py`.
+"""The CPU bounds, on the bundled demo model: `python scripts/bench/bench_cpu.py`.
 
 1. While 32 streams run, nothing blocks the event loop for more than 50 ms.
 2. 32 requests together make at least six times the tokens per second of one alone.

@@ -1,11 +1,11 @@
-"""What HTTP costs: `python scripts/bench_serve.py [FOLDER]`.
+"""What HTTP costs: `python scripts/bench/bench_serve.py [FOLDER]`.
 
 Sends the standard workload to a server in a process of its own, every request at once and streamed,
 and runs the same requests offline on the very same engine, in turns. The prefix cache is off, so
 that no run finds what another has left. On a GPU, FOLDER holds a config.json and a tokenizer (see
-scripts/dummy_config.py and scripts/dummy_tokenizer.py), and --load-format is dummy. With --step-ms
-a clock takes the place of the model, and shows what the host can keep up with. For other loads
-there is `minisgl bench serve`.
+scripts/tools/dummy_config.py and dummy_tokenizer.py beside it), and --load-format is dummy. With
+--step-ms a clock takes the place of the model, and shows what the host can keep up with. For other
+loads there is `minisgl bench serve`.
 
 One column for each repetition. ITL: between one event with text and the next. one token: at least
 this share of the events has one token alone. CPU: of the process, all threads, for each token.

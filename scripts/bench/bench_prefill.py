@@ -1,9 +1,11 @@
-"""How much of the hardware's arithmetic prefill uses: `python scripts/bench_prefill.py FOLDER`.
+"""How much of the hardware's arithmetic prefill uses.
+
+    python scripts/bench/bench_prefill.py FOLDER
 
 Sixteen prompts of 2,048 tokens at once, for one token each, so that nothing but prefill runs; the
 prefix cache is off. Counted are matrix products and causal attention: no padding, no masked score,
 and logits of the last token of a prompt only. The figures are of the second repetition, which has
-prompts of its own. FOLDER needs no more than a config.json (see scripts/dummy_config.py).
+prompts of its own. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from demo.conversation import Conversation, conversation
-from demo.world import World
+from demo_model.conversation import Conversation, conversation
+from demo_model.world import World
 
-END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # as demo/tokenizer.py orders them
+END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # as demo_model/tokenizer.py orders them
 MAX_TOKENS = 2048
 NOISE = 0.25  # of the questions are worn down
 

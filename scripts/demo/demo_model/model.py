@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from demo.batches import NOT_LEARNED
-from demo.data import END_ID, END_OF_TEXT_ID
+from demo_model.batches import NOT_LEARNED
+from demo_model.data import END_ID, END_OF_TEXT_ID
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the host spends on a step, with no model behind it: `python scripts/bench_host.py`.
+"""What the host spends on a step, with no model behind it: `python scripts/bench/bench_host.py`.
 
 1. plan + settle at 256 running requests, with a runner that returns at once. Limit: 1.5 µs a
    request and step.

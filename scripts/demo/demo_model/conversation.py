@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from demo.skills import Exchange, draw, listed
-from demo.world import World, word_list, words
+from demo_model.skills import Exchange, draw, listed
+from demo_model.world import World, word_list, words
 
 # How often each skill is drawn.
 WEIGHTS = {

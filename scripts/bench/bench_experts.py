@@ -1,7 +1,7 @@
 """Times a layer's experts on a GPU, with the choice of them.
 
-python scripts/bench_experts.py                 # the tiles in use
-python scripts/bench_experts.py --tune          # candidates, too; the best three of each kind
+python scripts/bench/bench_experts.py                 # the tiles in use
+python scripts/bench/bench_experts.py --tune          # candidates, too; the best three of each kind
 
 Each figure is a median over replays of a CUDA graph of several calls, whose rows choose other
 experts, so that their weights come from memory as in a model. `limit` is the bytes of the experts

@@ -1,7 +1,7 @@
 """What one kernel costs on a GPU, beside the torch code that it stands for.
 
-python scripts/bench_kernels.py
-python scripts/bench_kernels.py --models Qwen3-0.6B --rows 1 256 --only norm --no-pdl
+python scripts/bench/bench_kernels.py
+python scripts/bench/bench_kernels.py --models Qwen3-0.6B --rows 1 256 --only norm --no-pdl
 
 Each figure is a median over replays of a CUDA graph of 20 calls, so the host's time is not in it. A
 call follows another of its kind on the same tensors: up to some 50 MB they stay in the L2 cache,
@@ -15,15 +15,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from dummy_config import MODELS
 from torch import Tensor
 
 from minisgl.kernels import reference
 from minisgl.layers.rope import RotaryEmbedding
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from dummy_config import MODELS
 
 CALLS, REPLAYS, WARM_UP = 20, 25, 3
 BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12

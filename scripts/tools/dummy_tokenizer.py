@@ -1,6 +1,7 @@
 """Writes a tokenizer for a folder that has only a config.json, of the vocabulary size found there.
 
-    python scripts/dummy_config.py Qwen3-0.6B FOLDER && python scripts/dummy_tokenizer.py FOLDER
+    python scripts/tools/dummy_config.py Qwen3-0.6B FOLDER
+    python scripts/tools/dummy_tokenizer.py FOLDER
     minisgl serve --model FOLDER --load-format dummy
 
 Byte-level BPE without training: the 256 bytes, then words of two letters, of three and so on, each

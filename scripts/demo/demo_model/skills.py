@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from demo.tables import tables
-from demo.world import Phrase, World, is_held_out, word_list, words
+from demo_model.tables import tables
+from demo_model.world import Phrase, World, is_held_out, word_list, words
 
 ANSWERS = {
     "smalltalk": {

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from demo.data import make_shard
+from demo_model.data import make_shard
 
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 BATCH_UNIT = 6144  # the least number that all of them divide; a batch is a multiple of it

@@ -1,7 +1,7 @@
-"""How well the demo model answers what it was not trained on: `python scripts/eval_demo.py`.
+"""How well the demo model answers what it was not trained on: `python scripts/demo/eval_demo.py`.
 
-Asks it the held-out questions of demo/evaluation.py through minisgl.LLM, greedily. An answer counts
-only if it is the right one letter for letter.
+Asks it the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
+counts only if it is the right one letter for letter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from demo.evaluation import FROZEN_HASH, SPLITS, Case, cases, evaluation_hash
+from demo_model.evaluation import FROZEN_HASH, SPLITS, Case, cases, evaluation_hash
 from minisgl import LLM, SamplingParams
 
 MAX_ANSWER_TOKENS = 512  # of one that runs on

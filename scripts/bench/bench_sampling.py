@@ -1,4 +1,4 @@
-"""What sampling costs on the device: `python scripts/bench_sampling.py` on a machine with a GPU.
+"""Time of sampling on the device: `python scripts/bench/bench_sampling.py`, with a GPU.
 
 Each figure is the median over replays of a CUDA graph that samples several times in a row, so that
 no launch is timed. TB/s counts each row of logits once: the first pass, which nobody can avoid.

@@ -1,6 +1,6 @@
 """How long the sums between GPUs take that a tensor-parallel model needs, in CUDA graphs:
 
-python scripts/bench_collectives.py --tp 2
+python scripts/bench/bench_collectives.py --tp 2
 
 
 For rows of --hidden bfloat16, by their number: a sum with the norm behind it, what sampling gathers

@@ -1,4 +1,4 @@
-"""The clients of scripts/soak.py: `python scripts/soak_clients.py PORT MINUTES`.
+"""The clients of scripts/bench/soak.py: `python scripts/bench/soak_clients.py PORT MINUTES`.
 
 Each does one thing after another: streams, waits for whole answers, leaves in the middle, reads
 slowly, sends what is no request or what is too long. Ends with a line of JSON: how often they did

@@ -9,13 +9,13 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from demo.conversation import conversation
-from demo.data import MAX_TOKENS
-from demo.world import World
+from demo_model.conversation import conversation
+from demo_model.data import MAX_TOKENS
+from demo_model.world import World
 
 VOCAB_SIZE = 2048
 NUM_CONVERSATIONS = 20_000
-# The trainer puts them first: demo/data.py has their ids.
+# The trainer puts them first: demo_model/data.py has their ids.
 SPECIAL_TOKENS = END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # Words with their leading space, single digits, punctuation, white space.
