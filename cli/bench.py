@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 from .logs import set_up_logging

@@ -38,7 +38,7 @@ from minisgl_cli.chat.model import ReplyDelta
 from minisgl_cli.chat.parameters import NAMES
 from minisgl_cli.chat.prompt_reuse import keep_seen
 from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
-from minisgl_cli.chat.reply import Reply
+from minisgl_cli.chat.reply import ReplyRecord
 from minisgl_cli.chat.text_format import as_command, is_open, unquoted, unquoted_argument
 from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
 
@@ -101,7 +101,7 @@ class Said:
 
         async def ask() -> None:
             self.conversation.ask("ab")
-            answer = Reply(asked_at=0.0)
+            answer = ReplyRecord(asked_at=0.0)
             async for delta in self.model.reply(self.conversation.messages, {}):
                 answer.add(delta, 0.0)
             self.conversation.answer(answer.message)
@@ -226,8 +226,8 @@ def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> 
     return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
 
 
-def answered(*deltas: tuple[float, ReplyDelta]) -> Reply:
-    answer = Reply(asked_at=10.0)
+def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
+    answer = ReplyRecord(asked_at=10.0)
     for now, delta in deltas:
         answer.add(delta, now)
     return answer
@@ -599,7 +599,7 @@ async def test_a_later_turn_computes_only_what_is_new() -> None:
         num_seen = 0
         for turn in range(4):
             conversation.ask("Tell me more.")
-            answer = Reply(asked_at=0.0)
+            answer = ReplyRecord(asked_at=0.0)
             sampling = {"temperature": 2.0, "max_tokens": 60, "seed": turn}
             async for delta in model.reply(conversation.messages, sampling):
                 answer.add(delta, 0.0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
 from minisgl_cli.chat.config import ChatConfig

@@ -69,7 +69,7 @@ async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIt
 
 @asynccontextmanager
 async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
-    from .engine_model import EngineModel, start_engine
+    from .engine_model import EngineModel, start_chat_engine
 
     try:
         with ui.busy("Loading the model") as show:
@@ -77,7 +77,7 @@ async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
             def progress(phase: str, share: float) -> None:
                 show(f"{phase.capitalize()} {share:.0%}" if share else phase.capitalize())
 
-            engine = await start_engine(config, progress)
+            engine = await start_chat_engine(config, progress)
     except asyncio.CancelledError:
         # A thread that loads weights cannot be ended, and joining it would take minutes.
         os._exit(INTERRUPTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .reply import Reply
+from .reply import ReplyRecord
 from .text_format import count
 
 
@@ -21,7 +21,7 @@ class ConversationStats:
     num_prompt_tokens: int = 0  # where it is told how many of them were cached
     num_cached_tokens: int = 0
 
-    def add(self, answer: Reply) -> None:
+    def add(self, answer: ReplyRecord) -> None:
         if answer.num_tokens is not None:
             self.num_counted += 1
             self.num_tokens += answer.num_tokens

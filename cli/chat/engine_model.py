@@ -29,7 +29,9 @@ class ChatTokenizer(Protocol):
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
 
-async def start_engine(config: EngineConfig, progress: Callable[[str, float], None]) -> AsyncEngine:
+async def start_chat_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> AsyncEngine:
     """Loads a model to chat with. Raises MinisglError."""
     engine = await AsyncEngine.start(config, progress)
     if engine.tokenizer is None:

@@ -13,7 +13,7 @@ from minisgl.errors import MinisglError
 
 from .commands import TABLE, NextAction, Session, run_command
 from .model import ChatModel, ContextFullError
-from .reply import Reply
+from .reply import ReplyRecord
 from .text_format import QUOTES, as_command, is_open, unquoted
 from .thinking import Split
 
@@ -61,7 +61,7 @@ class Repl:
         return await self._ui.read(interrupted=interrupted)
 
     async def _answer(self) -> None:
-        answer = Reply(asked_at=time.perf_counter())
+        answer = ReplyRecord(asked_at=time.perf_counter())
         task = asyncio.create_task(self._stream(answer))
         with on_interrupt(task.cancel):
             await asyncio.wait([task])
@@ -85,7 +85,7 @@ class Repl:
             else:
                 self._ui.note("/retry asks again.")
 
-    async def _stream(self, answer: Reply) -> None:
+    async def _stream(self, answer: ReplyRecord) -> None:
         session = self._session
         deltas = session.model.reply(session.conversation.messages, session.sampling)
         with self._ui.answering():
@@ -102,7 +102,7 @@ class Repl:
         if split.text:
             self._ui.write(split.text)
 
-    def _remark_on(self, answer: Reply, error: MinisglError | None) -> str | None:
+    def _remark_on(self, answer: ReplyRecord, error: MinisglError | None) -> str | None:
         """What the person has to know about the end of an answer, if anything."""
         limit = self._session.model.max_seq_len
         if isinstance(error, ContextFullError):

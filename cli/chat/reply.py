@@ -12,7 +12,7 @@ from .thinking import CLOSE, Split, ThinkingSplitter
 
 
 @dataclass(slots=True)
-class Reply:
+class ReplyRecord:
     """Collects deltas, with the times that matter to the person who waits. Times in seconds."""
 
     asked_at: float

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from minisgl.client.address import api_base
-from minisgl.client.chunk import Chunk
+from minisgl.client.chunk import StreamChunk
 from minisgl.client.errors import Refusal, RefusedError, ServerError, not_openai, refused
 from minisgl.client.exchange import DOCUMENT_S, Stream, describe_redirect, open_stream
 from minisgl.client.models import ServedModel, headers_of, list_models
@@ -118,9 +118,9 @@ class ServerModel:
             if not finished:
                 raise ServerError(f"{self._base_url} ended its answer too early.")
 
-    def _read(self, data: bytes) -> Chunk:
+    def _read(self, data: bytes) -> StreamChunk:
         try:
-            return msgspec.json.decode(data, type=Chunk)
+            return msgspec.json.decode(data, type=StreamChunk)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise not_openai(self._base_url, error) from error
 
@@ -130,7 +130,7 @@ class ServerModel:
         return _too_long(said) or ServerError(f"{self._base_url}: {said.message}")
 
 
-def _delta(chunk: Chunk) -> ReplyDelta:
+def _delta(chunk: StreamChunk) -> ReplyDelta:
     delta = ReplyDelta()
     if chunk.choices:
         choice = chunk.choices[0]

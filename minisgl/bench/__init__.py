@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 
@@ -53,6 +53,6 @@ def run_serve(
 
 def run_compare(first: Path, second: Path) -> int:
     """Print two results of --json side by side. Raises MinisglError where one is none."""
-    from minisgl.bench.compare import compare
+    from minisgl.bench.report.compare import compare
 
     return compare(first, second)

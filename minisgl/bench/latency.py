@@ -10,15 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import RunRecord, run_streaming
-from minisgl.bench.export import write_csv
-from minisgl.bench.limits import DecodeStep, Peak, engine_peak
-from minisgl.bench.load_config import Point
-from minisgl.bench.measured import Measured
-from minisgl.bench.report import Figures, print_spreads, spreads, write_report
-from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
-from minisgl.bench.workload import make_workload
+from minisgl.bench.offline_run import RunRecord, run_streaming
+from minisgl.bench.online.config import Point
+from minisgl.bench.report.figures import Figures, print_spreads, spreads, write_report
+from minisgl.bench.report.output import make_console, write_csv
+from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.roofline import DecodeStep, Peak, engine_peak
+from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.workload.requests import make_workload
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -38,8 +37,8 @@ class BatchRecord:
     repetitions: list[Figures] = field(default_factory=list)
 
     @property
-    def measured(self) -> Measured:
-        return Measured(
+    def measured(self) -> PointResult:
+        return PointResult(
             point=Point(None, self.sizes.num_requests),
             figures=self.figures,
             limit=None,
@@ -60,7 +59,7 @@ async def bench_latency(
 ) -> int:
     """Load the model, measure, and print what came out. Returns the exit code."""
     console = make_console()
-    engine = await start_engine(console, engine_config)
+    engine = await start_bench_engine(console, engine_config)
     async with engine:
         sizes = [config.sizes(size, engine.config.device) for size in config.batch_sizes]
         for batch in sizes:
@@ -75,22 +74,22 @@ async def bench_latency(
         if engine.config.device == "cpu":
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
         peak = engine_peak(engine.config)
-        settle_memory()
+        freeze_memory()
         records = []
         for index, batch in enumerate(sizes):
             with console.status(f"Batch {batch.num_requests}"):
                 # No two runs have a seed in common: one would find its prompts in the prefix cache.
                 first_seed = config.seed + index * config.repeat
                 records.append(await _measure(engine, batch, config.repeat, first_seed, peak))
-        setting = Setting.of(engine, asdict(config))
+        run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
     if config.json_file is not None:
-        write_report(Path(config.json_file), setting, peak=peak, batches=records)
+        write_report(Path(config.json_file), run_info, peak=peak, batches=records)
     if report.csv_file is not None:
         rows = [({"batch_size": one.sizes.num_requests}, one.figures) for one in records]
         write_csv(Path(report.csv_file), rows)
     if report.plot_file is not None:
-        from minisgl.bench.plot import plot_points
+        from minisgl.bench.report.plot import plot_points
 
         plot_points(Path(report.plot_file), [record.measured for record in records])
     return 0

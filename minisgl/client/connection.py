@@ -55,13 +55,13 @@ def write_request(
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def connect(address: Address, request: bytes, take: Take) -> Connection:
+async def connect(address: Address, request: bytes, take: Take) -> ClientConnection:
     """Sends a request. Raises OSError.
 
     `take` gets every piece of the body and when it came; an AnswerError that it raises ends all.
     """
     loop = asyncio.get_running_loop()
-    connection = Connection(request, take)
+    connection = ClientConnection(request, take)
     failure = OSError("its name leads nowhere")
     for place in await _places(address):
         try:
@@ -101,7 +101,7 @@ async def _places(address: Address) -> list[str]:
     return await asyncio.wrap_future(found)
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """Reads an answer. `head` and `finished` are set as it comes, or fail with a ConnectionError
     whose words stand behind the server's name."""
 

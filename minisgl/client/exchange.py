@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urljoin
 
 from minisgl.client.address import Address
-from minisgl.client.connection import Connection, Head, connect, write_request
+from minisgl.client.connection import ClientConnection, Head, connect, write_request
 from minisgl.client.errors import AnswerError, ServerError, one_line, unreachable
 from minisgl.client.sse import DONE, EventCutter, data_of
 
@@ -117,7 +117,7 @@ class Stream:
             self._events += events
             self._news.set()
 
-    async def begin(self, connection: Connection) -> None:
+    async def begin(self, connection: ClientConnection) -> None:
         self._finished = connection.finished
         self._finished.add_done_callback(lambda _: self._news.set())
         self.head = await self._in_time(connection.head)

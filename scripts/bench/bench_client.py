@@ -12,7 +12,7 @@ import multiprocessing
 import time
 from multiprocessing.connection import Connection
 
-from minisgl.bench.client import post
+from minisgl.bench.online.client import post
 from minisgl.server.process import new_event_loop
 
 NUM_CLIENTS = 256

@@ -12,8 +12,8 @@ import asyncio
 import time
 
 from minisgl.bench.config import Sizes, Span
-from minisgl.bench.driver import run_offline
-from minisgl.bench.workload import make_workload
+from minisgl.bench.offline_run import run_offline
+from minisgl.bench.workload.requests import make_workload
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 

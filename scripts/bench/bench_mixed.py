@@ -20,12 +20,12 @@ from typing import NoReturn
 
 from rich.table import Table
 
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import gaps, token_times
-from minisgl.bench.report import percentile
+from minisgl.bench.offline_run import gaps, token_times
+from minisgl.bench.report.figures import percentile
+from minisgl.bench.report.output import make_console
+from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, settle_memory, start_engine
-from minisgl.bench.workload import make_job, random_tokens
+from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import ConfigError
 
@@ -111,13 +111,13 @@ class Mixture:
 
     def _submit(self, prompt_length: int, output_length: int) -> OutputStream:
         prompt = random_tokens(self._rng, prompt_length, self._engine.model.vocab_size)
-        job = make_job(prompt, max_tokens=output_length)
+        job = make_offline_request(prompt, max_tokens=output_length)
         return self._engine.submit(job.prompt_token_ids, job.params)
 
 
 async def measure(arguments: argparse.Namespace) -> None:
     console = make_console()
-    async with await start_engine(console, engine_config(arguments)) as engine:
+    async with await start_bench_engine(console, engine_config(arguments)) as engine:
         for line in describe(engine):
             console.print(line)
         low, high = arguments.input
@@ -128,7 +128,7 @@ async def measure(arguments: argparse.Namespace) -> None:
             f"in, {arguments.output} out; greedy, EOS ignored, seed {arguments.seed}"
         )
         mixture = Mixture(engine, arguments)
-        settle_memory()
+        freeze_memory()
         await mixture.measure(min(arguments.seconds, MAX_WARM_UP_S), with_arrivals=True)
         without = await mixture.measure(arguments.seconds, with_arrivals=False)
         mixed = await mixture.measure(arguments.seconds, with_arrivals=True)

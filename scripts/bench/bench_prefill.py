@@ -14,19 +14,19 @@ import argparse
 import sys
 
 from minisgl.bench.config import Sizes, Span
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import run_offline
-from minisgl.bench.limits import engine_operations_per_s, prefill_operations
+from minisgl.bench.offline_run import run_offline
+from minisgl.bench.report.output import make_console
+from minisgl.bench.roofline import engine_operations_per_s, prefill_operations
+from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, settle_memory, start_engine
-from minisgl.bench.workload import make_workload
+from minisgl.bench.workload.requests import make_workload
 
 REPETITIONS = 2
 
 
 async def measure(arguments: argparse.Namespace) -> None:
     console = make_console()
-    async with await start_engine(console, engine_config(arguments)) as engine:
+    async with await start_bench_engine(console, engine_config(arguments)) as engine:
         sizes = Sizes(arguments.num, Span(arguments.length, arguments.length), Span(1, 1))
         for line in describe(engine):
             console.print(line)
@@ -34,7 +34,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         peak = arguments.peak
         if peak is None:
             peak = engine_operations_per_s(engine.config) / 1e12
-        settle_memory()
+        freeze_memory()
         for seed in range(REPETITIONS):
             jobs = make_workload(
                 sizes, vocab_size=engine.model.vocab_size, temperature=0.0, seed=seed

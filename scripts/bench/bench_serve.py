@@ -28,15 +28,15 @@ from paced_engine import start_paced_engine
 from rich.table import Table
 
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, Sizes, Span
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import run_offline
-from minisgl.bench.online import OnlineRun, run_online
-from minisgl.bench.plan import PlannedRequest, plan_random
-from minisgl.bench.report import Distribution
+from minisgl.bench.offline_run import run_offline
+from minisgl.bench.online.run import OnlineRun, run_online
+from minisgl.bench.online.target import Target
+from minisgl.bench.report.figures import Distribution
+from minisgl.bench.report.output import make_console
+from minisgl.bench.run_info import describe, freeze_memory
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, settle_memory
-from minisgl.bench.target import Target
-from minisgl.bench.workload import Job, make_workload
+from minisgl.bench.workload.plan import PlannedRequest, plan_random
+from minisgl.bench.workload.requests import OfflineRequest, make_workload
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import MinisglError
@@ -67,7 +67,7 @@ class Load:
             Span(*self.output) if self.output else standard.output,
         )
 
-    def jobs(self, sizes: Sizes, vocab_size: int) -> list[Job]:
+    def jobs(self, sizes: Sizes, vocab_size: int) -> list[OfflineRequest]:
         return make_workload(sizes, vocab_size=vocab_size, temperature=TEMPERATURE, seed=self.seed)
 
     def plan(self, sizes: Sizes, vocab_size: int) -> list[PlannedRequest]:
@@ -178,7 +178,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         console.print(
             f"{sizes}, all at once, temperature {TEMPERATURE:g}, seed {load.seed}, EOS ignored"
         )
-        settle_memory()
+        freeze_memory()
         columns = []
         for _ in range(arguments.repeat):
             offline: Rate = await ask("offline")

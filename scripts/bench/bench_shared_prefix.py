@@ -18,23 +18,28 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl.bench.config import Sizes, Span
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import run_offline
-from minisgl.bench.report import Figures
+from minisgl.bench.offline_run import run_offline
+from minisgl.bench.report.figures import Figures
+from minisgl.bench.report.output import make_console
+from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, settle_memory, start_engine
-from minisgl.bench.workload import Job, make_job, make_workload, random_tokens
+from minisgl.bench.workload.requests import (
+    OfflineRequest,
+    make_offline_request,
+    make_workload,
+    random_tokens,
+)
 
 CACHES = ("radix", "naive")
 TEMPERATURE = 0.6
 WARM_UP_PROMPT, WARM_UP_OUTPUT, WARM_UP_SEED = Span(50, 100), Span(8, 8), 1
 
 
-def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[Job]:
+def make_jobs(arguments: argparse.Namespace, vocab_size: int) -> list[OfflineRequest]:
     rng = random.Random(0)
     prefix = random_tokens(rng, arguments.prefix, vocab_size)
     return [
-        make_job(
+        make_offline_request(
             prefix + random_tokens(rng, arguments.unique, vocab_size),
             max_tokens=arguments.output,
             temperature=TEMPERATURE,
@@ -48,7 +53,7 @@ async def measure_cache(
     console: Console, arguments: argparse.Namespace, cache_type: str
 ) -> Figures:
     config = engine_config(arguments, cache_type=cache_type)
-    async with await start_engine(console, config) as engine:
+    async with await start_bench_engine(console, config) as engine:
         for line in describe(engine):
             console.print(line)
         vocab_size = engine.model.vocab_size
@@ -61,7 +66,7 @@ async def measure_cache(
         for _ in range(2):  # the second time it finds its prompts in the cache
             await run_offline(engine, warm_up)
         jobs = make_jobs(arguments, vocab_size)
-        settle_memory()
+        freeze_memory()
         return Figures.of(await run_offline(engine, jobs))
 
 

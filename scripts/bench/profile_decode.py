@@ -23,10 +23,10 @@ import torch
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from minisgl.bench.console import make_console
+from minisgl.bench.report.output import make_console
+from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.setting import describe, settle_memory, start_engine
-from minisgl.bench.workload import make_job, random_tokens
+from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
@@ -104,7 +104,9 @@ async def record(
     streams = []
     for index in range(arguments.batch):
         prompt = random_tokens(rng, arguments.input, engine.model.vocab_size)
-        job = make_job(prompt, max_tokens=num_tokens, temperature=arguments.temperature, seed=index)
+        job = make_offline_request(
+            prompt, max_tokens=num_tokens, temperature=arguments.temperature, seed=index
+        )
         streams.append(engine.submit(job.prompt_token_ids, job.params))
     await asyncio.gather(*map(anext, streams))
 
@@ -132,10 +134,10 @@ async def record(
 
 async def run(arguments: argparse.Namespace) -> None:
     console = make_console()
-    async with await start_engine(console, engine_config(arguments)) as engine:
+    async with await start_bench_engine(console, engine_config(arguments)) as engine:
         for line in describe(engine):
             console.print(line)
-        settle_memory()
+        freeze_memory()
         await record(engine, arguments)  # a first time, for what is compiled or loaded late
         result, kernels = await record(engine, arguments)
     table = Table("kind", "launches a step", "µs a step", "share")

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.bench.client import Answer, post
+from minisgl.bench.online.client import RecordedAnswer, post
 
 HOST = "127.0.0.1"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -141,10 +141,10 @@ class Clients:
         error = self._check_error(answer, 400)
         self._tally.expect(error.get("code") == "context_length_exceeded", f"{error}")
 
-    async def _ask(self, path: str, body: bytes) -> Answer:
+    async def _ask(self, path: str, body: bytes) -> RecordedAnswer:
         return await post(HOST, self._port, path, body)
 
-    async def _refused(self, answer: Answer) -> bool:
+    async def _refused(self, answer: RecordedAnswer) -> bool:
         """By a full queue, as it may be. Waits a while then."""
         if answer.status == 200:
             return False
@@ -153,7 +153,7 @@ class Clients:
         self._check_error(answer, 429)
         return True
 
-    def _check_error(self, answer: Answer, status: int) -> dict[str, Any]:
+    def _check_error(self, answer: RecordedAnswer, status: int) -> dict[str, Any]:
         self._tally.expect(answer.status == status, f"{answer.status} instead of {status}")
         try:
             error = json.loads(answer.rest)["error"]
@@ -162,13 +162,13 @@ class Clients:
             self._tally.faults.append(f"no error object: {answer.rest[:200]!r}")
             return {}
 
-    def _check_stream(self, question: str, answer: Answer) -> None:
+    def _check_stream(self, question: str, answer: RecordedAnswer) -> None:
         self._check_endings(answer, 1)
         choices = [choice for _, chunk in answer.chunks() for choice in chunk.get("choices", ())]
         pieces = [choice["delta"].get("content") or "" for choice in choices]
         self._check_text(question, "".join(pieces))
 
-    def _check_endings(self, answer: Answer, num_choices: int) -> None:
+    def _check_endings(self, answer: RecordedAnswer, num_choices: int) -> None:
         endings: Counter[int] = Counter()
         for _, chunk in answer.chunks():
             self._tally.expect("error" not in chunk, f"{chunk}")

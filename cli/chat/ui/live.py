@@ -19,14 +19,14 @@ ERASE_LINE, ERASE_BELOW = "\x1b[2K", "\x1b[J"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ScreenLine:
     """What a terminal shows in one row: as text, and as that text in colours."""
 
     plain: str
     coloured: str
 
 
-def render(console: Console, content: RenderableType) -> list[Line]:
+def render(console: Console, content: RenderableType) -> list[ScreenLine]:
     """At most as wide as the terminal is now, and without blanks at the ends of lines."""
     rows = []
     for row in console.render_lines(content, pad=False):
@@ -42,7 +42,7 @@ def render(console: Console, content: RenderableType) -> list[Line]:
             console.print(Segments([*row, Segment.line()]), soft_wrap=True)
     coloured = captured.get().split("\n")
     plain = ("".join(segment.text for segment in row) for row in rows)
-    return [Line(*both) for both in zip(plain, coloured, strict=False)]
+    return [ScreenLine(*both) for both in zip(plain, coloured, strict=False)]
 
 
 class LiveLines:
@@ -54,8 +54,8 @@ class LiveLines:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._gone: list[Line] = []
-        self._shown: list[Line] = []  # below them, to be drawn again
+        self._gone: list[ScreenLine] = []
+        self._shown: list[ScreenLine] = []  # below them, to be drawn again
         self._width = 0  # that both were drawn for
 
     @property
@@ -63,7 +63,7 @@ class LiveLines:
         """How many lines can be drawn again."""
         return max(1, self._console.height - 1)
 
-    def draw(self, lines: Sequence[Line], *, num_final: int = 0) -> None:
+    def draw(self, lines: Sequence[ScreenLine], *, num_final: int = 0) -> None:
         """Everything that is not final yet. Of it the first `num_final` lines are from now on."""
         width = self._console.width
         num_gone = self._num_gone(lines, width)
@@ -84,7 +84,7 @@ class LiveLines:
             self._console.file.write("".join([BEGIN, WRAP_OFF, *parts, WRAP_ON, END]))
             self._console.file.flush()
 
-    def _num_gone(self, lines: Sequence[Line], width: int) -> int:
+    def _num_gone(self, lines: Sequence[ScreenLine], width: int) -> int:
         """How many of `lines` are above the screen."""
         if not self._gone:
             return 0
@@ -102,7 +102,7 @@ class LiveLines:
             num_chars -= _num_chars(line)
         return len(lines)
 
-    def _replacement(self, lines: Sequence[Line], num_same: int, width: int) -> list[str]:
+    def _replacement(self, lines: Sequence[ScreenLine], num_same: int, width: int) -> list[str]:
         """What turns the lines on the screen into these, of which some are there already."""
         below = [line.coloured for line in lines[num_same:]]
         if num_same == len(self._shown):
@@ -123,5 +123,5 @@ def _up(num_rows: int) -> str:
     return f"\x1b[{num_rows}A" if num_rows else ""
 
 
-def _num_chars(line: Line) -> int:
+def _num_chars(line: ScreenLine) -> int:
     return len(line.plain) - line.plain.count(" ")

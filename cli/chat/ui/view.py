@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from .live import Line, LiveLines, render
+from .live import LiveLines, ScreenLine, render
 from .markdown import MAX_CODE_SIZE, MAX_SIZE, Block, BlockMarkdown, Blocks, size
 
 FRAME_S = 1 / 30
 DRAWING_SHARE = 0.2  # of the time, at most
 NUM_THOUGHT_LINES = 3  # shown of thinking that will be folded
 MAX_THOUGHT_CHARS = 2000  # looked at for them
-BLANK = Line("", "")
+BLANK = ScreenLine("", "")
 
 
 class AnswerView(Protocol):
@@ -145,9 +145,9 @@ class MarkdownView:
         unread, self._unread = self._unread, ""
         return self._blocks.feed(unread)
 
-    def _lines(self, blocks: list[Block], *, finished: bool) -> list[Line]:
+    def _lines(self, blocks: list[Block], *, finished: bool) -> list[ScreenLine]:
         """With a blank line between two, unless they are items of one list."""
-        lines: list[Line] = []
+        lines: list[ScreenLine] = []
         for block in blocks:
             shown = _trimmed(render(self._console, BlockMarkdown(block, finished=finished)))
             # The columns of a table move until it ends: none of it may leave the screen before.
@@ -182,7 +182,7 @@ class MarkdownView:
         self._live.draw(lines, num_final=len(lines))
         self._is_first = False
 
-    def _dim(self, text: str, indent: int = 0) -> list[Line]:
+    def _dim(self, text: str, indent: int = 0) -> list[ScreenLine]:
         content = Text(text, style="dim", overflow="fold")
         return render(self._console, Padding(content, (0, 0, 0, indent)))
 
@@ -218,7 +218,7 @@ class Pacer:
         self._next_s = ended + max(FRAME_S, (ended - began) / DRAWING_SHARE)
 
 
-def _trimmed(lines: list[Line]) -> list[Line]:
+def _trimmed(lines: list[ScreenLine]) -> list[ScreenLine]:
     """Without blank lines at either end."""
     filled = [index for index, line in enumerate(lines) if line.plain]
     return lines[filled[0] : filled[-1] + 1] if filled else []

@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from minisgl.bench.driver import RequestRecord
-from minisgl.bench.load_config import Point
-from minisgl.bench.report import Figures, Limit, Spread
-from minisgl.bench.watch import Sample
+from minisgl.bench.offline_run import RequestRecord
+from minisgl.bench.online.config import Point
+from minisgl.bench.online.metrics_poller import Sample
+from minisgl.bench.report.figures import Figures, Limit, Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PointResult:
     """One point of a sweep; figures, requests and timeline are of the last repetition."""
 
     point: Point
@@ -43,7 +43,7 @@ class Measured:
         }
 
 
-def sweep_table(found: Sequence[Measured]) -> Table:
+def sweep_table(found: Sequence[PointResult]) -> Table:
     """A row for each point."""
     table = Table()
     headings = ("requests/s sent", "at once", "output tok/s", "requests/s")

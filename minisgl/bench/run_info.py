@@ -13,7 +13,7 @@ from rich.console import Console
 
 import minisgl
 from minisgl.bench.environment import Environment
-from minisgl.bench.workload import MAX_TOKEN_ID
+from minisgl.bench.workload.requests import MAX_TOKEN_ID
 from minisgl.config import Capacity, EngineConfig, ResolvedConfig
 from minisgl.engine import AsyncEngine
 from minisgl.llm import UNBOUNDED_QUEUE
@@ -21,7 +21,7 @@ from minisgl.progress import LoadProgress
 from minisgl.runner.facts import device_name
 
 
-async def start_engine(console: Console, config: EngineConfig) -> AsyncEngine:
+async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEngine:
     """Load the model, with a queue for any number of requests. Raises MinisglError."""
     with LoadProgress(console) as progress:
         return await AsyncEngine.start(
@@ -29,14 +29,14 @@ async def start_engine(console: Console, config: EngineConfig) -> AsyncEngine:
         )
 
 
-def settle_memory() -> None:
+def freeze_memory() -> None:
     """What lives now lives on: keep the garbage collector from walking it again and again."""
     gc.collect()
     gc.freeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class RunInfo:
     """What somebody needs to compare the figures, or to measure them again."""
 
     environment: Environment
@@ -49,7 +49,7 @@ class Setting:
     capacity: dict[str, int]
 
     @classmethod
-    def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> Setting:
+    def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> RunInfo:
         return cls(
             environment=Environment.found(),
             versions={

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.client.address import check_address
 from minisgl.client.keys import check_key_options
 from minisgl.config import check_at_least, check_types, option, refuse

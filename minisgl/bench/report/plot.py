@@ -8,12 +8,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from minisgl.bench.measured import Measured
+from minisgl.bench.report.point_result import PointResult
 
 WIDTH, HEIGHT = 9.0, 4.0  # of one panel, in inches
 
 
-def plot_points(path: Path, found: Sequence[Measured]) -> None:
+def plot_points(path: Path, found: Sequence[PointResult]) -> None:
     """Throughput against latency where there are several points; of the last one, the distribution
     of its latencies, and its timeline where the server told of itself."""
     last = found[-1]
@@ -30,7 +30,7 @@ def plot_points(path: Path, found: Sequence[Measured]) -> None:
     figure.savefig(path)
 
 
-def _draw_sweep(axis: Any, found: Sequence[Measured]) -> None:
+def _draw_sweep(axis: Any, found: Sequence[PointResult]) -> None:
     ordered = sorted(found, key=lambda one: one.figures.output_tokens_per_s)
     throughputs = [one.figures.output_tokens_per_s for one in ordered]
     for name in ("TTFT", "TPOT", "E2E"):
@@ -48,7 +48,7 @@ def _draw_sweep(axis: Any, found: Sequence[Measured]) -> None:
     axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))  # beside the points, not on them
 
 
-def _draw_latencies(axis: Any, one: Measured) -> None:
+def _draw_latencies(axis: Any, one: PointResult) -> None:
     tpots_s = [request.tpot_s for request in one.requests]
     for name, values in {
         "TTFT": [request.ttft_s for request in one.requests],
@@ -63,7 +63,7 @@ def _draw_latencies(axis: Any, one: Measured) -> None:
     axis.legend()
 
 
-def _draw_timeline(axis: Any, one: Measured) -> None:
+def _draw_timeline(axis: Any, one: PointResult) -> None:
     times = [sample.at_s for sample in one.timeline]
     # With markers, because a short run has a single sample, which no line shows.
     axis.plot(times, [sample.num_running for sample in one.timeline], ".-", label="running")

@@ -20,7 +20,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(slots=True)
-class Answer:
+class RecordedAnswer:
     """What came back. Times are those of time.perf_counter."""
 
     sent: float = 0.0
@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Tally:
+class EventCount:
     """What the connections of a run have received so far."""
 
     num_events: int = 0
@@ -62,14 +62,14 @@ async def post(
     *,
     headers: Mapping[str, str] | None = None,
     secure: bool = False,
-    tally: Tally | None = None,
+    tally: EventCount | None = None,
     max_bytes: int = STREAM_BYTES,
-) -> Answer:
+) -> RecordedAnswer:
     """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
     address = Address("https" if secure else "http", host, port, path)
     json = {"content-type": "application/json", **(headers or {})}
-    answer = Answer()
-    tally = tally or Tally()
+    answer = RecordedAnswer()
+    tally = tally or EventCount()
     cutter = EventCutter(max_bytes)
 
     def take(piece: bytes, now: float) -> None:

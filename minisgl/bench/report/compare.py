@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from minisgl.bench.console import make_console
-from minisgl.bench.export import flat
+from minisgl.bench.report.output import flat, make_console
 from minisgl.errors import MinisglError
 
 # Of the figures, those that say how well it went, and what a thousandth of them is called.

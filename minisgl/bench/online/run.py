@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-from minisgl.bench.client import Answer, Tally
-from minisgl.bench.driver import RequestRecord
-from minisgl.bench.plan import PlannedRequest
-from minisgl.bench.target import Message, Target, question
-from minisgl.client.chunk import Chunk, Delta, Usage
+from minisgl.bench.offline_run import RequestRecord
+from minisgl.bench.online.client import EventCount, RecordedAnswer
+from minisgl.bench.online.target import Message, Target, question
+from minisgl.bench.workload.plan import PlannedRequest
+from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
 from minisgl.client.errors import AnswerError, Refusal, unreachable
 from minisgl.client.exchange import describe_redirect
 from minisgl.errors import MinisglError
 
 TIMEOUT_S = 600.0
 
-_decode = msgspec.json.Decoder(Chunk).decode
+_decode = msgspec.json.Decoder(StreamChunk).decode
 
 
 class OnlineRunError(MinisglError):
@@ -102,7 +102,7 @@ class Progress:
 
     num_running: int = 0
     num_ended: int = 0
-    received: Tally = field(default_factory=Tally)
+    received: EventCount = field(default_factory=EventCount)
     began: float = 0.0  # by time.perf_counter
 
 
@@ -144,7 +144,7 @@ class _Run:
         parents = {asked.parent for asked in plan}
         self._ended = {index: asyncio.Event() for index in range(len(plan)) if index in parents}
         self._began = 0.0
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, RecordedAnswer] = {}
         self._late_s: dict[int, float] = {}
         self._failed: dict[int, str] = {}
 
@@ -226,7 +226,7 @@ class _Run:
             parent = asked.parent if asked.continues else None
         return [message for turn in reversed(turns) for message in turn]
 
-    def _reason(self, answer: Answer) -> str:
+    def _reason(self, answer: RecordedAnswer) -> str:
         """What an answer that is no stream says."""
         if answer.redirect is not None:
             return describe_redirect(self._target.url, answer.redirect)
@@ -235,10 +235,10 @@ class _Run:
     def _said(self, body: bytes) -> str:
         return Refusal.read(body, self._target.api_key).message
 
-    def _streamed(self, index: int, answer: Answer) -> StreamedRequest:
+    def _streamed(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
         """Raises OnlineRunError."""
         asked = self._plan[index]
-        usage = Usage()
+        usage = StreamUsage()
         finished = answer.done
         with_choice: list[float] = []
         for at, chunk in _chunks(answer):
@@ -264,7 +264,7 @@ class _Run:
         )
 
 
-def _chunks(answer: Answer) -> Iterator[tuple[float, Chunk]]:
+def _chunks(answer: RecordedAnswer) -> Iterator[tuple[float, StreamChunk]]:
     try:
         for at, payload in answer.payloads():
             yield at, _decode(payload)
@@ -273,9 +273,9 @@ def _chunks(answer: Answer) -> Iterator[tuple[float, Chunk]]:
         raise OnlineRunError(reason) from error
 
 
-def _texts(answer: Answer) -> Iterator[tuple[float, str]]:
+def _texts(answer: RecordedAnswer) -> Iterator[tuple[float, str]]:
     """The time and the text of each event with a choice; what a model thinks is text, too."""
     for at, chunk in _chunks(answer):
         for choice in chunk.choices or ():
-            delta = choice.delta or Delta()
+            delta = choice.delta or StreamDelta()
             yield at, (choice.text or "") + delta.thinking + (delta.content or "")

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minisgl.bench.config import Sizes
-from minisgl.bench.trace import TraceRow
-from minisgl.bench.workload import make_workload, random_tokens
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.requests import make_workload, random_tokens
+from minisgl.bench.workload.trace import TraceRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from minisgl.bench.limits import Peak, engine_peak
-from minisgl.bench.setting import Setting, describe
-from minisgl.bench.target import Target
+from minisgl.bench.online.target import Target
+from minisgl.bench.roofline import Peak, engine_peak
+from minisgl.bench.run_info import RunInfo, describe
 from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
@@ -31,11 +31,11 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class StartedServer:
     """What the server's process says when the engine is there."""
 
     description: list[str]
-    setting: Setting
+    run_info: RunInfo
     model: ModelFacts
     device: str  # cpu or cuda
     dtype: str
@@ -43,7 +43,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StartFailure:
     """What it says if the engine does not start."""
 
     message: str
@@ -51,13 +51,13 @@ class Failed:
 
 
 class ServerStartError(MinisglError):
-    def __init__(self, failed: Failed) -> None:
+    def __init__(self, failed: StartFailure) -> None:
         super().__init__(failed.message)
         self.exit_code = failed.exit_code
 
 
 @asynccontextmanager
-async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, Started]]:
+async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedServer]]:
     """The URL of a server that takes requests, as far as /v1. It ends with the context.
 
     Raises MinisglError where it does not start.
@@ -75,7 +75,7 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, Started]]
             said = await asyncio.to_thread(ours.recv)
         except EOFError:
             raise MinisglError("The server ended before it took requests.") from None
-        if isinstance(said, Failed):
+        if isinstance(said, StartFailure):
             raise ServerStartError(said)
         url = f"http://{HOST}:{port}"
         await _until_ready(Target(url=url), server)
@@ -108,9 +108,9 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     async def start(config: EngineConfig) -> Any:
         engine: Any = await start_engine(config)
         connection.send(
-            Started(
+            StartedServer(
                 description=[*describe(engine)],
-                setting=Setting.of(engine, {}),
+                run_info=RunInfo.of(engine, {}),
                 model=engine.model,
                 device=engine.config.device,
                 dtype=engine.config.dtype,
@@ -125,7 +125,7 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     try:
         sys.exit(Process(config, server, start).run())
     except MinisglError as error:
-        connection.send(Failed(str(error), error.exit_code))
+        connection.send(StartFailure(str(error), error.exit_code))
 
 
 def _end_with(connection: Connection) -> None:

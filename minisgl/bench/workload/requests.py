@@ -13,14 +13,16 @@ MAX_TOKEN_ID = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class OfflineRequest:
     """One request to come."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
 
 
-def make_workload(sizes: Sizes, *, vocab_size: int, temperature: float, seed: int) -> list[Job]:
+def make_workload(
+    sizes: Sizes, *, vocab_size: int, temperature: float, seed: int
+) -> list[OfflineRequest]:
     """Random prompts, and outputs of exactly the lengths drawn, whatever the model says.
 
     The numbers are drawn as other engines' benchmarks draw them, so that everybody measures the
@@ -33,7 +35,7 @@ def make_workload(sizes: Sizes, *, vocab_size: int, temperature: float, seed: in
         for _ in range(sizes.num_requests)
     ]
     return [
-        make_job(
+        make_offline_request(
             prompt,
             max_tokens=rng.randint(sizes.output.low, sizes.output.high),
             temperature=temperature,
@@ -47,9 +49,11 @@ def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
     return [rng.randint(0, MAX_TOKEN_ID) % vocab_size for _ in range(count)]
 
 
-def make_job(prompt: list[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Job:
+def make_offline_request(
+    prompt: list[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> OfflineRequest:
     """A request for exactly `max_tokens` tokens, greedy unless a temperature is given."""
-    return Job(
+    return OfflineRequest(
         prompt,
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.bench.target import Target
+from minisgl.bench.online.target import Target
 from minisgl.client.errors import ServerError
 
 INTERVAL_S = 0.5
@@ -43,7 +43,7 @@ class StepCounts:
 
 
 @dataclass(slots=True)
-class Watched:
+class PollResult:
     """Of one run; the counts are there when it has ended."""
 
     samples: list[Sample] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Watched:
 
 
 @asynccontextmanager
-async def watch(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator[Watched]:
+async def poll_metrics(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator[PollResult]:
     """Looks at the server every so many seconds while the context is open."""
-    watched = Watched()
+    polled = PollResult()
     before = await _metrics(target)
     if before is None:
-        yield watched
+        yield polled
         return
     began = time.perf_counter()
 
@@ -66,20 +66,20 @@ async def watch(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator
             if (found := await _metrics(target)) is not None:
                 num_running, num_queued, token_usage = (found[name] for name in LEVELS)
                 at_s = time.perf_counter() - began
-                watched.samples.append(Sample(at_s, int(num_running), int(num_queued), token_usage))
+                polled.samples.append(Sample(at_s, int(num_running), int(num_queued), token_usage))
 
     looking = asyncio.ensure_future(look())
     try:
-        yield watched
+        yield polled
     finally:
         looking.cancel()
     after = await _metrics(target)
     if after is not None:
-        watched.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
+        polled.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
 
 
 async def _metrics(target: Target) -> dict[str, float] | None:
-    """What is watched, by name; None where it is not told as minisgl does."""
+    """What is polled, by name; None where it is not told as minisgl does."""
     try:
         text = (await target.get(f"{target.root}/metrics")).decode()
         found = {

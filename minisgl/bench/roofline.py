@@ -23,7 +23,7 @@ from itertools import accumulate
 
 import torch
 
-from minisgl.bench.driver import RequestRecord, RunRecord
+from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.config import DTYPE_BYTES, ModelFacts, ResolvedConfig
 
 # Large enough that launches and caches do not count on a GPU, and small enough for the memory that

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minisgl.bench.config import Sizes
-from minisgl.bench.trace import TraceRow
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.trace import TraceRow
 from minisgl.errors import CallerError
 
 # In what servers say of a request that is too long, and of token ids that they do not take.

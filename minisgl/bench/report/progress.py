@@ -22,7 +22,7 @@ from rich.progress import (
 INTERVAL_S = 0.5
 
 
-class Glance(NamedTuple):
+class ProgressSnapshot(NamedTuple):
     """How far a run is."""
 
     num_ended: int
@@ -36,7 +36,7 @@ async def live(
     what: str,
     total: int,
     unit: str,
-    glance: Callable[[], Glance],
+    snapshot: Callable[[], ProgressSnapshot],
     interval_s: float = INTERVAL_S,
 ) -> AsyncIterator[None]:
     """Shows requests, speed and time while the context is open."""
@@ -56,7 +56,7 @@ async def live(
     )
     with bar:
         task = bar.add_task(what, total=total, speed="")
-        drawing = asyncio.ensure_future(_draw(bar, task, unit, glance, interval_s))
+        drawing = asyncio.ensure_future(_draw(bar, task, unit, snapshot, interval_s))
         try:
             yield
         finally:
@@ -66,11 +66,15 @@ async def live(
 
 
 async def _draw(
-    bar: Progress, task: TaskID, unit: str, glance: Callable[[], Glance], interval_s: float
+    bar: Progress,
+    task: TaskID,
+    unit: str,
+    snapshot: Callable[[], ProgressSnapshot],
+    interval_s: float,
 ) -> None:
-    before = glance().num_units
+    before = snapshot().num_units
     while True:
-        now = glance()
+        now = snapshot()
         rate = (now.num_units - before) / interval_s
         speed = f"{now.num_running} running, {rate:,.0f} {unit}/s"
         before = now.num_units

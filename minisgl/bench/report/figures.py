@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from minisgl.bench.driver import RequestRecord, RunRecord
-from minisgl.bench.limits import Peak, Work
-from minisgl.bench.setting import Setting
+from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.roofline import Peak, Work
+from minisgl.bench.run_info import RunInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ class Limit:
         return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)
 
 
-def write_report(path: Path, setting: Setting, **results: Any) -> None:
+def write_report(path: Path, run_info: RunInfo, **results: Any) -> None:
     """Everything about a measurement, as JSON; the results are dataclasses, or lists of them."""
-    report = {field.name: getattr(setting, field.name) for field in fields(setting)} | results
+    report = {field.name: getattr(run_info, field.name) for field in fields(run_info)} | results
     path.write_text(json.dumps(report, indent=1, default=asdict) + "\n")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minisgl.bench.workload import Job
+from minisgl.bench.workload.requests import OfflineRequest
 from minisgl.engine import AsyncEngine, OutputStream
 
 
@@ -66,7 +66,7 @@ class Arrivals:
 Consumer = Callable[[OutputStream], Awaitable[Arrivals]]
 
 
-async def run_offline(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
+async def run_offline(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
     """Submit all jobs at once and wait for the first token and the end of each.
 
     Between the two no request wakes the event loop, which at 256 of them would take milliseconds
@@ -76,7 +76,7 @@ async def run_offline(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
     return await _run(engine, jobs, _wait)
 
 
-async def run_streaming(engine: AsyncEngine, jobs: Sequence[Job]) -> RunRecord:
+async def run_streaming(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
     """Like `run_offline`, but every token is taken as it comes, as a client that streams does."""
     return await _run(engine, jobs, _stream)
 
@@ -95,7 +95,7 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
     return [after - before for before, after in pairwise(times) if start <= before and after <= end]
 
 
-async def _run(engine: AsyncEngine, jobs: Sequence[Job], consume: Consumer) -> RunRecord:
+async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Consumer) -> RunRecord:
     before = engine.stats()
     started = time.perf_counter()
     streams: list[OutputStream] = []

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from minisgl.bench.client import Answer, Tally, post
-from minisgl.bench.plan import PlannedRequest, chat_text
+from minisgl.bench.online.client import EventCount, RecordedAnswer, post
+from minisgl.bench.workload.plan import PlannedRequest, chat_text
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
 from minisgl.client.exchange import DOCUMENT_S, get
@@ -57,7 +57,9 @@ class Target:
             asked["ignore_eos"] = True
         return msgspec.json.encode(asked)
 
-    async def ask(self, body: bytes, max_tokens: int, tally: Tally | None = None) -> Answer:
+    async def ask(
+        self, body: bytes, max_tokens: int, tally: EventCount | None = None
+    ) -> RecordedAnswer:
         """Raises OSError where the connection breaks, also by an answer that is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
         address = Address.of(self.url + path)
