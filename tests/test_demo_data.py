@@ -31,8 +31,8 @@ from demo_model.world import (
     words,
 )
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server.config import ServerConfig
