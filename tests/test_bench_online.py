@@ -37,10 +37,11 @@ from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest,
 from minisgl.bench.online.server import StartedServer
 from minisgl.bench.online.target import Target, served_model
 from minisgl.bench.report.compare import CompareError, compare
-from minisgl.bench.report.figures import Figures, print_spreads, spreads
+from minisgl.bench.report.figures import Figures, spreads
 from minisgl.bench.report.output import flat, write_csv
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_spreads
 from minisgl.bench.roofline import Peak
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit

@@ -12,7 +12,7 @@ from minisgl.client.address import api_base
 from minisgl.client.chunk import StreamChunk
 from minisgl.client.errors import Refusal, RefusedError, ServerError, not_openai, refused
 from minisgl.client.exchange import DOCUMENT_S, Stream, describe_redirect, open_stream
-from minisgl.client.models import ServedModel, headers_of, list_models
+from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
 from minisgl.errors import MinisglError
 from minisgl.request import FinishReason, SamplingParams
 
@@ -51,12 +51,12 @@ class ServerModel:
             if not model or error.status != 404:
                 raise
             listed = [ServedModel(model)]
-        names = [served.id or "" for served in listed]
-        if not listed or (model and model not in names):
+        chosen = choose_model(listed, model)
+        if chosen is None:
+            names = [served.id or "" for served in listed]
             few = ", ".join(names[:10]) + (", …" if len(names) > 10 else "")
             wanted = f"no model {model}" if model else "no model at all"
             raise ServerError(f"{base_url} has {wanted}" + (f"; it has {few}." if few else "."))
-        chosen = listed[names.index(model) if model else 0]
         return cls(base_url, api_key, chosen, timeout_s)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,9 +11,11 @@ from rich.table import Table
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
 from minisgl.bench.offline_run import RunRecord, run_streaming
 from minisgl.bench.online.config import Point
-from minisgl.bench.report.figures import Figures, print_spreads, spreads, write_report
-from minisgl.bench.report.output import make_console, write_csv
+from minisgl.bench.report.figures import Figures, spreads
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.tables import print_spreads
 from minisgl.bench.roofline import DecodeStep, Peak, engine_peak
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload
@@ -37,7 +38,7 @@ class BatchRecord:
     repetitions: list[Figures] = field(default_factory=list)
 
     @property
-    def measured(self) -> PointResult:
+    def result(self) -> PointResult:
         return PointResult(
             point=Point(None, self.sizes.num_requests),
             figures=self.figures,
@@ -83,15 +84,8 @@ async def bench_latency(
                 records.append(await _measure(engine, batch, config.repeat, first_seed, peak))
         run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
-    if config.json_file is not None:
-        write_report(Path(config.json_file), run_info, peak=peak, batches=records)
-    if report.csv_file is not None:
-        rows = [({"batch_size": one.sizes.num_requests}, one.figures) for one in records]
-        write_csv(Path(report.csv_file), rows)
-    if report.plot_file is not None:
-        from minisgl.bench.report.plot import plot_points
-
-        plot_points(Path(report.plot_file), [record.measured for record in records])
+    rows = [({"batch_size": record.sizes.num_requests}, record.result) for record in records]
+    write_files(config.json_file, report, run_info, {"peak": peak, "batches": records}, rows)
     return 0
 
 

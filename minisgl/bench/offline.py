@@ -19,14 +19,13 @@ from minisgl.bench.online.metrics_poller import Sample
 from minisgl.bench.report.figures import (
     Figures,
     Limit,
-    print_figures,
-    print_spreads,
     spreads,
-    write_report,
 )
-from minisgl.bench.report.output import make_console, write_csv
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_figures, print_spreads
 from minisgl.bench.roofline import Peak, Work, engine_peak
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
@@ -69,24 +68,16 @@ async def bench_offline(
         run_info = RunInfo.of(engine, asdict(config) | asdict(workload))
     print_spreads(console, measured.repetitions)
     print_figures(console, measured.figures, measured.limit)
-    if config.json_file is not None:
-        write_report(
-            Path(config.json_file),
-            run_info,
-            sizes=sizes,
-            figures=measured.figures,
-            limit=measured.limit,
-            run=run,
-            repetitions=measured.repetitions,
-            spreads=measured.spreads,
-            timeline=measured.timeline,
-        )
-    if report.csv_file is not None:
-        write_csv(Path(report.csv_file), [({}, measured.figures)])
-    if report.plot_file is not None:
-        from minisgl.bench.report.plot import plot_points
-
-        plot_points(Path(report.plot_file), [measured])
+    results = {
+        "sizes": sizes,
+        "figures": measured.figures,
+        "limit": measured.limit,
+        "run": run,
+        "repetitions": measured.repetitions,
+        "spreads": measured.spreads,
+        "timeline": measured.timeline,
+    }
+    write_files(config.json_file, report, run_info, results, [({}, measured)])
     return 0
 
 

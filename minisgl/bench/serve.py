@@ -27,14 +27,13 @@ from minisgl.bench.report.figures import (
     Distribution,
     Figures,
     Limit,
-    print_figures,
-    print_spreads,
     spreads,
-    write_report,
 )
-from minisgl.bench.report.output import make_console, write_csv
-from minisgl.bench.report.point_result import PointResult, sweep_table
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
+from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_figures, print_spreads, sweep_table
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
@@ -123,7 +122,6 @@ def _report(
     run_info: RunInfo,
     options: ServeOptions,
 ) -> None:
-    json_file, report = options.bench.json_file, options.report
     console.print(
         "Times are the client's, from sending a request: TTFT to the first event with text, E2E to "
         "the last; TPOT: the time between the two / (tokens - 1); ITL: between two such events."
@@ -132,14 +130,13 @@ def _report(
         print_figures(console, found[0].figures, found[0].limit)
     else:
         console.print(sweep_table(found))
-    if json_file is not None:
-        write_report(Path(json_file), run_info, points=[one.as_json() for one in found])
-    if report.csv_file is not None:
-        write_csv(Path(report.csv_file), [(one.point._asdict(), one.figures) for one in found])
-    if report.plot_file is not None:
-        from minisgl.bench.report.plot import plot_points
-
-        plot_points(Path(report.plot_file), found)
+    write_files(
+        options.bench.json_file,
+        options.report,
+        run_info,
+        {"points": [one.as_json() for one in found]},
+        [(one.point._asdict(), one) for one in found],
+    )
 
 
 def _print_missing(console: Console, missing: Sequence[Point]) -> None:

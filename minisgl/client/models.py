@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -42,3 +42,8 @@ async def list_models(
         return msgspec.json.decode(found.body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_openai(base_url, error) from error
+
+
+def choose_model(listed: Sequence[ServedModel], name: str) -> ServedModel | None:
+    """The model called `name`, or the first one if `name` is empty; None if there is none."""
+    return next((model for model in listed if name in ("", model.id)), None)

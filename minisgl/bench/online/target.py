@@ -13,7 +13,7 @@ from minisgl.bench.workload.plan import PlannedRequest, chat_text
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
 from minisgl.client.exchange import DOCUMENT_S, get
-from minisgl.client.models import ServedModel, headers_of, list_models
+from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
 
 # Of an answer, beside what comes with each of its tokens. Servers send some 400 with one.
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 4 << 10
@@ -100,4 +100,4 @@ async def served_model(target: Target, name: str = "") -> ServedModel:
         if error.status == 401:
             raise
         return unknown
-    return next((model for model in listed if name in ("", model.id)), unknown)
+    return choose_model(listed, name) or unknown

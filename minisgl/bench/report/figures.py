@@ -1,21 +1,14 @@
-"""From the record of a run to figures, a table in the terminal and a file."""
+"""Computes figures from the record of a run."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Column, Table
+from dataclasses import dataclass, replace
 
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.roofline import Peak, Work
-from minisgl.bench.run_info import RunInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +131,6 @@ def spreads(repetitions: Sequence[Figures]) -> dict[str, Spread]:
     return found
 
 
-def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:
-    found = spreads(repetitions)
-    if found:
-        parts = []
-        for name, spread in found.items():
-            label, factor = SPREAD_FIGURES[name]
-            median, low, high = (
-                f"{value * factor:,.2f}" for value in (spread.median, spread.low, spread.high)
-            )
-            parts.append(f"{label} {median} ({low} to {high})")
-        console.print(
-            f"median (and range) of repetitions 2 to {len(repetitions)}: {'; '.join(parts)}"
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
     """What the hardware would have allowed. There is none on a CPU (see `engine_peak`)."""
@@ -166,77 +144,3 @@ class Limit:
     def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
         seconds = work.seconds(peak)
         return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)
-
-
-def write_report(path: Path, run_info: RunInfo, **results: Any) -> None:
-    """Everything about a measurement, as JSON; the results are dataclasses, or lists of them."""
-    report = {field.name: getattr(run_info, field.name) for field in fields(run_info)} | results
-    path.write_text(json.dumps(report, indent=1, default=asdict) + "\n")
-
-
-def print_figures(console: Console, figures: Figures, limit: Limit | None) -> None:
-    console.print(_totals(figures))
-    console.print(_latencies(figures))
-    if limit is not None:
-        console.print(_explain(figures, limit))
-    console.print(
-        f"{figures.output_tokens_per_s:,.1f} output tok/s: {figures.num_output_tokens:,} tokens "
-        f"of {figures.num_requests} requests in {figures.elapsed_s:.2f} s"
-    )
-
-
-def _explain(figures: Figures, limit: Limit) -> str:
-    work, peak = limit.work, limit.peak
-    return (
-        f"{limit.share:.1%} of the hardware's limit of "
-        f"{figures.num_output_tokens / limit.seconds:,.0f} output tok/s: "
-        f"{work.weight_bytes / 1e12:.2f} TB of weights and {work.kv_bytes / 1e12:.2f} TB of KV "
-        f"cache at {peak.bytes_per_s / 1e12:.2f} TB/s, "
-        f"{work.prefill_operations / 1e15:.2f} POP of prefill at "
-        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s"
-    )
-
-
-def _totals(figures: Figures) -> Table:
-    goodput = figures.goodput
-    rows = {
-        "output tokens per second": f"{figures.output_tokens_per_s:,.1f}",
-        "prompt tokens per second": f"{figures.input_tokens_per_s:,.1f}",
-        "prompt and output tokens per second": f"{figures.total_tokens_per_s:,.1f}",
-        "requests per second": f"{figures.requests_per_s:,.2f}",
-        "of them within the limits": goodput and f"{goodput.requests_per_s:,.2f}",
-        "share within the limits": goodput and f"{goodput.share:.1%}",
-        "requests that failed": figures.num_failed and f"{figures.num_failed:,}",
-        "prompt tokens": f"{figures.num_prompt_tokens:,}",
-        "of them cached": _known(figures.cache_hit_rate, ".1%"),
-        "output tokens": f"{figures.num_output_tokens:,}",
-        "steps": _known(figures.num_steps, ","),
-        "of them as CUDA graphs": _known(figures.graph_share, ".1%"),
-        "retractions": _known(figures.num_retractions, ","),
-    }
-    table = Table(Column(), Column(justify="right"), show_header=False)
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, value)
-    return table
-
-
-def _known(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _latencies(figures: Figures) -> Table:
-    table = Table("milliseconds")
-    for heading in ("mean", "p50", "p90", "p99"):
-        table.add_column(heading, justify="right")
-    rows = {
-        "time to first token": figures.ttft_s,
-        "time per output token": figures.tpot_s,
-        "between events with text": figures.itl_s,
-        "end to end": figures.e2e_s,
-    }
-    for name, values in rows.items():
-        if values is not None:
-            cells = (values.mean, values.p50, values.p90, values.p99)
-            table.add_row(name, *(f"{seconds * 1e3:,.2f}" for seconds in cells))
-    return table

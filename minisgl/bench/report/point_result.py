@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from rich.table import Table
 
 from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.config import Point
@@ -41,30 +38,3 @@ class PointResult:
             "failures": self.failures,
             "timeline": self.timeline,
         }
-
-
-def sweep_table(found: Sequence[PointResult]) -> Table:
-    """A row for each point."""
-    table = Table()
-    headings = ("requests/s sent", "at once", "output tok/s", "requests/s")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for name in ("TTFT", "TPOT", "E2E"):
-        table.add_column(f"{name} ms p50", justify="right")
-        table.add_column("p99", justify="right")
-    with_goodput = found[0].figures.goodput is not None
-    table.add_column("good requests/s" if with_goodput else "failed", justify="right")
-    for one in found:
-        figures, (rate, most) = one.figures, one.point
-        cells = [
-            "inf" if rate is None else f"{rate:g}",
-            "any" if most is None else f"{most}",
-            f"{figures.output_tokens_per_s:,.1f}",
-            f"{figures.requests_per_s:,.2f}",
-        ]
-        for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
-            cells += [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else "--"
-        good = figures.goodput
-        cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
-        table.add_row(*cells)
-    return table
