@@ -1,4 +1,4 @@
-"""`minisgl bench` and its verbs: how fast it is here."""
+"""The commands `minisgl bench` and its verbs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bench_serve(
     load: LoadConfig,
     report: ReportConfig,
 ) -> int:
-    """Measure a server over HTTP: one that is started for it, or any at --url."""
+    """Measure a server over HTTP: one that is started for the run, or any at --url."""
     set_up_logging(default="WARNING")
     from minisgl.bench import run_serve
 

@@ -711,7 +711,7 @@ def test_a_command_says_what_it_does_in_a_few_plain_words() -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if not row.takes])
 async def test_a_command_that_takes_nothing_stands_alone(name: str) -> None:
-    assert await refused(f"{name} x") == f"{name} stands alone."
+    assert await refused(f"{name} x") == f"{name} takes no argument."
 
 
 async def test_what_the_model_refuses_is_refused_at_once() -> None:

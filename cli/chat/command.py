@@ -31,15 +31,15 @@ def chat(chat: ChatConfig, engine: EngineConfig) -> int:
     ui = open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
     if not chat.url:
         with ui.busy("Loading the libraries"):
-            from . import engine_model  # noqa: F401 - seconds, of which the person should know
+            from . import engine_model  # noqa: F401 - takes seconds, so show it
 
     num_failed = asyncio.run(_talk(chat, engine, ui))
-    # A person has seen why; a program at the other end of a pipe looks at the exit code.
+    # A person has seen the error; a program in a pipe checks the exit code.
     return 1 if num_failed and not ui.interactive else 0
 
 
 async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:
-    """Raises MinisglError if there is nobody to talk to."""
+    """Runs the chat. Raises MinisglError if no model can be reached or loaded."""
     from .commands import Session
     from .repl import Repl, banner
 

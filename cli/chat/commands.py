@@ -1,4 +1,4 @@
-"""The commands of the REPL. A new one is a function here and a row of a table below."""
+"""The commands of the REPL. To add one, write a function and add it to GROUPS below."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .thinking import split_whole
 from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50
-NUM_RECALLED_CHARS = 2000  # of a question and of an answer, where a conversation is loaded
+NUM_RECALLED_CHARS = 2000  # shown of a question and of an answer when a conversation is loaded
 
 
 @dataclass(slots=True)
 class Session:
-    """What commands read and change."""
+    """The state that commands read and change."""
 
     model: ChatModel
     ui: ChatUI
     conversation: Conversation
-    sampling: dict[str, Any] = field(default_factory=dict)  # where the person has chosen
+    sampling: dict[str, Any] = field(default_factory=dict)  # set by the user
     stats: ConversationStats = field(default_factory=ConversationStats)  # of this conversation
-    num_failed: int = 0  # questions without a whole answer, and what was refused
+    num_failed: int = 0  # questions without a complete answer, and refused commands
 
     def refuse(self, reason: str) -> None:
         self.num_failed += 1
@@ -39,15 +39,15 @@ class Session:
 
 
 class NextAction(enum.Enum):
-    """What the loop does after a command."""
+    """The next action of the loop after a command."""
 
     READ = "read the next line"
-    ANSWER = "let the model answer the conversation as it stands"
+    ANSWER = "let the model answer the conversation"
     LEAVE = "leave"
 
 
 class CommandError(CallerError):
-    """A command is unknown, or cannot do what it was asked."""
+    """A command is unknown or cannot be carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Command:
 
 
 def run_command(session: Session, name: str, rest: str) -> NextAction:
-    """`rest` is what stands behind the name. What goes wrong is said."""
+    """Runs a command with the text after its name. Errors are shown to the user."""
     try:
         command = TABLE.get(name)
         if command is None:
@@ -69,7 +69,7 @@ def run_command(session: Session, name: str, rest: str) -> NextAction:
                 'commands; between """ and """ it is a question.'
             )
         if rest and not command.takes:
-            raise CommandError(f"{name} stands alone.")
+            raise CommandError(f"{name} takes no argument.")
         return command.run(session, rest)
     except MinisglError as error:
         session.refuse(str(error))
@@ -129,7 +129,7 @@ def _load(session: Session, rest: str) -> NextAction:
 
 
 def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
-    """With what can be of it: the conversation is worth more than one of its parameters."""
+    """Applies the saved parameters that are valid and reports the others."""
     session.sampling = {}
     for name, value in sampling.items():
         try:
@@ -139,7 +139,7 @@ def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
 
 
 def _end(text: str) -> str:
-    """As much as helps to remember."""
+    """The end of a long text."""
     return text if len(text) <= NUM_RECALLED_CHARS else f"…{text[-NUM_RECALLED_CHARS:]}"
 
 
@@ -182,7 +182,7 @@ def _set(session: Session, rest: str) -> NextAction:
 
 
 def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
-    """What is chosen with one more, or one less where the value is None. Raises MinisglError."""
+    """The chosen parameters with `name` set, or reset if `value` is None. Raises MinisglError."""
     parameters.check_name(name, may_be_other=session.model.sampling_defaults is None)
     changed = {**session.sampling, name: value}
     if value is None:

@@ -1,4 +1,4 @@
-"""Every option of the chat itself, once. Imports nothing heavy, so that --help is fast."""
+"""The chat's own options. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "Chat"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig:
-    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+    """The options as the user gave them. Raises ConfigError for an invalid value."""
 
     url: str = option(
         "",
@@ -56,6 +56,6 @@ class ChatConfig:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """The parameters that were given, by the name that the API and SamplingParams have."""
+        """The given sampling parameters, by their names in the API and in SamplingParams."""
         given = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         return {name: value for name, value in given.items() if value is not None}

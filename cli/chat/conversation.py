@@ -1,4 +1,4 @@
-"""What was said so far."""
+"""The conversation so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .model import Message
 @dataclass(frozen=True, slots=True)
 class Turn:
     question: str
-    answer: str  # as the model wrote it: a chat template knows what to do with its thinking
-    num_tokens: int | None = None  # of the conversation up to here, as far as the model has told
+    answer: str  # as generated: the chat template handles the thinking in it
+    num_tokens: int | None = None  # of the conversation up to here; None: unknown
 
     @property
     def messages(self) -> list[Message]:
@@ -23,7 +23,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns, behind a system prompt if there is one."""
+    """Turns after an optional system prompt."""
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All that the model is told."""
+        """All messages for the model."""
         messages = self.said
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -40,7 +40,7 @@ class Conversation:
 
     @property
     def said(self) -> list[Message]:
-        """By either side, the question included."""
+        """The messages of user and assistant, including an unanswered question."""
         messages = [message for turn in self.turns for message in turn.messages]
         if self.question is not None:
             messages.append({"role": "user", "content": self.question})
@@ -50,7 +50,7 @@ class Conversation:
         self.question = text
 
     def ask_again(self) -> bool:
-        """The question that has no answer, or else the last one. Returns whether there is one."""
+        """Repeats the unanswered question, or else the last one. Returns whether there is one."""
         if self.question is None and self.turns:
             self._dropped = self.turns.pop()
             self.question = self._dropped.question
@@ -62,7 +62,7 @@ class Conversation:
         self.question = self._dropped = None
 
     def give_up(self) -> bool:
-        """Nothing came. Returns whether the answer that was dropped is back."""
+        """Ends a question without an answer. Returns whether a dropped answer was restored."""
         if self._dropped is None:
             return False
         self.turns.append(self._dropped)

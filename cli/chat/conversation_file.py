@@ -1,4 +1,4 @@
-"""Conversations in files: JSON as `/save` writes it, or messages as OpenAI's API has them."""
+"""Reads and writes conversations: JSON of `/save`, or messages in the form of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ ROLES = ("system", "user", "assistant")
 
 
 class FileError(CallerError):
-    """A file that cannot be written, or holds no conversation that can be gone on with."""
+    """A file cannot be written, or does not hold a valid conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedConversation:
     turns: list[Turn]
     question: str | None = None  # at the end, without an answer
-    # None: the file does not say.
+    # None: not in the file.
     system: str | None = None
     sampling: Mapping[str, Any] | None = None
     model: str | None = None
 
 
 def path_of(typed: str) -> str:
-    with suppress(ValueError):  # of a character that no name can have
+    with suppress(ValueError):  # a character that no file name can have
         if "\n" not in typed:  # or more than a name was pasted
             return os.path.realpath(os.path.expanduser(typed))
     raise FileError(f"{short_repr(typed)} is not the name of a file.")
 
 
 def write(path: str, conversation: Conversation, sampling: Mapping[str, Any], model: str) -> None:
-    """All of it or nothing. Raises FileError, also where another file would be lost."""
+    """Writes the file atomically. Raises FileError, also if it would replace a foreign file."""
     content = {
         "saved_by": SAVED_BY,
         "model": model,
@@ -53,7 +53,7 @@ def write(path: str, conversation: Conversation, sampling: Mapping[str, Any], mo
         "sampling": sampling,
         "messages": conversation.said,
     }
-    # What is no character came from a terminal that speaks no UTF-8.
+    # Lone surrogates come from a terminal that does not use UTF-8.
     data = (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode(errors="replace")
     try:
         mode = _mode_to_keep(path)
@@ -71,7 +71,7 @@ def write(path: str, conversation: Conversation, sampling: Mapping[str, Any], mo
 
 
 def _mode_to_keep(path: str) -> int:
-    """The mode of the file that is there, or a private one. Raises FileError if it must stay."""
+    """The mode of an existing file, or a private one. Raises FileError for a foreign file."""
     if not os.path.lexists(path):
         return 0o600
     if os.path.isdir(path):
@@ -85,7 +85,7 @@ def _mode_to_keep(path: str) -> int:
 
 
 def read(path: str) -> SavedConversation:
-    """Raises FileError, which says what is wrong."""
+    """Reads a conversation. Raises FileError."""
     content = _content(path)
     if isinstance(content, list):
         content = {"messages": content}

@@ -1,4 +1,4 @@
-"""What the answers of a conversation have taken."""
+"""Statistics over the answers of a conversation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .text_format import count
 
 @dataclass(slots=True)
 class ConversationStats:
-    """Sums over answers, those included that were dropped later. Times in seconds."""
+    """Sums over all answers, including those dropped later. Times in seconds."""
 
-    num_counted: int = 0  # answers of which the tokens are known, with those tokens
+    num_counted: int = 0  # answers whose number of tokens is known, and their tokens
     num_tokens: int = 0
     num_later_tokens: int = 0  # after the first ones, with the time that they took
     later_s: float = 0.0
-    num_first: int = 0  # answers of which the first token came, with the waits for it
+    num_first: int = 0  # answers with a first token, and their times to it
     ttft_s: float = 0.0
-    num_prompt_tokens: int = 0  # where it is told how many of them were cached
+    num_prompt_tokens: int = 0  # of answers for which the number of cached ones is known
     num_cached_tokens: int = 0
 
     def add(self, answer: ReplyRecord) -> None:
@@ -37,7 +37,7 @@ class ConversationStats:
             self.num_cached_tokens += answer.num_cached_tokens
 
     def rows(self) -> list[tuple[str, str]]:
-        """Only what is known, each with its name."""
+        """Names and values of the statistics that are known."""
         rows = []
         if self.num_tokens:
             tokens = count(self.num_tokens, "token")

@@ -1,4 +1,4 @@
-"""A chat with an engine in this process."""
+"""The chat's model on an engine in this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatTokenizer(Protocol):
 async def start_chat_engine(
     config: EngineConfig, progress: Callable[[str, float], None]
 ) -> AsyncEngine:
-    """Loads a model to chat with. Raises MinisglError."""
+    """Starts an engine that has a tokenizer. Raises MinisglError."""
     engine = await AsyncEngine.start(config, progress)
     if engine.tokenizer is None:
         await engine.close()
@@ -41,7 +41,10 @@ async def start_chat_engine(
 
 
 class EngineModel:
-    """Keeps the tokens of the last answer, so that the next prompt finds them in the KV cache."""
+    """An engine as a `ChatModel`.
+
+    Reuses the tokens of the last answer in the next prompt, so that the prefix cache finds them.
+    """
 
     def __init__(self, engine: AsyncEngine, tokenizer: ChatTokenizer) -> None:
         self._engine = engine
@@ -87,7 +90,7 @@ class EngineModel:
     async def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[ReplyDelta, None]:
-        # Of a long conversation it takes a while, in which Ctrl-C should work.
+        # A long conversation takes a while; in a thread, Ctrl-C still works.
         prompt = await asyncio.to_thread(self.prompt, messages)
         params = self._engine.defaults.sampling(**sampling)
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
@@ -115,11 +118,11 @@ class EngineModel:
                 opening = ""
         finally:
             stream.abort()
-            if token_ids:  # or else the last answer may stay, and its tokens with it
+            if token_ids:  # without a token, the last answer may be kept, and its tokens too
                 self._seen = prompt + token_ids
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids. Raises MinisglError where the template refuses the messages."""
+        """The prompt as token ids. Raises MinisglError if the template rejects the messages."""
         templated = self._tokenizer.chat(messages)
         return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
 

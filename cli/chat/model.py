@@ -1,4 +1,4 @@
-"""What answers in a chat: an engine of our own, or a server."""
+"""The interface of the model in a chat: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class ReplyDelta:
-    """What has come since the last one. Counts are of the whole answer so far; None: not told."""
+    """What has arrived since the last delta. Counts are of the answer so far; None: unknown."""
 
     text: str = ""
-    thinking: str = ""  # where it is told apart from the text
+    thinking: str = ""  # if the model or server separates it from the text
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None  # of the prompt
@@ -30,37 +30,37 @@ class ChatModel(Protocol):
 
     @property
     def facts(self) -> Sequence[str]:
-        """What the banner says of it: its name first, then where and how it runs."""
+        """The parts of the banner: the model's name first, then where and how it runs."""
         ...
 
     @property
     def max_seq_len(self) -> int | None:
-        """How many tokens a conversation may have; None: not known."""
+        """Maximum number of tokens in a conversation; None: unknown."""
         ...
 
     @property
     def sampling_defaults(self) -> SamplingParams | None:
-        """In force where nothing is chosen; None: a server has its own, and perhaps parameters
+        """Values of parameters that are not set; None: a server has its own, and perhaps parameters
         that minisgl does not know."""
         ...
 
     def check(self, sampling: Mapping[str, Any]) -> None:
-        """Raises MinisglError if no answer can be given with these parameters."""
+        """Raises MinisglError if the parameters are invalid."""
         ...
 
     def status(self) -> Sequence[tuple[str, str]]:
-        """What else it knows of its work: names and values."""
+        """Further statistics for /stats, as names and values."""
         ...
 
     def reply(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[ReplyDelta, None]:
-        """Streams the next message. To close it, or to cancel its task, ends the answer at once.
+        """Streams the next message. Closing the generator, or cancelling its task, ends it at once.
 
-        Raises MinisglError; ContextFullError where the messages are too long.
+        Raises MinisglError; ContextFullError if the messages are too long.
         """
         ...
 
 
 class ContextFullError(CallerError):
-    """The conversation has become too long to be answered."""
+    """The conversation is too long to be answered."""

@@ -1,4 +1,4 @@
-"""Sampling parameters as a person sets and reads them. Their values are JSON, or plain words."""
+"""Reads and shows sampling parameters. Values are typed as JSON or as plain words."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from minisgl.request import SamplingParams
 
 from .text_format import aligned, did_you_mean, shortened
 
-NOT_SHOWN = ("logprobs", "prompt_logprobs")  # by a chat, whatever they bring
+NOT_SHOWN = ("logprobs", "prompt_logprobs")  # the chat does not display them
 NAMES = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in NOT_SHOWN)
 FLAGS = frozenset(spec.name for spec in fields(SamplingParams) if isinstance(spec.default, bool))
-# Of a server's request: what the chat says itself, and more that it would not show.
+# Fields of a request that the chat sets itself, or whose results it does not display.
 NOT_OFFERED = frozenset(
     (*("model", "messages", "stream", "stream_options", "n", "echo", "top_logprobs"), *NOT_SHOWN)
 )
@@ -28,7 +28,10 @@ MAX_SHOWN_CHARS = 40
 
 
 def check_name(name: str, *, may_be_other: bool) -> None:
-    """Raises InvalidRequestError. `may_be_other`: a server may know more names than minisgl."""
+    """Raises InvalidRequestError for an unknown name.
+
+    `may_be_other`: a server may know more names than minisgl.
+    """
     if name in NAMES or (may_be_other and name not in NOT_OFFERED):
         return
     hints = did_you_mean(name, NAMES) + ("" if may_be_other else "/params lists them.")
@@ -37,9 +40,9 @@ def check_name(name: str, *, may_be_other: bool) -> None:
 
 
 def parsed(name: str, text: str) -> Any:
-    """The value that a person means; None: nobody's choice.
+    """Parses a typed value; None resets the parameter to its default.
 
-    Raises InvalidRequestError where it has the wrong form.
+    Raises InvalidRequestError if the value has the wrong type.
     """
     if text in ("default", "null"):
         return None
@@ -55,9 +58,9 @@ def parsed(name: str, text: str) -> Any:
 
 
 def in_form(name: str, value: Any) -> Any:
-    """A value out of JSON as SamplingParams takes it, which checks the rest: numbers and ranges.
+    """Converts a JSON value for SamplingParams, which checks numbers and ranges.
 
-    Raises InvalidRequestError where it has the wrong form.
+    Raises InvalidRequestError if the value has the wrong type.
     """
     if value is None:
         return None
@@ -86,14 +89,14 @@ def in_form(name: str, value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """As it could be typed."""
+    """Formats a value as it could be typed."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
 def listed(chosen: Mapping[str, Any], defaults: SamplingParams | None) -> list[str]:
-    """Lines with every parameter in force. `defaults`: None where a server has its own."""
+    """Lines with every effective parameter. `defaults`: None if a server has its own."""
     names = list(chosen) if defaults is None else NAMES
     rows = [
         (

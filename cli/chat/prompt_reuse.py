@@ -1,4 +1,4 @@
-"""Keeps the tokens that the engine has seen, where a chat template would write them anew."""
+"""Reuses tokens that the engine has seen where the chat template gives the same text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 def keep_seen(
     seen: Sequence[int], templated: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[int]:
-    """`templated` with its beginning in the tokens of `seen`, as far as both read the same.
+    """Replaces the beginning of `templated` with tokens of `seen`, as far as both texts agree.
 
     An answer is text by the time the template sees it again, and the tokenizer may cut that text
     otherwise than the model did. The KV cache knows the model's tokens, so they are kept. Where
@@ -24,14 +24,14 @@ def keep_seen(
 
 
 def num_common(left: str, right: str) -> int:
-    """Length of the longest common beginning."""
+    """Length of the longest common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     shorter = min(len(left), len(right))
     return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
 class Reading:
-    """Tokens as text, and how many of them make up each length at which they could be cut."""
+    """Tokens as text, with the number of tokens for each length where they can be cut."""
 
     def __init__(self, token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> None:
         self.num_tokens = {0: 0}  # by number of characters

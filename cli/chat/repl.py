@@ -1,4 +1,4 @@
-"""The loop of `minisgl chat`: read a line, answer it, until the person leaves."""
+"""The loop of `minisgl chat`: reads a line, answers it, until the user leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def banner(model: ChatModel) -> str:
 
 
 class Repl:
-    """One conversation at a time, in an event loop."""
+    """Runs one conversation at a time, in an event loop."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -35,7 +35,7 @@ class Repl:
         self._was_interrupted = False
 
     async def run(self) -> int:
-        """Returns how many questions and commands failed."""
+        """Runs until the user leaves. Returns the number of failed questions and commands."""
         with self._ui.talking():
             while (typed := await self._read()) is not None:
                 then = self._take(typed)
@@ -46,7 +46,7 @@ class Repl:
         return self._session.num_failed
 
     def _take(self, typed: str) -> NextAction:
-        if is_open(typed):  # of a pipe that has come to its end
+        if is_open(typed):  # a pipe has ended inside of quotes
             self._session.refuse(f"What begins with {QUOTES} has to end with {QUOTES}.")
             return NextAction.READ
         if (command := as_command(typed)) is not None:
@@ -70,7 +70,7 @@ class Repl:
         if error is not None and not isinstance(error, MinisglError):
             raise error  # the terminal or pipe is gone, or this is a bug
         session = self._session
-        # What came is part of the conversation, whether or not it came to its end.
+        # A partial answer is part of the conversation, too.
         if answer.has_come:
             session.conversation.answer(answer.message, answer.num_context_tokens)
             session.stats.add(answer)
@@ -103,7 +103,7 @@ class Repl:
             self._ui.write(split.text)
 
     def _remark_on(self, answer: ReplyRecord, error: MinisglError | None) -> str | None:
-        """What the person has to know about the end of an answer, if anything."""
+        """A message about the end of an answer, if there is something to report."""
         limit = self._session.model.max_seq_len
         if isinstance(error, ContextFullError):
             is_first = not self._session.conversation.turns
@@ -119,9 +119,9 @@ class Repl:
 
 @contextmanager
 def on_interrupt(action: Callable[[], object]) -> Iterator[None]:
-    """Ctrl-C calls `action` while the context is open, and does what it did before afterwards.
+    """Makes Ctrl-C call `action` while the context is open; restores the handler afterwards.
 
-    Once more, while that has not helped, it raises KeyboardInterrupt wherever the program is.
+    A second Ctrl-C raises KeyboardInterrupt wherever the program is.
     """
     loop = asyncio.get_running_loop()
     was_pressed = False

@@ -1,4 +1,4 @@
-"""One answer of the model, as it comes in."""
+"""The record of one answer while it arrives."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .thinking import CLOSE, Split, ThinkingSplitter
 
 @dataclass(slots=True)
 class ReplyRecord:
-    """Collects deltas, with the times that matter to the person who waits. Times in seconds."""
+    """Collects deltas and their times, in seconds by time.perf_counter."""
 
     asked_at: float
-    text: str = ""  # as the model wrote it, its thinking included unless told apart
+    text: str = ""  # as generated, with its thinking unless that came separately
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_first_tokens: int | None = None  # in the first delta that had any
     first_at: float | None = None
     last_at: float | None = None
-    finish_reason: FinishReason | None = None  # None to the end: it was stopped
+    finish_reason: FinishReason | None = None  # None at the end: the user stopped it
     _splitter: ThinkingSplitter = field(default_factory=ThinkingSplitter)
 
     def add(self, delta: ReplyDelta, now: float) -> Split:
-        """Returns what there is to show of it."""
+        """Adds a delta that arrived at `now`. Returns what to show."""
         grows = delta.text or delta.thinking or (delta.num_tokens or 0) > (self.num_tokens or 0)
-        if grows and self.finish_reason is None:  # a server counts after the end
+        if grows and self.finish_reason is None:  # servers send usage after the end
             if self.first_at is None:
                 self.first_at, self.num_first_tokens = now, delta.num_tokens
             self.last_at = now
@@ -42,18 +42,18 @@ class ReplyRecord:
         return split
 
     def flush(self) -> Split:
-        """What is left to show, at the end."""
+        """Returns what remains to be shown at the end."""
         return self._splitter.flush()
 
     @property
     def has_come(self) -> bool:
-        """Whether there is anything that the conversation could go on from."""
+        """Whether anything arrived from which the conversation can continue."""
         ended = self.finish_reason is not None and self.first_at is not None
         return bool(self.text or self.num_tokens) or ended
 
     @property
     def message(self) -> str:
-        """For the conversation. Thinking that was stopped is closed, as every template expects."""
+        """The answer for the conversation. Interrupted thinking is closed, as templates expect."""
         return f"{self.text}\n{CLOSE}\n\n" if self._splitter.inside else self.text
 
     @property
@@ -62,8 +62,8 @@ class ReplyRecord:
 
     @property
     def later(self) -> tuple[int, float] | None:
-        """The tokens after the first delta and their time in seconds; None where there were none,
-        or nobody counted."""
+        """Number of tokens after the first delta and their time in seconds; None if there were none
+        or they were not counted."""
         if self.first_at is None or self.last_at is None or self.last_at <= self.first_at:
             return None
         if self.num_tokens is None:
@@ -74,19 +74,19 @@ class ReplyRecord:
 
     @property
     def num_context_tokens(self) -> int | None:
-        """Of the conversation with this answer."""
+        """Number of tokens of the conversation with this answer."""
         if self.num_prompt_tokens is None or self.num_tokens is None:
             return None
         return self.num_prompt_tokens + self.num_tokens
 
     def fills(self, max_seq_len: int | None) -> bool:
-        """Whether it ended because there was no room left."""
+        """Whether the answer ended because the context is full."""
         if self.finish_reason is not FinishReason.LENGTH or max_seq_len is None:
             return False
         return (self.num_context_tokens or 0) >= max_seq_len
 
     def summary(self) -> str:
-        """One line: how much, how fast, how much of the prompt was in the cache."""
+        """One line with the number of tokens, the speed and the cached part of the prompt."""
         parts = []
         if self.num_tokens is not None:
             parts.append(count(self.num_tokens, "token"))

@@ -1,4 +1,4 @@
-"""A chat with a server that speaks OpenAI's API. Imports no torch."""
+"""The chat's model on a server of OpenAI's API. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minisgl.request import FinishReason, SamplingParams
 from .model import ContextFullError, Message, ReplyDelta
 from .parameters import NAMES
 
-# What servers say of a conversation that is too long; OpenAI and minisgl have a code for it.
+# Phrases in errors about a conversation that is too long; OpenAI and minisgl use a code.
 TOO_LONG_CODE = "context_length_exceeded"
 TOO_LONG_WORDS = ("maximum context length", "context size", "context length", "too long")
 ANSWER_S = 3600.0
@@ -28,7 +28,7 @@ NAMES_ON_THE_WIRE = {"include_stop": "include_stop_str_in_output"}
 
 
 class ServerModel:
-    """One model of a server."""
+    """One model of a server, as a `ChatModel`."""
 
     def __init__(
         self, base_url: str, api_key: str, model: ServedModel, timeout_s: float = ANSWER_S
@@ -42,7 +42,7 @@ class ServerModel:
     async def connect(
         cls, url: str, api_key: str, model: str = "", timeout_s: float = ANSWER_S
     ) -> ServerModel:
-        """Asks for the models and takes the one named, or else the first. Raises ServerError."""
+        """Lists the models and chooses the one named, or else the first. Raises ServerError."""
         base_url = api_base(url)
         try:
             listed = await list_models(base_url, api_key, min(DOCUMENT_S, timeout_s))
@@ -125,7 +125,7 @@ class ServerModel:
             raise not_openai(self._base_url, error) from error
 
     def _error_of(self, error: Any) -> MinisglError:
-        """In the middle of an answer."""
+        """The exception for an error event in the middle of a stream."""
         said = Refusal.read(msgspec.json.encode({"error": error}), self._api_key)
         return _too_long(said) or ServerError(f"{self._base_url}: {said.message}")
 
@@ -147,7 +147,7 @@ def _delta(chunk: StreamChunk) -> ReplyDelta:
 
 
 async def _failure(stream: Stream, url: str, api_key: str) -> MinisglError:
-    """Why a question is not answered, by an answer with a status of failure."""
+    """The exception for a response with an error status."""
     if (place := stream.head.redirect) is not None:
         return ServerError(f"{url} {describe_redirect(url, place)}")
     body = await stream.whole()

@@ -1,4 +1,4 @@
-"""The form of texts: of what a person types (commands and quotes), and of what the chat prints."""
+"""Parses what a person types (commands and quotes), and formats what the chat prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ QUOTES = '"""'
 
 
 def unquoted(text: str) -> str:
-    """What stands between three quotation marks, if the text does."""
+    """The text between triple quotation marks, or the text itself."""
     text = text.strip()
     if text.startswith(QUOTES) and text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES):
         return text.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
@@ -17,20 +17,20 @@ def unquoted(text: str) -> str:
 
 
 def unquoted_argument(text: str) -> str:
-    """Of a command, where people also write one pair, as in a shell."""
+    """The argument of a command, which may also have single quotation marks, as in a shell."""
     inside = unquoted(text)
     is_pair = inside == text and len(text) >= 2 and text[0] == text[-1] == '"'
     return text[1:-1] if is_pair and '"' not in text[1:-1] else inside
 
 
 def as_command(text: str) -> tuple[str, str] | None:
-    """Its name and what stands behind it; None for a question, be it one about /a/path."""
+    """Splits a command into its name and its argument; None for a question, also about /a/path."""
     name, rest = [*text.split(maxsplit=1), "", ""][:2]
     return (name, rest.strip()) if name.startswith("/") and "/" not in name[1:] else None
 
 
 def is_open(text: str) -> bool:
-    """Whether a text, or what follows a command, begins with three and has not come to the end."""
+    """Whether a text, or a command's argument, has opening triple quotes and no closing ones."""
     command = as_command(text)
     text = text.strip() if command is None else command[1]
     closed = text.endswith(QUOTES) and len(text) >= 2 * len(QUOTES)
@@ -42,13 +42,13 @@ def count(number: int, noun: str) -> str:
 
 
 def shortened(text: str, num_chars: int) -> str:
-    """On one line."""
+    """The text on one line of at most `num_chars` characters."""
     line = " ".join(text.split())
     return line if len(line) <= num_chars else f"{line[: num_chars - 1]}…"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, with its columns under those of the others. An empty row is a gap."""
+    """Formats rows as lines with aligned columns. An empty row gives an empty line."""
     columns = max(map(len, rows), default=0)
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     return [
@@ -58,6 +58,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """A sentence with a blank behind it, or nothing."""
+    """A sentence with the nearest name and a trailing blank, or an empty text."""
     near = get_close_matches(name, names, n=1)
     return f"Did you mean {near[0]}? " if near else ""

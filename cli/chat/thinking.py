@@ -1,4 +1,4 @@
-"""Tells what a model thinks from what it answers: `<think>…</think>` before the answer."""
+"""Separates a model's thinking, `<think>…</think>`, from the answer after it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Split:
 
 
 class ThinkingSplitter:
-    """Takes an answer in pieces. A tag counts where models put it: the first thing they write.
+    """Splits an answer that arrives in pieces. Only a tag at the very beginning counts.
 
-    What may become a tag is held back until that is clear, or until `flush`.
+    Text that may become a tag is held back until that is decided, or until `flush`.
     """
 
     def __init__(self) -> None:
-        self._inside: bool | None = None  # None: nothing but white space has come
+        self._inside: bool | None = None  # None: only white space so far
         self._held = ""
-        self._at_start = True  # of the thinking or the answer: white space there says nothing
+        self._at_start = True  # of the thinking or the answer, where white space is dropped
 
     @property
     def inside(self) -> bool:
@@ -34,7 +34,7 @@ class ThinkingSplitter:
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begun = text.lstrip()
-            # Or nothing yet; so many blanks are no beginning of a tag, but of an answer.
+            # Or nothing yet; after this many blanks it is an answer.
             if OPEN.startswith(begun) and len(text) <= MAX_HELD_CHARS:
                 self._inside = True if begun == OPEN else None
                 self._held = "" if self._inside else text
@@ -54,7 +54,7 @@ class ThinkingSplitter:
         return split
 
     def flush(self) -> Split:
-        """What was held back, at the end of the answer."""
+        """Returns the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return Split(thinking=held) if self._inside else Split(text=held)
 
@@ -66,13 +66,13 @@ class ThinkingSplitter:
 
 
 def split_whole(text: str) -> Split:
-    """Of an answer that has come to its end."""
+    """Splits a complete answer."""
     splitter = ThinkingSplitter()
     split, rest = splitter.feed(text), splitter.flush()
     return Split(split.thinking + rest.thinking, split.text + rest.text)
 
 
 def _tail(text: str, tag: str) -> str:
-    """The longest end of `text` that `tag` begins with."""
+    """The longest suffix of `text` that is a prefix of `tag`."""
     lengths = range(min(len(text), len(tag) - 1), 0, -1)
     return next((text[-length:] for length in lengths if tag.startswith(text[-length:])), "")

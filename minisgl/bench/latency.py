@@ -28,7 +28,7 @@ GREEDY = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A batch size, measured."""
+    """The measurement of one batch size."""
 
     sizes: Sizes
     figures: Figures
@@ -50,7 +50,7 @@ class BatchRecord:
 
     @property
     def tpot_s(self) -> float:
-        """The median over the requests."""
+        """Median TPOT over the requests, in seconds."""
         assert self.figures.tpot_s is not None, "every output has two tokens or more"
         return self.figures.tpot_s.p50
 
@@ -58,7 +58,7 @@ class BatchRecord:
 async def bench_latency(
     engine_config: EngineConfig, config: LatencyConfig, report: ReportConfig
 ) -> int:
-    """Load the model, measure, and print what came out. Returns the exit code."""
+    """Load the model, measure, and print the results. Returns the exit code."""
     console = make_console()
     engine = await start_bench_engine(console, engine_config)
     async with engine:
@@ -90,7 +90,7 @@ async def bench_latency(
 
 
 def check_room(batch: Sizes, capacity: Capacity) -> None:
-    """Raise ConfigError where the requests of a batch would have to wait for each other."""
+    """Raise ConfigError if the requests of a batch cannot all run at once."""
     size, length = batch.num_requests, batch.prompt.high + batch.output.high
     if size > capacity.num_slots:
         allowed = f"more than --max-running-requests; allowed: {capacity.num_slots} or less"
@@ -104,7 +104,7 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
 async def _measure(
     engine: AsyncEngine, batch: Sizes, repeat: int, first_seed: int, peak: Peak | None
 ) -> BatchRecord:
-    """The last of `repeat` repetitions."""
+    """Measure `repeat` repetitions; the record is of the last one."""
     repetitions: list[Figures] = []
     for seed in range(first_seed, first_seed + repeat):
         jobs = make_workload(

@@ -1,4 +1,4 @@
-"""`minisgl bench`: the standard offline workload, all requests at once."""
+"""`minisgl bench`: a workload on an engine in this process, all requests at once."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
-POLL_S = 1.0  # drawing takes time of the loop that the engine runs on
+POLL_S = 1.0  # seconds; drawing takes time of the engine's event loop
 
 
 async def bench_offline(
     engine_config: EngineConfig, config: BenchConfig, workload: WorkloadConfig, report: ReportConfig
 ) -> int:
-    """Load the model, measure, and print what came out. Returns the exit code."""
+    """Load the model, measure, and print the results. Returns the exit code."""
     if workload.kind == "multi-turn":
         allowed = "each question waits for the answer before it; use `minisgl bench serve`"
         raise ConfigError("--workload", workload.workload, allowed)
@@ -89,7 +89,7 @@ async def _measure(
     sizes: Sizes,
     rows: Sequence[TraceRow],
 ) -> tuple[RunRecord, PointResult]:
-    """Every repetition; the record is that of the last one."""
+    """Measure every repetition; the run and the result are of the last one."""
     peak = engine_peak(engine.config)
     freeze_memory()
     repetitions: list[Figures] = []
@@ -137,7 +137,7 @@ def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) ->
 async def poll_engine(
     console: Console, title: str, engine: AsyncEngine, num_requests: int
 ) -> AsyncIterator[list[Sample]]:
-    """Looks at the engine once a second while the context is open, and shows how far it is."""
+    """Poll the engine once a second while the context is open, and show the progress."""
     before = engine.stats()
     began = time.perf_counter()
     samples: list[Sample] = []

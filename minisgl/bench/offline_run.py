@@ -1,4 +1,4 @@
-"""Runs a workload on an engine and writes down when what arrived."""
+"""Runs a workload on an engine and records when its tokens arrive."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Between tokens, on average; None for a single one."""
+        """Mean seconds between tokens; None for a single token."""
         if self.num_output_tokens == 1:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
@@ -56,7 +56,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When what came of one request, by time.perf_counter."""
+    """Arrival of a request's first and last token, by time.perf_counter."""
 
     first: float
     last: float
@@ -67,22 +67,22 @@ Consumer = Callable[[OutputStream], Awaitable[Arrivals]]
 
 
 async def run_offline(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
-    """Submit all jobs at once and wait for the first token and the end of each.
+    """Submit all requests at once and wait for the first token and the end of each.
 
-    Between the two no request wakes the event loop, which at 256 of them would take milliseconds
-    of every step. The engine must have no other work. Raises the first error of a request, and
+    In between, no request wakes the event loop, which for 256 requests would take milliseconds of
+    every step. The engine must have no other work. Raises the first error of a request, and
     ends the others.
     """
     return await _run(engine, jobs, _wait)
 
 
 async def run_streaming(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
-    """Like `run_offline`, but every token is taken as it comes, as a client that streams does."""
+    """Like `run_offline`, but take every token as it arrives, like a streaming client."""
     return await _run(engine, jobs, _stream)
 
 
 async def token_times(stream: OutputStream) -> list[float]:
-    """Take all of a stream. Returns when each delta with a token came, by time.perf_counter."""
+    """Consume a stream. Returns when each delta with a token arrived, by time.perf_counter."""
     times: list[float] = []
     async for delta in stream:
         if delta.token_ids:
@@ -91,7 +91,7 @@ async def token_times(stream: OutputStream) -> list[float]:
 
 
 def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
-    """The seconds between one time and the next, where both are from `start` to `end`."""
+    """The seconds between consecutive times that are both within `start` and `end`."""
     return [after - before for before, after in pairwise(times) if start <= before and after <= end]
 
 

@@ -1,15 +1,15 @@
-"""The least time that the hardware allows a run, from the bytes it moves and what it computes.
+"""The least time that the hardware allows a run, from the bytes it moves and its arithmetic.
 
 The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model", 2009) of serving:
 each step reads every weight once, each decoded token reads the keys and values of everything before
 it, and prefill multiplies.
 
-Of experts only those count that some row of a step has chosen: of E, each row choosing k at random,
-E · (1 - (1 - k/E) ** rows).
+Only experts that some row of a step has chosen count: if each row chooses k of E at random, their
+expected number is E · (1 - (1 - k/E) ** rows).
 
-For a whole run (`Work`) what can be overlapped is added up all the same, so that the limit is of
-engines like this one, which do one thing after the other. Within one decode step (`DecodeStep`) the
-same kernels move and compute, and the longer of the two counts.
+For a whole run (`Work`), memory traffic and arithmetic are added up, although they could overlap:
+the limit is that of engines like this one, which run their kernels one after the other. Within one
+decode step (`DecodeStep`) the same kernels move and compute, and the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.config import DTYPE_BYTES, ModelFacts, ResolvedConfig
 
-# Large enough that launches and caches do not count on a GPU, and small enough for the memory that
-# the engine leaves free.
+# Large enough to make launches and caches of a GPU negligible, small enough for the memory that the
+# engine leaves free.
 COPIED_BYTES = 256 << 20
 MATRIX_SIZE = 8192
 MATRIX_SIZE_ON_CPU = 1024
@@ -35,15 +35,15 @@ MATRIX_SIZE_ON_CPU = 1024
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """What a device reached a moment ago, or several together."""
+    """The measured peak of one device, or of several together."""
 
     bytes_per_s: float  # of a copy, read and written bytes together
-    operations_per_s: float  # of a matrix product; a multiplication and an addition are two
+    operations_per_s: float  # of a GEMM; a multiply-add counts as two
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run has to do at least."""
+    """The minimum of memory traffic and arithmetic of a run."""
 
     weight_bytes: int
     kv_bytes: int
@@ -51,8 +51,8 @@ class Work:
 
     @classmethod
     def of(cls, run: RunRecord, model: ModelFacts, dtype: str, *, max_running: int) -> Work:
-        """What the requests of `run` and the number of its steps ask of `model` in `dtype`, if at
-        most `max_running` of them run at a time."""
+        """The work of the requests and steps of `run` for `model` in `dtype`, if at most
+        `max_running` requests run at a time."""
         weights = run.num_steps * (model.num_layer_weights + model.num_head_weights)
         weights += _expert_weights_read(run, model, max_running)
         # Tokens whose keys and values are read or written.
@@ -77,7 +77,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """What a decode step of a run has to do at least, on average over its decode steps."""
+    """The minimum of work of a decode step, averaged over the decode steps of a run."""
 
     weight_bytes: float
     kv_bytes: float
@@ -85,7 +85,7 @@ class DecodeStep:
 
     @classmethod
     def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> DecodeStep:
-        """Of requests that decode together, with outputs of one length of at least two tokens."""
+        """The step of requests that decode together, all with outputs of one length >= 2."""
         [num_output_tokens] = {request.num_output_tokens for request in run.requests}
         num_steps, batch_size = num_output_tokens - 1, len(run.requests)
         num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
@@ -103,7 +103,7 @@ class DecodeStep:
 
 
 def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> int:
-    """Of matrix products and causal attention: no padding, no masked score, one row of logits."""
+    """Operations of GEMMs and causal attention: no padding, no masked scores, one row of logits."""
     operations = 0
     weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
     for request in requests:
@@ -117,13 +117,13 @@ def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> 
 
 
 def _expert_weights_of_row(model: ModelFacts) -> int:
-    """In the matrices of the experts that a row chooses."""
+    """Number of weights of the experts that one row chooses."""
     experts = model.experts
     return 0 if experts is None else experts.num_layers * experts.num_chosen * experts.num_weights
 
 
 def _expert_weights(model: ModelFacts, num_rows: int) -> int:
-    """In the matrices of the experts that the rows of a step choose between them."""
+    """Expected number of weights of the experts that the rows of a step choose together."""
     experts = model.experts
     if experts is None:
         return 0
@@ -133,8 +133,8 @@ def _expert_weights(model: ModelFacts, num_rows: int) -> int:
 
 
 def _expert_weights_read(run: RunRecord, model: ModelFacts, max_running: int) -> int:
-    """In the matrices of experts that the steps of a run read, if its requests decode as early as
-    they can. Its other steps prefill many rows, and read all."""
+    """Number of expert weights that the steps of a run read, if its requests decode as early as
+    possible. The other steps prefill many rows and read all experts."""
     experts = model.experts
     if experts is None:
         return 0
@@ -145,7 +145,7 @@ def _expert_weights_read(run: RunRecord, model: ModelFacts, max_running: int) ->
 
 
 def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list[int]:
-    """How many rows each decode step has, if a request follows as soon as one before it ends."""
+    """Rows of each decode step, if a request starts as soon as another one ends."""
     free = [0] * max_running  # a heap: the step from which on each place is
     changes: Counter[int] = Counter()
     for request in requests:
@@ -157,20 +157,20 @@ def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list
 
 
 def _num_decode_reads(request: RequestRecord) -> int:
-    """Tokens whose keys and values decoding reads, each token's own included."""
+    """Number of tokens whose keys and values decoding reads, including each token's own."""
     decoded = request.num_output_tokens - 1
     return decoded * request.num_prompt_tokens + decoded * (decoded + 1) // 2
 
 
 def _operations_per_pair(model: ModelFacts) -> int:
-    """Score and weighted sum of a query with a key and its value, in all heads and layers."""
+    """Operations of a query with one key and value, in all heads and layers."""
     return 4 * model.num_layers * model.num_heads * model.head_dim
 
 
 def engine_peak(config: ResolvedConfig) -> Peak | None:
-    """Of the GPUs of an engine that has started; None on a CPU.
+    """The peak of the GPUs of a running engine; None on a CPU.
 
-    There the caches may hold what a GPU reads from memory, so that a share of it says nothing.
+    A CPU's caches may hold what a GPU reads from memory, so a share of its limit means nothing.
     """
     if config.device == "cpu":
         return None
@@ -179,7 +179,7 @@ def engine_peak(config: ResolvedConfig) -> Peak | None:
 
 
 def engine_operations_per_s(config: ResolvedConfig) -> float:
-    """What the devices of an engine that has started reach in a matrix product, CPUs too."""
+    """Operations per second of a GEMM on the devices of a running engine, also on CPUs."""
     size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
     device = torch.device(config.device)
     reached = config.tp * measure_operations_per_s(device, getattr(torch, config.dtype), size)
@@ -218,7 +218,7 @@ def measure_operations_per_s(device: torch.device, dtype: torch.dtype, size: int
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
-    """The fastest of three rounds, for one call."""
+    """Seconds of one call, in the fastest of three rounds."""
 
     def finish() -> None:
         if device.type == "cuda":

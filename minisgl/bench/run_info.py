@@ -1,4 +1,4 @@
-"""Where a benchmark runs: the engine that it starts, and what its readers must know of it."""
+"""Starts the engine of a benchmark, and describes the run for its report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minisgl.runner.facts import device_name
 
 
 async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEngine:
-    """Load the model, with a queue for any number of requests. Raises MinisglError."""
+    """Start an engine with an unbounded queue, showing its progress. Raises MinisglError."""
     with LoadProgress(console) as progress:
         return await AsyncEngine.start(
             replace(config, max_queued_requests=UNBOUNDED_QUEUE), progress
@@ -30,14 +30,14 @@ async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEng
 
 
 def freeze_memory() -> None:
-    """What lives now lives on: keep the garbage collector from walking it again and again."""
+    """Freeze long-lived objects so that the garbage collector does not scan them."""
     gc.collect()
     gc.freeze()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What somebody needs to compare the figures, or to measure them again."""
+    """The information that is needed to compare or repeat a measurement."""
 
     environment: Environment
     versions: dict[str, str]
@@ -70,7 +70,7 @@ class RunInfo:
 
 
 def describe(engine: AsyncEngine) -> Iterator[str]:
-    """Lines about model, device and options, those of them that decide about speed."""
+    """Describe the model, the device and the options that affect speed, in lines."""
     config, capacity = engine.config, engine.capacity
     weights = "random weights" if config.load_format == "dummy" else "its own weights"
     devices = f"{config.tp} x " if config.tp > 1 else ""

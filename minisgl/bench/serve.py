@@ -1,4 +1,4 @@
-"""`minisgl bench serve`: a workload over HTTP, against an own server or any of the OpenAI API."""
+"""`minisgl bench serve`: a workload over HTTP, on its own server or any of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from minisgl.server.connection import raise_file_limit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerUnderTest:
-    """The server that is measured, and what is known of it."""
+    """The server that is measured, and its known properties."""
 
     target: Target
     run_info: RunInfo
     sizes: Sizes
     vocab_size: int  # token ids of prompts stay below it
-    context: int | None = None  # tokens of prompt and answer together; None: not known
-    started: StartedServer | None  # None: somebody else's
+    context: int | None = None  # tokens of prompt and answer together; None: unknown
+    started: StartedServer | None  # None: a server at --url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the user asked for."""
+    """The options of the run."""
 
     engine: EngineConfig
     bench: BenchConfig
@@ -71,7 +71,7 @@ class ServeOptions:
     rows: Sequence[TraceRow]  # of the trace, if there is one
 
     def as_json(self) -> dict[str, Any]:
-        """For the report; the engine's are in its run_info."""
+        """The options for the report, without the engine's, which are in the run info."""
         options = asdict(self.bench) | asdict(self.workload) | asdict(self.load)
         return options | {"api_key": self.load.api_key and "(not shown)"}
 
@@ -83,7 +83,7 @@ async def bench_serve(
     load: LoadConfig,
     report: ReportConfig,
 ) -> int:
-    """Measure, and print what came out. Returns the exit code.
+    """Measure, and print the results. Returns the exit code.
 
     Raises MinisglError, OnlineRunError where no request of a run succeeds.
     """
@@ -140,7 +140,7 @@ def _report(
 
 
 def _print_missing(console: Console, missing: Sequence[Point]) -> None:
-    """Of a sweep that Ctrl-C or a failure ended."""
+    """Print the points that an interrupted sweep has not measured."""
     if missing:
         points = "; ".join(map(str, missing))
         console.print(f"the sweep was interrupted; not measured: {points}")
@@ -153,7 +153,7 @@ def _print_missing(console: Console, missing: Sequence[Point]) -> None:
 async def _server_under_test(
     console: Console, options: ServeOptions
 ) -> AsyncIterator[ServerUnderTest]:
-    """Starts a server, or finds the one at --url. Raises MinisglError."""
+    """Start a server, or connect to the one at --url. Raises MinisglError."""
     config, workload, load = options.bench, options.workload, options.load
     endpoint = load.endpoint
     if endpoint == "auto":
@@ -198,7 +198,7 @@ async def _server_under_test(
 
 
 def _remote_run_info(target: Target) -> RunInfo:
-    """What can be known of somebody else's server; the environment is the client's."""
+    """The run info for a server at --url; the environment is the client's."""
     return RunInfo(
         environment=Environment.found(),
         versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
@@ -231,7 +231,7 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
 
 
 def _check_room(console: Console, server: ServerUnderTest, options: ServeOptions) -> None:
-    """Raises RoomError where the server is known to refuse what it would be asked."""
+    """Raise RoomError if the requests do not fit into the server's context."""
     workload = options.workload
     if server.context is None:
         return
@@ -247,7 +247,7 @@ def _check_room(console: Console, server: ServerUnderTest, options: ServeOptions
 async def _measure_point(
     console: Console, server: ServerUnderTest, options: ServeOptions, point: Point, index: int
 ) -> PointResult:
-    """Every repetition. Raises OnlineRunError where no request of one succeeds."""
+    """Measure every repetition. Raises OnlineRunError if all requests of one fail."""
     config, workload, load = options.bench, options.workload, options.load
     console.print(f"{point}:" if workload.kind != "trace" else "replayed:")
     repetitions: list[Figures] = []
@@ -317,7 +317,7 @@ async def _run(
 
 
 def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) -> Limit | None:
-    """Of our own server on a GPU, which tells how many steps it took."""
+    """The hardware's limit, for a server started by the benchmark on a GPU."""
     started = server.started
     if started is None or started.peak is None or figures.num_steps is None:
         return None
@@ -335,13 +335,13 @@ def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) ->
     return Limit.of(figures, started.peak, work)
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- warnings ----------------------------------------------------------------------------------
 
 
 def _print_doubts(
     console: Console, server: ServerUnderTest, options: ServeOptions, run: OnlineRun
 ) -> None:
-    """What a reader of the figures has to know."""
+    """Print what qualifies the figures: failures, missing usage, delays."""
     for reason, count in run.failures.most_common(5):
         told = with_remedy(reason, options.workload, server.target.endpoint)
         console.print(f"{count:,} failed: {told}")

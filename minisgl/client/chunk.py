@@ -1,4 +1,4 @@
-"""What servers of the OpenAI API send in one event of a streamed answer, as far as it is used."""
+"""The fields that are used of an event in a streamed answer of the OpenAI API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between the chat and the place where it talks: a terminal, or a pipe."""
+"""The interface between the chat and its input and output: a terminal, or a pipe."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Protocol
 
 
 class ChatUI(Protocol):
-    """What the REPL needs of the place where it talks."""
+    """The input and output that the REPL needs."""
 
     interactive: bool
-    keys: Mapping[str, str]  # that mean something here, and what they do
+    keys: Mapping[str, str]  # key bindings, and what they do
 
     async def read(self, *, interrupted: bool) -> str | None:
-        """The next line that the person enters; None when they have left.
+        """Reads the next line that the user enters; None at the end of the input.
 
-        `interrupted`: they have just pressed Ctrl-C, and once more means to leave.
+        `interrupted`: the user has just pressed Ctrl-C; a second one leaves the chat.
         """
         ...
 
     def talking(self) -> AbstractContextManager[None]:
-        """Open for as long as lines are read and answered."""
+        """A context that stays open while lines are read and answered."""
         ...
 
     def answering(self) -> AbstractContextManager[None]:
-        """`think` and `write` are for the time while this is open."""
+        """A context for one answer: `think` and `write` are called inside."""
         ...
 
     def think(self, text: str) -> None:
-        """A piece of what the model thinks before it answers, at once."""
+        """Shows a piece of the model's thinking immediately."""
         ...
 
     def write(self, text: str) -> None:
-        """A piece of an answer, at once."""
+        """Shows a piece of an answer immediately."""
         ...
 
     def say(self, line: str) -> None:
-        """A word of the REPL itself that the person must see."""
+        """Shows a message of the REPL that the user must see."""
         ...
 
     def note(self, line: str) -> None:
-        """One that they may overlook."""
+        """Shows a message that the user may overlook."""
         ...
 
     def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Shows what takes time while the context is open; calling its target shows more of it."""
+        """Shows `what` while the context is open; calling its target updates the text."""
         ...

@@ -1,4 +1,4 @@
-"""The last lines on a terminal, drawn again while they change."""
+"""Redraws the last lines on a terminal while they change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.segment import Segment, Segments
 
 from minisgl.printable import printable
 
-# Terminals that know it show what stands between at once, so that nothing flickers.
+# Synchronized output: terminals that support it show everything in between at once.
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 # A line whose width the terminal sees otherwise than we do must not become two.
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
@@ -20,17 +20,17 @@ ERASE_LINE, ERASE_BELOW = "\x1b[2K", "\x1b[J"
 
 @dataclass(frozen=True, slots=True)
 class ScreenLine:
-    """What a terminal shows in one row: as text, and as that text in colours."""
+    """One row of the terminal: as plain text, and with colours."""
 
     plain: str
     coloured: str
 
 
 def render(console: Console, content: RenderableType) -> list[ScreenLine]:
-    """At most as wide as the terminal is now, and without blanks at the ends of lines."""
+    """Renders `content` in the terminal's current width, without trailing blanks."""
     rows = []
     for row in console.render_lines(content, pad=False):
-        # Whatever the content is made of, a model must not be able to drive the terminal.
+        # A model's text must not control the terminal.
         safe = [Segment(printable(text), style) for text, style, control in row if not control]
         while safe and not safe[-1].text.strip():
             safe.pop()
@@ -46,10 +46,10 @@ def render(console: Console, content: RenderableType) -> list[ScreenLine]:
 
 
 class LiveLines:
-    """Draws lines over those it drew before, and leaves alone what has not changed.
+    """Redraws lines in place, and only those that have changed.
 
-    The screen has no room for every line: those above it have gone up into the scrollback, once,
-    and are not drawn again. The cursor stays behind the last line.
+    Lines that do not fit on the screen scroll into the scrollback once and are not drawn again. The
+    cursor stays after the last line.
     """
 
     def __init__(self, console: Console) -> None:
@@ -60,11 +60,11 @@ class LiveLines:
 
     @property
     def room(self) -> int:
-        """How many lines can be drawn again."""
+        """Number of lines that can be redrawn."""
         return max(1, self._console.height - 1)
 
     def draw(self, lines: Sequence[ScreenLine], *, num_final: int = 0) -> None:
-        """Everything that is not final yet. Of it the first `num_final` lines are from now on."""
+        """Draws all lines that are not final yet; the first `num_final` of them become final."""
         width = self._console.width
         num_gone = self._num_gone(lines, width)
         rest = lines[num_gone:]
@@ -85,16 +85,16 @@ class LiveLines:
             self._console.file.flush()
 
     def _num_gone(self, lines: Sequence[ScreenLine], width: int) -> int:
-        """How many of `lines` are above the screen."""
+        """Number of `lines` that are above the screen."""
         if not self._gone:
             return 0
         if width == self._width:
-            # Markup that ends late may have moved some of them: go on behind the last one.
+            # Markup that ends late may have moved some of them: continue after the last one.
             last = self._gone[-1].plain
             places = (place for place, line in enumerate(lines, 1) if line.plain == last)
             num_gone = min(len(self._gone), len(lines))
             return min(places, key=lambda place: abs(place - num_gone), default=num_gone)
-        # All were broken otherwise: count characters instead.
+        # The old lines were wrapped at another width: count characters instead.
         num_chars = sum(map(_num_chars, self._gone))
         for index, line in enumerate(lines):
             if num_chars <= 0:
@@ -103,7 +103,7 @@ class LiveLines:
         return len(lines)
 
     def _replacement(self, lines: Sequence[ScreenLine], num_same: int, width: int) -> list[str]:
-        """What turns the lines on the screen into these, of which some are there already."""
+        """Output that turns the shown lines into `lines`; the first `num_same` are equal."""
         below = [line.coloured for line in lines[num_same:]]
         if num_same == len(self._shown):
             return ["\n" * bool(num_same), "\n".join(below)] if below else []

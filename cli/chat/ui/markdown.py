@@ -1,4 +1,4 @@
-"""Markdown that is still being written: what of it is finished, and how it looks."""
+"""Splits Markdown that is still being written into finished blocks, and renders them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.text import Text
 # HTML is text here: it could not be shown, and would vanish.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 # The beginning of a line that may yet become a fence, a list, a rule, a heading or a mere text.
-# Blanks are taken once and for all (*+): else a long line of them would be tried in every way.
+# Blanks are matched possessively (*+), since backtracking over many would take too long.
 UNDECIDED = re.compile(
     r"[ \t]*+(`{3,}[^`]*|[`~]+|[-=*+_#>|:][-=*+_#>|: \t]*|\d{1,9}([.)][ \t]*)?|(?<=[ \t]))\Z"
 )
@@ -26,19 +26,19 @@ FENCE = re.compile(r"[ ]{0,3}(`{1,3}|~{1,3})\Z")
 CODE_THEME = "ansi_dark"  # the terminal's own colours
 TAB_SIZE = 4
 HIGHLIGHT_S = 0.5  # for a block
-LINE_SIZE = 32  # a line of its own takes as long as so many characters
+LINE_SIZE = 32  # a line break costs as much time as this many characters
 MAX_SIZE = 64 << 10  # of a block, and of what comes at once; a second or two
 MAX_CODE_SIZE = 256 << 10  # of a block of code, which is not read as Markdown
 
 
 def size(text: str) -> int:
-    """What it takes to draw, in characters."""
+    """The cost of drawing `text`, in characters."""
     return len(text) + LINE_SIZE * text.count("\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A paragraph, a heading, a table, …; of a list, one item."""
+    """A paragraph, a heading, a table, …, or one item of a list."""
 
     source: str
     number: int | None = None  # of an item in an ordered list
@@ -61,11 +61,11 @@ class Blocks:
 
     @property
     def size(self) -> int:
-        """Of the rest."""
+        """The drawing cost of the unfinished text, in characters."""
         return size(self._text)
 
     def feed(self, piece: str) -> list[Block]:
-        """The blocks that nothing can change any more."""
+        """Adds text; returns the blocks that have become final."""
         self._text += piece
         line = self._text.rpartition("\n")[2]
         # A block is finished once it is decided that another one begins below it.
@@ -77,11 +77,11 @@ class Blocks:
         return finished
 
     def last(self) -> list[Block]:
-        """As if the text ended here; there is a second one where it has just begun, or may have."""
+        """The blocks if the text ended here: one, or two if the second may just have begun."""
         return self._split(self._text)
 
     def cut(self) -> tuple[list[Block], str]:
-        """As if the text ended behind the last line that is whole; and the line that is not."""
+        """The blocks up to the last complete line, and the incomplete line."""
         lines, newline, line = self._text.rpartition("\n")
         return (self._split(lines), line) if newline else (self._split(line), "")
 
@@ -94,7 +94,7 @@ class Blocks:
             kind, markup = opening.token.type, opening.token.markup
             number = opening.list_start
             before = blocks[-1] if blocks else self._before
-            # The number that is written counts in the first item alone.
+            # Only the number of the first item counts.
             earlier = before.number if before and before.list_markup == markup else None
             if number is not None and earlier is not None:
                 number = earlier + 1
@@ -112,7 +112,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Where a block begins."""
+    """The beginning of a block."""
 
     token: Token
     line: int
@@ -136,8 +136,8 @@ def _openings(tokens: list[Token]) -> Iterator[_Opening]:
 
 
 def completed(source: str) -> str:
-    """An unfinished block as it will most likely look: without half a marker at its end, and with
-    the emphasis and the code closed that were opened."""
+    """An unfinished block as it will most likely look: without a partial marker at its end, and
+    with open emphasis and code closed."""
     head, _, line = source.rpartition("\n")
     if UNDECIDED.match(line):
         return head
@@ -149,7 +149,7 @@ def completed(source: str) -> str:
 
 
 def unfenced(source: str) -> str:
-    """An unfinished block of code without what may become its last line."""
+    """An unfinished block of code without a line that may become its closing fence."""
     head, _, line = source.rpartition("\n")
     return head if FENCE.match(line) else source
 
@@ -162,7 +162,7 @@ class LeftHeading(Heading):
 
 
 class FencedCode(CodeBlock):
-    """Without frame and background, so that it can be copied as it is."""
+    """Code without frame and background, so that it can be copied unchanged."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = "" if self.lexer_name == "text" else self.lexer_name
@@ -172,7 +172,7 @@ class FencedCode(CodeBlock):
 
 
 def highlighted(code: str, lexer_name: str) -> Text:
-    """In colours, as far as they can be found in time: some code takes some lexers very long."""
+    """Highlighted code. Stops colouring after HIGHLIGHT_S: some lexers take very long."""
     text = Text(overflow="fold", tab_size=TAB_SIZE)
     lexer = Syntax("", lexer_name, tab_size=0).lexer
     if lexer is not None:
@@ -188,7 +188,7 @@ def highlighted(code: str, lexer_name: str) -> Text:
 
 
 class BlockMarkdown(Markdown):
-    """One block. Links show where they lead: their text alone may lie."""
+    """Renders one block. Links show their targets, since their text may mislead."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,

@@ -17,8 +17,8 @@ from ..thinking import CLOSE, OPEN
 
 
 class Pipe:
-    """Each line is a question, and so are several in quotes; nothing but the answers is written to
-    the output."""
+    """Each line is a question, and so are several lines in triple quotes; only the answers are
+    written to the output."""
 
     interactive = False
     keys: Mapping[str, str] = {}
@@ -27,13 +27,13 @@ class Pipe:
         self._show_thinking = show_thinking
         self._is_thinking = False
         self._has_written = False
-        # Whatever the locale says: a model writes every character there is.
+        # Independent of the locale: a model may write any character.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
 
     async def read(self, *, interrupted: bool) -> str | None:
         if interrupted:
-            raise KeyboardInterrupt  # the rest is not asked, and the exit code tells
+            raise KeyboardInterrupt  # skip the remaining questions; the exit code reports it
         lines: list[str] = []
         while line := await _next_line():
             lines.append(line.decode("utf-8", "replace").rstrip("\r\n"))
@@ -50,7 +50,7 @@ class Pipe:
         self._has_written = False
         try:
             yield
-            self._has_written = True  # an answer without a word is an empty line
+            self._has_written = True  # an empty answer is an empty line
         finally:
             self._end_thinking()
             if self._has_written:
@@ -70,7 +70,7 @@ class Pipe:
         print(printable(line), file=sys.stderr)
 
     def note(self, line: str) -> None:
-        """Not for a program at the other end."""
+        """Drops the message: a program reads the output."""
 
     def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         return nullcontext(lambda more: None)
@@ -87,10 +87,10 @@ class Pipe:
 
 
 async def _next_line() -> bytes:
-    """With its end; none when the input has come to its own. Lets go of the event loop meanwhile.
+    """Reads one line including its newline; empty at EOF. Does not block the event loop.
 
-    The other end may be silent for ever, so nothing here is waited for when Ctrl-C ends the
-    program: neither the thread, as one of asyncio's would be, nor the lock of a buffer.
+    The input may never end, so Ctrl-C must not wait for anything here: neither for the thread, as
+    it would for one of asyncio's, nor for the lock of a buffer.
     """
     line: Future[bytes] = Future()
 

@@ -1,4 +1,4 @@
-"""The line that a person types into: history, several lines, completion of commands."""
+"""The input line of the chat: history, several lines, completion of commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from ..parameters import NAMES
 from ..text_format import is_open
 
-# What follows a command.
+# Completion of a command's argument.
 ARGUMENTS: Mapping[str, Completer] = {
     "/set": WordCompleter(NAMES, sentence=True),
     "/save": PathCompleter(expanduser=True),
@@ -86,14 +86,14 @@ class CommandCompleter(Completer):
 
 
 def history_file() -> Path:
-    """In the user's folder for what programs remember."""
+    """The path in the user's state folder (XDG_STATE_HOME)."""
     folder = os.environ.get("XDG_STATE_HOME", "")
     state = Path(folder) if os.path.isabs(folder) else Path("~/.local/state").expanduser()
     return state / "minisgl" / "chat_history"
 
 
 class PrivateHistory(FileHistory):
-    """A file that its owner alone can read. Where there can be none, history is of this session."""
+    """A history file readable only by its owner. Without one, history lasts for the session."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(str(file))

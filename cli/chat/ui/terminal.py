@@ -36,7 +36,7 @@ class Terminal:
         self._view: AnswerView | None = None
 
     async def read(self, *, interrupted: bool) -> str | None:
-        """Ctrl-C drops what was typed and says how to leave; on an empty line after one, leaves."""
+        """Reads a line. Ctrl-C drops the typed text and shows how to leave; a second one leaves."""
         self._console.print()
         while True:
             try:
@@ -87,8 +87,8 @@ class Terminal:
 
 @contextmanager
 def _silent_keys() -> Iterator[None]:
-    """What is typed while there is no prompt is not shown, which would disturb the drawing, and
-    not lost: the next prompt finds it, Enter as Enter."""
+    """Disables the echo of keys pressed while there is no prompt, which would disturb the drawing.
+    The next prompt receives them, Enter as Enter."""
     try:
         before = termios.tcgetattr(sys.stdin)
     except (termios.error, ValueError):

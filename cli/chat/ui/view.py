@@ -1,4 +1,4 @@
-"""How one answer looks on a terminal while it comes in."""
+"""Shows one answer on a terminal while it arrives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLANK = ScreenLine("", "")
 
 
 class AnswerView(Protocol):
-    """Text comes without control characters."""
+    """A view of one answer. Its text must have no control characters."""
 
     @property
     def thoughts(self) -> str: ...
@@ -32,12 +32,12 @@ class AnswerView(Protocol):
     def write(self, text: str) -> None: ...
 
     def close(self) -> None:
-        """Everything has come. Called once."""
+        """Ends the view; called once, when the answer is complete."""
         ...
 
 
 class PlainView:
-    """As it comes, for terminals that can do nothing else, and for people who want that."""
+    """Prints text as it arrives: for dumb terminals, and for --plain."""
 
     def __init__(self, console: Console, *, show_thinking: bool) -> None:
         self._console = console
@@ -71,7 +71,7 @@ class PlainView:
 
 
 class MarkdownView:
-    """Blocks that are finished are printed for good; only what follows them is drawn again."""
+    """Prints finished blocks once; only the unfinished rest is redrawn."""
 
     def __init__(self, console: Console, *, show_thinking: bool) -> None:
         self._console = console
@@ -122,7 +122,7 @@ class MarkdownView:
             return
         final = self._lines(self._feed(), finished=True)
         before, is_first = self._before, self._is_first
-        # Of a second one there is a line that may turn out to be anything.
+        # A second block would be a line whose kind is not known yet.
         unfinished = self._blocks.last()[:1]
         lines = self._lines(unfinished, finished=False)
         self._before, self._is_first = before, is_first
@@ -132,7 +132,7 @@ class MarkdownView:
             self._become_plain()
 
     def _become_plain(self, text: str = "") -> None:
-        """Shows the answer as it comes from here on: it is more than can be drawn in time."""
+        """Switches to plain text for the rest of an answer that is too large to draw in time."""
         self._pacer.stop()
         finished = self._feed()
         blocks, line = self._blocks.cut()
@@ -146,7 +146,7 @@ class MarkdownView:
         return self._blocks.feed(unread)
 
     def _lines(self, blocks: list[Block], *, finished: bool) -> list[ScreenLine]:
-        """With a blank line between two, unless they are items of one list."""
+        """Renders blocks with a blank line between them, unless they are items of one list."""
         lines: list[ScreenLine] = []
         for block in blocks:
             shown = _trimmed(render(self._console, BlockMarkdown(block, finished=finished)))
@@ -188,7 +188,7 @@ class MarkdownView:
 
 
 class Pacer:
-    """Calls `draw` soon after it is asked to, but no more often than people can see."""
+    """Calls `draw` soon after a request, at most once per frame."""
 
     def __init__(self, draw: Callable[[], None]) -> None:
         self._draw = draw
@@ -219,6 +219,6 @@ class Pacer:
 
 
 def _trimmed(lines: list[ScreenLine]) -> list[ScreenLine]:
-    """Without blank lines at either end."""
+    """`lines` without blank ones at either end."""
     filled = [index for index, line in enumerate(lines) if line.plain]
     return lines[filled[0] : filled[-1] + 1] if filled else []

@@ -1,4 +1,4 @@
-"""A client that only streams: one connection, one request, and when each of its events arrived.
+"""A streaming client: one connection, one request, and the arrival time of each event.
 
 Nothing is decoded before the answer is complete, because that would be measured.
 """
@@ -21,7 +21,7 @@ _decode = msgspec.json.Decoder().decode
 
 @dataclass(slots=True)
 class RecordedAnswer:
-    """What came back. Times are those of time.perf_counter."""
+    """A recorded answer. Times are those of time.perf_counter."""
 
     sent: float = 0.0
     status: int = 0
@@ -31,14 +31,14 @@ class RecordedAnswer:
     rest: bytes = b""  # what is no event: all of an answer that is not streamed
 
     def payloads(self) -> Iterator[tuple[float, bytes]]:
-        """The time of each event but the last, [DONE], and the JSON that it carries."""
+        """The time and the JSON of each event except the last, [DONE]."""
         for at, event in zip(self.times, self.events, strict=True):
             data = data_of(event)
             if data and data != DONE:
                 yield at, data
 
     def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        """The same, decoded."""
+        """The time and the decoded JSON of each event."""
         for at, data in self.payloads():
             yield at, _decode(data)
 
@@ -49,7 +49,7 @@ class RecordedAnswer:
 
 @dataclass(slots=True)
 class EventCount:
-    """What the connections of a run have received so far."""
+    """The number of events that a run has received so far."""
 
     num_events: int = 0
 

@@ -1,4 +1,4 @@
-"""The options of whom `bench serve` asks, and when. Imports nothing heavy, for a fast --help."""
+"""The options of the load of `bench serve`. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOAD_GROUP = "Load"
 
 
 class Point(NamedTuple):
-    """How hard the server is pressed: one measurement of a sweep."""
+    """The load of one measurement of a sweep."""
 
     request_rate: float | None  # requests a second; None: as fast as possible
     max_concurrency: int | None  # None: any number at once
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """Who is asked, and when. Raises ConfigError on a value that can never be right."""
+    """The server and the load. Raises ConfigError for an invalid value."""
 
     url: str | None = option(
         None,
@@ -68,11 +68,12 @@ class LoadConfig:
     )
     goodput: tuple[str, ...] = option(
         (),
-        "Limits in milliseconds, such as ttft:500,tpot:50,e2e:9000; counts who keeps them all.",
+        "Limits in milliseconds, such as ttft:500,tpot:50,e2e:9000; reports requests that meet "
+        "all of them.",
         group=LOAD_GROUP,
     )
     stop_at_eos: bool = option(
-        False, "Let answers end by themselves; the lengths are then the most.", group=LOAD_GROUP
+        False, "Stop at EOS; output lengths become upper bounds.", group=LOAD_GROUP
     )
     vocab_size: int | None = option(
         None, "With --url, token ids of prompts stay below it; 10,001 if not given.",
@@ -111,7 +112,7 @@ class LoadConfig:
 
     @property
     def points(self) -> list[Point]:
-        """What is measured, in the order given."""
+        """The measurements, in the order given."""
         rates = _parts(self.request_rate)
         given = _numbers("--max-concurrency", self.max_concurrency, whole=True)
         most: list[int | None] = [int(number) for number in given]
@@ -139,7 +140,7 @@ class LoadConfig:
 
 
 def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
-    """Raise ConfigError where a workload cannot be sent so."""
+    """Raise ConfigError if the workload cannot be sent with this load."""
     if workload.kind == "multi-turn" and load.endpoint == "completions":
         raise ConfigError("--endpoint", load.endpoint, "allowed with --workload multi-turn: chat")
     timed = any(point.request_rate is not None for point in load.points)
@@ -149,12 +150,12 @@ def check_load(workload: WorkloadConfig, load: LoadConfig) -> None:
 
 
 def _parts(values: tuple[str, ...]) -> list[str]:
-    """Options may be repeated, and each may be a list."""
+    """Split the values of an option that may be repeated and may be a list."""
     return [part for part in ",".join(values).split(",") if part]
 
 
 def _numbers(name: str, values: tuple[str, ...], *, whole: bool = False) -> list[float]:
-    """Each once, in the order given; above 0."""
+    """The numbers without duplicates, in the order given; above 0."""
     numbers: dict[float, None] = {}
     for part in _parts(values):
         try:

@@ -1,4 +1,4 @@
-"""What does not fit into a server's context, and what to do about that and other refusals."""
+"""Checks that requests fit into a server's context, and explains its rejections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.bench.workload.trace import TraceRow
 from minisgl.errors import CallerError
 
-# In what servers say of a request that is too long, and of token ids that they do not take.
+# Words in errors about a request that is too long, and about token ids out of range.
 LENGTH_WORDS = ("context", "too long", "a sequence holds")
 TOKEN_WORDS = ("token id", "token_id", "vocab", "prompt")
 
@@ -21,9 +21,9 @@ class RoomError(CallerError):
 def check_room(
     workload: WorkloadConfig, sizes: Sizes, context: int, *, stop_at_eos: bool = False
 ) -> None:
-    """Raise RoomError where the longest request that may be drawn is longer than the context.
+    """Raise RoomError if the longest possible request is longer than the context.
 
-    Of a chat each word is taken for a token, which is the least.
+    A word of a chat counts as one token, the minimum.
     """
     prompt, output = sizes.prompt.high, sizes.output.high
     asked = f"Requests of up to {prompt:,} tokens in and {output:,} out"
@@ -47,7 +47,7 @@ def check_room(
 
 
 def describe_misfits(rows: Sequence[TraceRow], context: int) -> str:
-    """Of a trace, whose lengths are its own; nothing if all of it fits.
+    """A sentence about the requests of a trace that do not fit; empty if all fit.
 
     Raises RoomError if none of it does.
     """
@@ -63,7 +63,7 @@ def describe_misfits(rows: Sequence[TraceRow], context: int) -> str:
 
 
 def length_options(workload: WorkloadConfig) -> str:
-    """The options that make requests shorter; not for a trace."""
+    """The names of the options that make requests shorter; not for a trace."""
     names = [
         "--input-len" if workload.input_len else "--max-prompt-length",
         "--output-len" if workload.output_len else "--max-output-length",
@@ -77,7 +77,7 @@ def length_options(workload: WorkloadConfig) -> str:
 
 
 def with_remedy(reason: str, workload: WorkloadConfig, endpoint: str) -> str:
-    """Why a request failed, and the options that help, where the reason sounds like one of them."""
+    """The reason of a failure, with the options that help against it, if any."""
     said = reason.lower()
     if not said.startswith("4"):  # a status; the others are not about the request
         return reason

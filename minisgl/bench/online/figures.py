@@ -1,4 +1,4 @@
-"""From the record of a run over HTTP to figures."""
+"""Computes figures from the record of a run over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.bench.report.figures import Distribution, Figures, Goodput
 def online_figures(
     run: OnlineRun, counts: StepCounts | None, limits_s: Mapping[str, float]
 ) -> Figures:
-    """As the clients saw them; `counts` is what the server said of itself."""
+    """Figures as seen by the clients; `counts` is from the server's metrics."""
     requests, elapsed_s = run.requests, run.elapsed_s
     figures = Figures.of_requests([request.record for request in requests], elapsed_s)
     itls_s = [*chain.from_iterable(request.itls_s for request in requests)]
@@ -41,7 +41,7 @@ def goodput(
     elapsed_s: float,
     limits_s: Mapping[str, float],
 ) -> Goodput:
-    """Of the requests whose every limited latency is at most its limit; failed ones are not."""
+    """Goodput: requests that met every latency limit; failed requests never do."""
     num_good = sum(_keeps(request, limits_s) for request in requests)
     return Goodput(
         limits_s=dict(limits_s),
@@ -54,7 +54,7 @@ def _keeps(request: StreamedRequest, limits_s: Mapping[str, float]) -> bool:
     record = request.record
     found = {
         "ttft": record.ttft_s,
-        "tpot": record.tpot_s or 0.0,  # a single token keeps any limit
+        "tpot": record.tpot_s or 0.0,  # a single token meets any limit
         "itl": max(request.itls_s, default=0.0),
         "e2e": record.e2e_s,
     }

@@ -1,4 +1,4 @@
-"""What a minisgl server says of itself while it is measured, from its /metrics."""
+"""Polls /metrics of a minisgl server while it is measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A moment of a run."""
+    """The state of a server at one time of a run."""
 
     at_s: float  # since the run began
     num_running: int
@@ -35,7 +35,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What a server did in a run."""
+    """Counts of a server's steps during a run."""
 
     num_steps: int
     num_graph_steps: int
@@ -44,15 +44,15 @@ class StepCounts:
 
 @dataclass(slots=True)
 class PollResult:
-    """Of one run; the counts are there when it has ended."""
+    """The samples of one run; its counts are set when the run ends."""
 
     samples: list[Sample] = field(default_factory=list)
-    counts: StepCounts | None = None  # None if the server does not tell
+    counts: StepCounts | None = None  # None if the server does not report them
 
 
 @asynccontextmanager
 async def poll_metrics(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator[PollResult]:
-    """Looks at the server every so many seconds while the context is open."""
+    """Poll the server every `interval_s` seconds while the context is open."""
     polled = PollResult()
     before = await _metrics(target)
     if before is None:
@@ -79,7 +79,7 @@ async def poll_metrics(target: Target, interval_s: float = INTERVAL_S) -> AsyncI
 
 
 async def _metrics(target: Target) -> dict[str, float] | None:
-    """What is polled, by name; None where it is not told as minisgl does."""
+    """The polled metrics by name; None if the server does not have them."""
     try:
         text = (await target.get(f"{target.root}/metrics")).decode()
         found = {

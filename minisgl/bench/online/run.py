@@ -1,4 +1,4 @@
-"""Sends a plan to a server, every request over a connection of its own, and streams the answers."""
+"""Sends planned requests to a server, each over its own connection, and streams the answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _decode = msgspec.json.Decoder(StreamChunk).decode
 
 
 class OnlineRunError(MinisglError):
-    """The server refused a request of the workload, or did not finish it."""
+    """The server rejected a request of the workload, or did not finish it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StreamedRequest:
     late_s: float = 0.0  # how long after it could have been sent
     times_s: list[float]  # when each event with text arrived
     num_prompt_tokens: int
-    num_cached_tokens: int | None  # of the prompt; None if the server does not tell
+    num_cached_tokens: int | None  # of the prompt; None if the server does not report it
     num_output_tokens: int
     counted: bool = True  # by the server; else by the plan and the events
 
@@ -49,7 +49,7 @@ class StreamedRequest:
 
     @property
     def itls_s(self) -> list[float]:
-        """Between one event and the next."""
+        """Seconds between consecutive events."""
         return [after - before for before, after in pairwise(self.times_s)]
 
     @property
@@ -66,7 +66,7 @@ class StreamedRequest:
 
 @dataclass(frozen=True, slots=True)
 class OnlineRun:
-    """The requests that were answered, in the order of the plan, and why the others were not."""
+    """The answered requests, in the order of the plan, and the reasons of failures."""
 
     requests: list[StreamedRequest]
     failures: Counter[str] = field(default_factory=Counter)  # how many, by reason
@@ -87,7 +87,7 @@ class OnlineRun:
 
     @property
     def single_share(self) -> float:
-        """At least this share of the events has one token: n too few are at most n with more."""
+        """A lower bound of the share of events with a single token."""
         return max(0.0, 1 - max(0, self.num_output_tokens - self.num_events) / self.num_events)
 
     def require_all(self) -> None:
@@ -98,7 +98,7 @@ class OnlineRun:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; whoever shows it looks now and then."""
+    """The progress of a run, read by the live line."""
 
     num_running: int = 0
     num_ended: int = 0
@@ -190,7 +190,7 @@ class _Run:
         return isinstance(self._room, asyncio.Semaphore)
 
     async def _until_due(self, asked: PlannedRequest) -> float:
-        """Waits for time and parent. Returns when both were there, by time.perf_counter."""
+        """Wait for the due time and the parent. Returns the later one, by time.perf_counter."""
         due = self._began + asked.due_s
         if (wait_s := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)
@@ -216,7 +216,7 @@ class _Run:
         self._answers[index] = answer
 
     def _history(self, index: int) -> list[Message]:
-        """The conversation before this question."""
+        """The messages before this question."""
         turns: list[list[Message]] = []
         parent = self._plan[index].parent
         while parent is not None:
@@ -227,7 +227,7 @@ class _Run:
         return [message for turn in reversed(turns) for message in turn]
 
     def _reason(self, answer: RecordedAnswer) -> str:
-        """What an answer that is no stream says."""
+        """The message of a response that is not a stream."""
         if answer.redirect is not None:
             return describe_redirect(self._target.url, answer.redirect)
         return self._said(b"\n\n".join([*answer.events, answer.rest]))
@@ -274,7 +274,7 @@ def _chunks(answer: RecordedAnswer) -> Iterator[tuple[float, StreamChunk]]:
 
 
 def _texts(answer: RecordedAnswer) -> Iterator[tuple[float, str]]:
-    """The time and the text of each event with a choice; what a model thinks is text, too."""
+    """The time and the text of each event with a choice, thinking included."""
     for at, chunk in _chunks(answer):
         for choice in chunk.choices or ():
             delta = choice.delta or StreamDelta()

@@ -1,4 +1,4 @@
-"""A server in a process of its own, as a benchmark starts it."""
+"""Starts a server in its own process for a benchmark."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedServer:
-    """What the server's process says when the engine is there."""
+    """Message of the server's process when its engine has started."""
 
     description: list[str]
     run_info: RunInfo
@@ -44,7 +44,7 @@ class StartedServer:
 
 @dataclass(frozen=True, slots=True)
 class StartFailure:
-    """What it says if the engine does not start."""
+    """Message of the server's process if the engine does not start."""
 
     message: str
     exit_code: int
@@ -58,9 +58,9 @@ class ServerStartError(MinisglError):
 
 @asynccontextmanager
 async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedServer]]:
-    """The URL of a server that takes requests, as far as /v1. It ends with the context.
+    """Start a server; yields its URL including /v1. It stops when the context ends.
 
-    Raises MinisglError where it does not start.
+    Raises MinisglError if it does not start.
     """
     with bind(ServerConfig(host=HOST, port=0)) as probe:
         port: int = probe.getsockname()[1]
@@ -101,7 +101,7 @@ async def _until_ready(target: Target, server: Any) -> None:
 
 
 def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
-    """The main function of the process. Ends at SIGTERM, and when whoever started it is gone."""
+    """The main function of the process. Ends at SIGTERM, or when the parent process is gone."""
     os.environ.pop(VARIABLE, None)  # whose key is for servers of others; this one asks for none
     logging.basicConfig(level=os.environ.get("LOG_LEVEL", "WARNING").upper())
 

@@ -1,4 +1,4 @@
-"""The server that is measured: where it is, and how it wants to be asked."""
+"""The server that is measured: its address, and the form of its requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl.client.errors import NotOpenAIError, RefusedError, refused
 from minisgl.client.exchange import DOCUMENT_S, get
 from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
 
-# Of an answer, beside what comes with each of its tokens. Servers send some 400 with one.
+# Maximum size of an answer: a constant, and per token. Servers send about 400 bytes a token.
 ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 4 << 10
 
 Message = dict[str, str]
@@ -31,15 +31,15 @@ class Target:
     api_key: str = field(default="", repr=False)
     temperature: float = 0.0
     ignore_eos: bool = True
-    document_s: float = DOCUMENT_S  # for what is asked beside the load
+    document_s: float = DOCUMENT_S  # timeout of requests outside of the load
 
     @property
     def root(self) -> str:
-        """Where paths beside /v1 begin."""
+        """The base of paths outside of /v1."""
         return self.url.removesuffix("/v1")
 
     def body(self, request: PlannedRequest, history: Sequence[Message] = ()) -> bytes:
-        """Asks for exactly the tokens of `request`, or for at most so many."""
+        """The JSON of a request for exactly `max_tokens` tokens, or at most that many."""
         asked: dict[str, Any] = {
             "max_tokens": request.max_tokens,
             "temperature": self.temperature,
@@ -60,7 +60,7 @@ class Target:
     async def ask(
         self, body: bytes, max_tokens: int, tally: EventCount | None = None
     ) -> RecordedAnswer:
-        """Raises OSError where the connection breaks, also by an answer that is far too long."""
+        """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
         path = "/chat/completions" if self.endpoint == "chat" else "/completions"
         address = Address.of(self.url + path)
         return await post(
@@ -75,7 +75,7 @@ class Target:
         )
 
     async def get(self, url: str) -> bytes:
-        """What is beside the load, such as /metrics. Raises ServerError."""
+        """Get a document such as /metrics. Raises ServerError."""
         found = await get(url, headers_of(self.api_key), self.document_s)
         if found.status != 200:
             raise refused(url, found.status, found.body, self.api_key)
@@ -87,9 +87,9 @@ def question(request: PlannedRequest) -> Message:
 
 
 async def served_model(target: Target, name: str = "") -> ServedModel:
-    """The model of this name, or the first one if it is empty, as far as the server tells.
+    """The model called `name`, or the first one if `name` is empty, as far as it is known.
 
-    Raises ServerError where nothing answers or a key is wanted.
+    Raises ServerError if no server answers or it requires a key.
     """
     unknown = ServedModel(name or None)
     try:

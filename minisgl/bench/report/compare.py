@@ -1,4 +1,4 @@
-"""`minisgl bench compare`: the figures of two runs side by side, and what differs."""
+"""`minisgl bench compare`: the figures of two runs side by side, and their differences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from minisgl.bench.report.output import flat, make_console
 from minisgl.errors import MinisglError
 
-# Of the figures, those that say how well it went, and what a thousandth of them is called.
+# The figures that are compared, with their headings; those in ms are a thousand times larger.
 SHOWN = {
     "input_tokens_per_s": "input tok/s",
     "output_tokens_per_s": "output tok/s",
@@ -34,12 +34,12 @@ SETTINGS = (
     *("model", "device", "versions", "environment"),
     *("backends", "engine_options", "bench_options"),
 )
-# They differ between any two runs.
+# These differ between any two runs.
 IGNORED = ("measured_at", "json_file", "csv_file", "plot_file")
 
 
 class CompareError(MinisglError):
-    """A file is not what `--json` of a benchmark wrote."""
+    """A file was not written by `--json` of a benchmark."""
 
     exit_code = 2
 
@@ -50,7 +50,7 @@ def compare(first: Path, second: Path) -> int:
     reports = [_read(path) for path in (first, second)]
     points = [dict(_points(report)) for report in reports]
     if all(len(found) == 1 for found in points):
-        # What is compared is then plain, such as an offline run with one over HTTP.
+        # One measurement each can be compared, such as an offline run with one over HTTP.
         label = " | ".join(dict.fromkeys(name for found in points for name in found))
         points = [{label: figures} for found in points for figures in found.values()]
     common = [label for label in points[0] if label in points[1]]
@@ -71,7 +71,7 @@ def compare(first: Path, second: Path) -> int:
 
 
 def comparison(label: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """A row for each figure that both have."""
+    """A table with a row for each figure that both have."""
     table = Table(label)
     for heading in ("A", "B", "B / A"):
         table.add_column(heading, justify="right")
@@ -86,11 +86,11 @@ def comparison(label: str, first: Mapping[str, Any], second: Mapping[str, Any]) 
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[str]:
-    """What else is not the same: a line each, `name: A, B`."""
+    """Lines with what else differs, as `name: A, B`."""
     for section in SETTINGS:
         a, b = (flat({section: report.get(section)}) for report in (first, second))
         for name in dict.fromkeys((*a, *b)):
-            # Each verb has options of its own, of which the other run knows nothing.
+            # Each verb has its own options, which the other run may lack.
             known = section != "bench_options" or (name in a and name in b)
             mine, other = a.get(name), b.get(name)
             if mine != other and known and not name.endswith(IGNORED):
@@ -98,7 +98,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator
 
 
 def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The label and the figures of each measurement of a file."""
+    """The label and the figures of each measurement in a file."""
     if "points" in report:
         for point in report["points"]:
             rate, most = point["request_rate"], point["max_concurrency"]

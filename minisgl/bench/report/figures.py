@@ -26,7 +26,7 @@ class Distribution:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """Between the two nearest of the values, which are sorted, in proportion to the distance."""
+    """The percentile of sorted values, by linear interpolation."""
     index, hundredths = divmod((len(ordered) - 1) * percent, 100)
     low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
     return low + (high - low) * hundredths / 100
@@ -34,7 +34,7 @@ def percentile(ordered: Sequence[float], percent: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """The requests that kept all of some limits."""
+    """Goodput: the requests that met every latency limit."""
 
     limits_s: Mapping[str, float]  # of ttft, tpot, itl (a request's longest) and e2e
     requests_per_s: float
@@ -43,7 +43,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a run comes to. Rates are per second of its whole length; None: not known."""
+    """The results of a run. Rates are per second of its whole length; None: unknown."""
 
     elapsed_s: float
     num_requests: int
@@ -77,7 +77,7 @@ class Figures:
 
     @classmethod
     def of_requests(cls, requests: Sequence[RequestRecord], elapsed_s: float) -> Figures:
-        """Without what only the engine knows."""
+        """Figures from the requests alone, without those that only the engine has."""
         num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
         num_cached_tokens = sum(request.num_cached_tokens for request in requests)
         num_output_tokens = sum(request.num_output_tokens for request in requests)
@@ -104,14 +104,14 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one figure, over repetitions."""
+    """The spread of one figure over repetitions."""
 
     median: float
     low: float
     high: float
 
 
-# What is said about repetitions, and how.
+# The figures whose spread is reported, with labels and factors.
 SPREAD_FIGURES = {
     "output_tokens_per_s": ("output tok/s", 1.0),
     "ttft_s": ("TTFT p50 ms", 1e3),
@@ -121,7 +121,7 @@ SPREAD_FIGURES = {
 
 
 def spreads(repetitions: Sequence[Figures]) -> dict[str, Spread]:
-    """Of the repetitions after the first, which warms up; nothing if they are fewer than two."""
+    """Spreads over the repetitions after the first, which warms up; empty for fewer than two."""
     found: dict[str, Spread] = {}
     for name in SPREAD_FIGURES:
         values = [getattr(figures, name) for figures in repetitions[1:]]
@@ -133,7 +133,7 @@ def spreads(repetitions: Sequence[Figures]) -> dict[str, Spread]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What the hardware would have allowed. There is none on a CPU (see `engine_peak`)."""
+    """The hardware's limit for a run (not on a CPU, see `engine_peak`)."""
 
     peak: Peak
     work: Work

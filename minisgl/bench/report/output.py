@@ -1,4 +1,4 @@
-"""Where a benchmark prints, and its figures as a flat table for spreadsheets and comparisons."""
+"""The console of the benchmarks, and figures as flat tables for spreadsheets and comparisons."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from minisgl.printable import printable
 
-FILE_WIDTH = 160  # so that no table is cut where nobody looks at a screen
+FILE_WIDTH = 160  # columns, so that no table is cut when the output is a file
 
 
 class PrintableConsole(Console):
-    """What a server calls its model, or says of an error, must not drive the terminal."""
+    """Escapes control characters: text from a server must not control the terminal."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
@@ -31,7 +31,7 @@ def make_console() -> Console:
 
 
 def flat(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Every number of figures under one name: ttft_s of p50 is ttft_s_p50."""
+    """Flatten nested figures: ttft_s of p50 becomes ttft_s_p50."""
     found: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def flat(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_csv(path: Path, rows: Sequence[tuple[Mapping[str, Any], Any]]) -> None:
-    """A row for each measurement: what it was, and its Figures. Empty: not known."""
+    """Write a row for each measurement: its label and its Figures. Empty cells are unknown."""
     lines = [dict(label) | flat(asdict(figures)) for label, figures in rows]
     columns = dict.fromkeys(name for line in lines for name, value in line.items())
     with path.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Pictures of a benchmark, by matplotlib, which is an optional dependency."""
+"""Plots of a benchmark by matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WIDTH, HEIGHT = 9.0, 4.0  # of one panel, in inches
 
 
 def plot_points(path: Path, found: Sequence[PointResult]) -> None:
-    """Throughput against latency where there are several points; of the last one, the distribution
-    of its latencies, and its timeline where the server told of itself."""
+    """Plot throughput against latency of several points, and the latency distribution and, if
+    known, the timeline of the last one."""
     last = found[-1]
     panels = [_draw_latencies]
     if last.timeline:

@@ -1,4 +1,4 @@
-"""What a benchmark found, at one point of a sweep or at several."""
+"""The result of a benchmark at one point of a sweep."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PointResult:
     repetitions: list[Figures]
     spreads: dict[str, Spread]
     requests: list[RequestRecord]
-    itls_s: list[float] = field(default_factory=list)  # none where tokens are not taken one by one
+    itls_s: list[float] = field(default_factory=list)  # empty if tokens are not consumed one by one
     failures: dict[str, int] = field(default_factory=dict)
     timeline: list[Sample] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Without the times of single tokens, which are millions."""
+        """The result without the times of single tokens, of which there may be millions."""
         return {
             "request_rate": self.point.request_rate,
             "max_concurrency": self.point.max_concurrency,

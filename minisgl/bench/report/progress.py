@@ -1,4 +1,4 @@
-"""A live line about a run, for people at a terminal: elsewhere nothing is shown."""
+"""Shows the progress of a run in a live line, on terminals only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERVAL_S = 0.5
 
 
 class ProgressSnapshot(NamedTuple):
-    """How far a run is."""
+    """The progress of a run."""
 
     num_ended: int
     num_running: int
@@ -52,7 +52,7 @@ async def live(
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        auto_refresh=False,  # which would be a thread that takes its time when it likes
+        auto_refresh=False,  # it would draw from a thread at any time
     )
     with bar:
         task = bar.add_task(what, total=total, speed="")

@@ -1,4 +1,4 @@
-"""The options of what a benchmark asks, once. Imports nothing heavy, so that --help is fast."""
+"""The options of a workload. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONLY_WITH = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadConfig:
-    """What is asked. Raises ConfigError on a value that can never be right."""
+    """The workload. Raises ConfigError for an invalid value."""
 
     workload: str = option(
         "random",
@@ -52,7 +52,7 @@ class WorkloadConfig:
     )
     trace: str | None = option(
         None,
-        "JSONL file to replay, a request a line; --num-requests takes the first so many.",
+        "JSONL file to replay, a request a line; --num-requests limits how many.",
         group=WORKLOAD_GROUP,
     )
     trace_scale: float = option(
@@ -78,7 +78,7 @@ class WorkloadConfig:
         self._check_kind()
 
     def _check_kind(self) -> None:
-        """Refuse what another workload has."""
+        """Reject options of another workload."""
         if self.trace is None and self.workload == "trace":
             refuse(self, "workload", "needs --trace FILE")
         if self.trace is not None:
@@ -101,7 +101,7 @@ class WorkloadConfig:
         return "trace" if self.trace is not None else self.workload
 
     def fix(self, sizes: Sizes) -> Sizes:
-        """With the fixed lengths that were asked for."""
+        """`sizes` with the fixed lengths of the options."""
         return Sizes(
             sizes.num_requests,
             Span(self.input_len, self.input_len) if self.input_len else sizes.prompt,
@@ -127,7 +127,7 @@ class WorkloadConfig:
 
 
 def check_lengths(bench: BenchConfig, workload: WorkloadConfig) -> None:
-    """Raise ConfigError where lengths are given twice."""
+    """Raise ConfigError if lengths are given twice."""
     for spans, fixed in (("prompt", "input_len"), ("output", "output_len")):
         ends = [getattr(bench, f"{end}_{spans}_length") for end in ("min", "max")]
         if any(ends) and workload.kind == "trace":

@@ -1,4 +1,4 @@
-"""What a benchmark sends to a server and when, reproducibly."""
+"""The reproducible schedule of the requests of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.bench.workload.trace import TraceRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request to come."""
+    """One request and when to send it."""
 
     prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
     max_tokens: int
@@ -26,7 +26,7 @@ class PlannedRequest:
 
 
 def plan_random(sizes: Sizes, vocab_size: int, seed: int) -> list[PlannedRequest]:
-    """The standard workload: the prompts and lengths of an offline run."""
+    """The standard workload, with the prompts and lengths of an offline run."""
     jobs = make_workload(sizes, vocab_size=vocab_size, temperature=0.0, seed=seed)
     return [
         PlannedRequest(
@@ -39,7 +39,7 @@ def plan_random(sizes: Sizes, vocab_size: int, seed: int) -> list[PlannedRequest
 def plan_shared_prefix(
     sizes: Sizes, vocab_size: int, seed: int, *, prefix_len: int, num_prefixes: int
 ) -> list[PlannedRequest]:
-    """Random prompts, each after one of the prefixes; those are taken in turns."""
+    """Random prompts, each after one of the prefixes, in round-robin order."""
     rng = random.Random(f"prefixes of {seed}")
     prefixes = [random_tokens(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
     return [
@@ -51,7 +51,7 @@ def plan_shared_prefix(
 def plan_multi_turn(
     sizes: Sizes, vocab_size: int, seed: int, *, num_turns: int, think_time_s: float
 ) -> list[PlannedRequest]:
-    """Conversations, one after the other in the list; each question waits for the last answer."""
+    """Conversations in sequence; each question waits for the answer before it."""
     num_conversations = max(1, sizes.num_requests // num_turns)
     whole = replace(sizes, num_requests=num_conversations * num_turns)
     return [
@@ -108,7 +108,7 @@ def make_plan(
     vocab_size: int,
     seed: int,
 ) -> list[PlannedRequest]:
-    """The requests of a workload. Those of a trace have their times, the others are due at once."""
+    """The requests of a workload, due at the trace's times or all at once."""
     match config.kind:
         case "shared-prefix":
             return plan_shared_prefix(
@@ -140,7 +140,7 @@ def make_plan(
 def at_rate(
     plan: Sequence[PlannedRequest], rate: float, arrivals: str, seed: int
 ) -> list[PlannedRequest]:
-    """The same requests, as they come at so many a second; of a conversation only the first."""
+    """The same requests at `rate` a second; of a conversation only the first is timed."""
     rng = random.Random(f"arrivals of {seed}")
     timed: list[PlannedRequest] = []
     now_s = 0.0
@@ -162,5 +162,5 @@ WORDS = (
 
 
 def chat_text(prompt: Sequence[int]) -> str:
-    """As many words as token ids: what a chat can be asked that only takes text."""
+    """A text with as many words as token ids, for chats, which take only text."""
     return " ".join(WORDS[token_id % len(WORDS)] for token_id in prompt)

@@ -1,4 +1,4 @@
-"""What a benchmark asks of the engine, reproducibly."""
+"""The reproducible requests of an offline benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKEN_ID = 10_000
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """One request to come."""
+    """One request for the engine."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -23,7 +23,7 @@ class OfflineRequest:
 def make_workload(
     sizes: Sizes, *, vocab_size: int, temperature: float, seed: int
 ) -> list[OfflineRequest]:
-    """Random prompts, and outputs of exactly the lengths drawn, whatever the model says.
+    """Random prompts, and outputs of exactly the lengths drawn, ignoring EOS.
 
     The numbers are drawn as other engines' benchmarks draw them, so that everybody measures the
     same requests: for each one the length of its prompt and then the token ids; then the length of
