@@ -1,4 +1,4 @@
-"""`minisgl bench` and its verbs: how fast it is here."""
+"""The commands `minisgl bench` and its verbs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 from .logs import set_up_logging
@@ -49,7 +49,7 @@ def bench_serve(
     load: LoadConfig,
     report: ReportConfig,
 ) -> int:
-    """Measure a server over HTTP: one that is started for it, or any at --url."""
+    """Measure a server over HTTP: one that is started for the run, or any at --url."""
     set_up_logging(default="WARNING")
     from minisgl.bench import run_serve
 

@@ -1,4 +1,4 @@
-"""Where the log goes and how much of it: plain lines on stderr, as much as LOG_LEVEL asks for."""
+"""Logging of the commands: plain lines on stderr, at the level of LOG_LEVEL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class PrintableFormatter(logging.Formatter):
-    """What others have sent may be in a line or in an exception; it must not drive a terminal."""
+    """Escapes control characters: a record may quote text from the network."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

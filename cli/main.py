@@ -1,4 +1,4 @@
-"""The command `minisgl`. Commands import what takes time only when they run."""
+"""The command `minisgl`. Each command imports heavy modules only when it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.errors import MinisglError
 from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
-from .chat import chat
+from .chat.command import chat
 from .serve import serve
 from .version import version
 
@@ -75,7 +75,7 @@ def main() -> int:
         return _fail(f"{_misused(error)} (see {command} --help)", 2)
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -97,7 +97,7 @@ def _open_standard_streams() -> None:
 
 
 def _misused(error: Any) -> str:
-    """What a UsageError says; of a missing argument also all that the command takes."""
+    """The message of a UsageError; for a missing argument, with all arguments of the command."""
     message = str(error.format_message())
     if not message.startswith("Missing argument") or error.ctx is None:
         return message
@@ -108,9 +108,9 @@ def _misused(error: Any) -> str:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    """Called while the exception is handled: says in one line what is wrong.
+    """Prints the error in one line. Called while the exception is handled.
 
-    A server's words may be in it, which must not drive the terminal.
+    The message may quote a server, whose text must not control the terminal.
     """
     if os.environ.get("LOG_LEVEL", "").upper() == "DEBUG":
         print(printable(traceback.format_exc()), end="", file=sys.stderr)

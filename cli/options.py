@@ -69,7 +69,7 @@ def _annotation(spec: Field[Any], annotation: Any) -> Any:
     kind = next(part for part in (*get_args(annotation), annotation) if part is not NoneType)
     option = typer.Option(
         *option_names(spec),
-        help=spec.metadata["help"].replace("[", r"\["),  # which rich would take as its markup
+        help=spec.metadata["help"].replace("[", r"\["),  # which rich would read as markup
         rich_help_panel=spec.metadata["group"],
         parser=_number_parser(spec, kind) if kind in (int, float) else None,
         metavar=None if kind is bool else f"<{kind.__name__}>",

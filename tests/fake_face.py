@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from minisgl_cli.pipe import Pipe
+from minisgl_cli.chat.ui.pipe import Pipe
 
 
 @dataclass
-class FakeFace(Pipe):
+class FakeChatUI(Pipe):
     """A person who enters `lines` and leaves."""
 
     lines: list[str]

@@ -22,12 +22,12 @@ from minisgl.bench.config import (
     Sizes,
     Span,
 )
-from minisgl.bench.driver import RequestRecord, RunRecord, gaps, run_offline, run_streaming
 from minisgl.bench.latency import BatchRecord, check_room, print_latencies
-from minisgl.bench.limits import DecodeStep, Peak, Work, measure_peak, prefill_operations
-from minisgl.bench.report import Distribution, Figures, Limit, percentile
+from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps, run_offline, run_streaming
+from minisgl.bench.report.figures import Distribution, Figures, Limit, percentile
+from minisgl.bench.roofline import DecodeStep, Peak, Work, measure_peak, prefill_operations
 from minisgl.bench.script import engine_config, make_parser
-from minisgl.bench.workload import Job, make_job, make_workload
+from minisgl.bench.workload.requests import OfflineRequest, make_offline_request, make_workload
 from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import ConfigError, ContextLengthError, StepError
@@ -37,7 +37,7 @@ from minisgl.request import SamplingParams
 # -- the workload ---------------------------------------------------------------------------------
 
 
-def standard(vocab_size: int = 151_936, seed: int = 0) -> list[Job]:
+def standard(vocab_size: int = 151_936, seed: int = 0) -> list[OfflineRequest]:
     return make_workload(STANDARD, vocab_size=vocab_size, temperature=0.6, seed=seed)
 
 
@@ -402,7 +402,7 @@ def test_outputs_of_one_token_have_no_time_per_token() -> None:
 
 async def test_a_refused_request_ends_the_others() -> None:
     jobs = make_workload(STANDARD_ON_CPU, vocab_size=1237, temperature=0.0, seed=0)
-    too_long = Job([1], SamplingParams(max_tokens=1 << 20))
+    too_long = OfflineRequest([1], SamplingParams(max_tokens=1 << 20))
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
         with pytest.raises(ContextLengthError):
             await run_offline(engine, [*jobs, too_long])
@@ -442,7 +442,7 @@ async def test_an_offline_run_wakes_a_request_at_its_first_token_and_at_its_end(
         return take(stream)
 
     monkeypatch.setattr(OutputStream, "_take", counted)
-    jobs = [make_job([1, 2, index], max_tokens=20) for index in range(4)]
+    jobs = [make_offline_request([1, 2, index], max_tokens=20) for index in range(4)]
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
         await run_offline(engine, jobs)
         assert len(taken) == len(set(taken)) == 4
@@ -452,7 +452,7 @@ async def test_an_offline_run_wakes_a_request_at_its_first_token_and_at_its_end(
 
 async def test_whoever_waits_for_the_end_gets_the_error() -> None:
     async with await AsyncEngine.start(EngineConfig(device="cpu")) as engine:
-        job = make_job([1, 2, 3], max_tokens=1000)
+        job = make_offline_request([1, 2, 3], max_tokens=1000)
         stream = engine.submit(job.prompt_token_ids, job.params)
         await anext(stream)
         engine._die(StepError("The device is gone."))

@@ -26,27 +26,28 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from minisgl.bench.compare import CompareError, compare
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
-from minisgl.bench.driver import RequestRecord, RunRecord
 from minisgl.bench.environment import Environment, checkout_commit
-from minisgl.bench.export import flat, write_csv
-from minisgl.bench.limits import Peak
-from minisgl.bench.load_config import LoadConfig, Point
-from minisgl.bench.measured import Measured
-from minisgl.bench.online import OnlineRun, OnlineRunError, StreamedRequest, run_online
-from minisgl.bench.online_report import online_figures
-from minisgl.bench.plan import PlannedRequest, chat_text
-from minisgl.bench.progress import Glance, live
-from minisgl.bench.report import Figures, print_spreads, spreads
-from minisgl.bench.room import RoomError, check_room, describe_misfits, with_remedy
-from minisgl.bench.serve import Site, bench_serve, share_of_limit
-from minisgl.bench.server import Started
-from minisgl.bench.setting import Setting
-from minisgl.bench.target import Target, served_model
-from minisgl.bench.trace import TraceRow
-from minisgl.bench.watch import Sample, StepCounts, watch
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.online.config import LoadConfig, Point
+from minisgl.bench.online.context_check import RoomError, check_room, describe_misfits, with_remedy
+from minisgl.bench.online.figures import online_figures
+from minisgl.bench.online.metrics_poller import Sample, StepCounts, poll_metrics
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
+from minisgl.bench.online.server import StartedServer
+from minisgl.bench.online.target import Target, served_model
+from minisgl.bench.report.compare import CompareError, compare
+from minisgl.bench.report.figures import Figures, spreads
+from minisgl.bench.report.output import flat, write_csv
+from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_spreads
+from minisgl.bench.roofline import Peak
+from minisgl.bench.run_info import RunInfo
+from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.plan import PlannedRequest, chat_text
+from minisgl.bench.workload.trace import TraceRow
 from minisgl.client.address import api_base
 from minisgl.client.errors import ServerError
 from minisgl.client.models import ServedModel
@@ -454,7 +455,7 @@ def test_a_picture_has_a_panel_for_all_there_is(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", Stub)  # type: ignore[arg-type]
     monkeypatch.setattr(Canvas, "calls", [])
     monkeypatch.setattr(Canvas, "options", [])
-    from minisgl.bench.plot import plot_points
+    from minisgl.bench.report.plot import plot_points
 
     run = RequestRecord(
         submitted_s=0.0,
@@ -465,7 +466,7 @@ def test_a_picture_has_a_panel_for_all_there_is(
         num_output_tokens=2,
     )
     found = [
-        Measured(
+        PointResult(
             point=Point(float(rate), None),
             figures=figures(rate),
             limit=None,
@@ -495,7 +496,7 @@ def test_a_picture_has_a_panel_for_all_there_is(
 async def test_progress_is_for_terminals(terminal: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120)
-    async with live(console, "Repetition 1", 8, "events", lambda: Glance(3, 2, 40), 0.01):
+    async with live(console, "Repetition 1", 8, "events", lambda: ProgressSnapshot(3, 2, 40), 0.01):
         await asyncio.sleep(0.05)
     assert ("Repetition 1" in shown.getvalue()) is terminal
     assert ("3/8" in shown.getvalue() and "2 running" in shown.getvalue()) is terminal
@@ -536,15 +537,15 @@ def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
 async def test_our_server_tells_what_it_did() -> None:
     async with gated_server() as served:
         target = Target(url=f"http://127.0.0.1:{served.port}/v1")
-        async with watch(target, interval_s=0.001) as watched:
+        async with poll_metrics(target, interval_s=0.001) as polled:
             await run_online(target, asking(6))
-            await until(lambda: watched.samples)
-        assert watched.counts is not None
-        assert watched.counts.num_steps == served.engine.stats().counters.num_steps
-        assert watched.samples and all(sample.at_s > 0 for sample in watched.samples)
-    async with fake_server() as fake, watch(fake.target()) as watched:
+            await until(lambda: polled.samples)
+        assert polled.counts is not None
+        assert polled.counts.num_steps == served.engine.stats().counters.num_steps
+        assert polled.samples and all(sample.at_s > 0 for sample in polled.samples)
+    async with fake_server() as fake, poll_metrics(fake.target()) as polled:
         await run_online(fake.target(), asking(1))
-    assert (watched.counts, watched.samples) == (None, [])
+    assert (polled.counts, polled.samples) == (None, [])
 
 
 async def test_a_sweep_over_a_given_server_is_reported(
@@ -592,15 +593,15 @@ def test_the_share_of_the_limit_is_of_what_the_server_did() -> None:
         "engine_options": {"max_running_requests": 256},
         "capacity": {},
     }
-    setting = Setting(
+    setting = RunInfo(
         environment=Environment.found(), versions={}, device="", model="", backends={}, **nothing
     )
     peak = Peak(bytes_per_s=1e9, operations_per_s=1e12)
-    started = Started(
-        description=[], setting=setting, model=facts, device="cuda", dtype="bfloat16", peak=peak
+    started = StartedServer(
+        description=[], run_info=setting, model=facts, device="cuda", dtype="bfloat16", peak=peak
     )
-    site = Site(
-        target=Target(url=""), setting=setting, sizes=STANDARD, vocab_size=9, started=started
+    site = ServerUnderTest(
+        target=Target(url=""), run_info=setting, sizes=STANDARD, vocab_size=9, started=started
     )
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0)])
     counts = StepCounts(num_steps=3, num_graph_steps=0, num_retractions=0)

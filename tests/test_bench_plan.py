@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
-from minisgl.bench.load_config import LoadConfig, Point, check_load
-from minisgl.bench.plan import (
+from minisgl.bench.online.config import LoadConfig, Point, check_load
+from minisgl.bench.workload.config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.plan import (
     PlannedRequest,
     at_rate,
     chat_text,
@@ -21,9 +22,8 @@ from minisgl.bench.plan import (
     plan_shared_prefix,
     plan_trace,
 )
-from minisgl.bench.trace import TraceRow, read_trace
-from minisgl.bench.workload import make_workload
-from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.requests import make_workload
+from minisgl.bench.workload.trace import TraceRow, read_trace
 from minisgl.errors import ConfigError
 
 SMALL = Sizes(12, Span(3, 9), Span(2, 5))

@@ -17,13 +17,13 @@ from gated_runner import gated_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.bench.client import Answer, post
-from minisgl.bench.online import OnlineRun, OnlineRunError, StreamedRequest, run_online
-from minisgl.bench.plan import PlannedRequest
-from minisgl.bench.target import Target
+from minisgl.bench.online.client import RecordedAnswer, post
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
+from minisgl.bench.online.target import Target
+from minisgl.bench.workload.plan import PlannedRequest
 from minisgl.tokenizer import Tokenizer
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parent.parent / "scripts" / "bench"
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)
 
@@ -45,7 +45,7 @@ async def answering(*pieces: bytes) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def answer_to(*pieces: bytes) -> Answer:
+async def answer_to(*pieces: bytes) -> RecordedAnswer:
     async with answering(*pieces) as port:
         return await post("127.0.0.1", port, "/x", b"{}")
 

@@ -17,7 +17,7 @@ from typing import Any
 import pexpect
 import pytest
 import torch
-from fake_face import FakeFace
+from fake_face import FakeChatUI
 from hypothesis import given
 from hypothesis import strategies as st
 from prompt_toolkit.completion import CompleteEvent
@@ -31,16 +31,16 @@ from minisgl.models.hub import DEMO_NOTE
 from minisgl.printable import printable
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl.runner.facts import device_name
-from minisgl_cli.answer import Answer
-from minisgl_cli.commands import Session
-from minisgl_cli.conversation import Conversation
-from minisgl_cli.engine_model import EngineModel
-from minisgl_cli.model import ReplyDelta
-from minisgl_cli.parameters import NAMES
-from minisgl_cli.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
-from minisgl_cli.quotes import as_command, is_open, unquoted, unquoted_argument
-from minisgl_cli.repl import COMMANDS, MAKE_ROOM, Repl
-from minisgl_cli.seen_tokens import keep_seen
+from minisgl_cli.chat.commands import Session
+from minisgl_cli.chat.conversation import Conversation
+from minisgl_cli.chat.engine_model import EngineModel
+from minisgl_cli.chat.model import ReplyDelta
+from minisgl_cli.chat.parameters import NAMES
+from minisgl_cli.chat.prompt_reuse import keep_seen
+from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
+from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.text_format import as_command, is_open, unquoted, unquoted_argument
+from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
 
 # -- a tokenizer that a person can follow ---------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Said:
 
         async def ask() -> None:
             self.conversation.ask("ab")
-            answer = Answer(asked_at=0.0)
+            answer = ReplyRecord(asked_at=0.0)
             async for delta in self.model.reply(self.conversation.messages, {}):
                 answer.add(delta, 0.0)
             self.conversation.answer(answer.message)
@@ -226,8 +226,8 @@ def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> 
     return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
 
 
-def answered(*deltas: tuple[float, ReplyDelta]) -> Answer:
-    answer = Answer(asked_at=10.0)
+def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
+    answer = ReplyRecord(asked_at=10.0)
     for now, delta in deltas:
         answer.add(delta, now)
     return answer
@@ -338,22 +338,22 @@ class FakeStream:
         self.engine.num_aborted += 1
 
 
-async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeFace:
-    face = FakeFace(list(lines))
+async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeChatUI:
+    ui = FakeChatUI(list(lines))
     fake: Any = engine
     model = EngineModel(fake, engine.tokenizer)
-    await Repl(Session(model, face, Conversation(), sampling)).run()
-    return face
+    await Repl(Session(model, ui, Conversation(), sampling)).run()
+    return ui
 
 
 async def test_answers_are_streamed_and_become_part_of_the_conversation() -> None:
     engine = FakeEngine(["abc", "cd"])
-    face = await converse(engine, "ab", "", "  ", "h")
-    assert face.written == "abc\ncd\n"
+    ui = await converse(engine, "ab", "", "  ", "h")
+    assert ui.written == "abc\ncd\n"
     assert engine.prompts[1][: len(engine.prompts[0]) + 3] == engine.prompts[0] + spelled("abc")
     assert decode(engine.prompts[1]) == "<user>ab<end><model>abc<end><user>h<end><model>"
-    assert [note.startswith(("3 tokens", "2 tokens")) for note in face.noted] == [True, True]
-    assert face.said == []
+    assert [note.startswith(("3 tokens", "2 tokens")) for note in ui.noted] == [True, True]
+    assert ui.said == []
 
 
 async def test_reset_starts_a_new_conversation() -> None:
@@ -369,8 +369,8 @@ async def test_exit_leaves_at_once() -> None:
 
 
 async def test_help_lists_every_command() -> None:
-    face = await converse(FakeEngine([]), "/help")
-    assert [line.split()[0] for line in face.said if line] == list(COMMANDS)
+    ui = await converse(FakeEngine([]), "/help")
+    assert [line.split()[0] for line in ui.said if line] == list(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -378,36 +378,36 @@ async def test_help_lists_every_command() -> None:
     [("/rest", "Did you mean /reset?"), ("/xyz a b", "no command /xyz. /help"), ("/", "/help")],
 )
 async def test_an_unknown_command_is_a_hint(command: str, hint: str) -> None:
-    face = await converse(FakeEngine(["a"]), command, "ab")
-    assert hint in face.said[0]
-    assert face.written == "a\n"
+    ui = await converse(FakeEngine(["a"]), command, "ab")
+    assert hint in ui.said[0]
+    assert ui.written == "a\n"
 
 
 async def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     engine = FakeEngine(["abc^defgh", "a"])
     before = signal.getsignal(signal.SIGINT)
-    face = await converse(engine, "ab", "h")
-    assert face.written == "abc\na\n"
+    ui = await converse(engine, "ab", "h")
+    assert ui.written == "abc\na\n"
     assert engine.num_aborted == 2  # harmless for the one that had ended
-    assert face.noted[0].endswith("stopped")
+    assert ui.noted[0].endswith("stopped")
     assert decode(engine.prompts[1]) == "<user>ab<end><model>abc<end><user>h<end><model>"
     assert signal.getsignal(signal.SIGINT) is before
 
 
 async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conversation() -> None:
     engine = FakeEngine(["^abc", "a"])
-    face = await converse(engine, "ab", "h")
-    assert face.written == "a\n"
-    assert face.said == ["Stopped before an answer came."]
-    assert face.noted[0] == "/retry asks again."
+    ui = await converse(engine, "ab", "h")
+    assert ui.written == "a\n"
+    assert ui.said == ["Stopped before an answer came."]
+    assert ui.noted[0] == "/retry asks again."
     assert decode(engine.prompts[1]) == "<user>h<end><model>"
 
 
 async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
-    face = await converse(engine, "ab", "cd", "/reset", "ab")
-    assert face.written == "abcdefgh\ncd\n"
-    assert face.said == [
+    ui = await converse(engine, "ab", "cd", "/reset", "ab")
+    assert ui.written == "abcdefgh\ncd\n"
+    assert ui.said == [
         f"The context of 12 tokens is full. {MAKE_ROOM}",
         "The conversation with this question has 17 tokens; the context of 12 has no room for an "
         f"answer. {MAKE_ROOM}",
@@ -416,8 +416,8 @@ async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
 
 async def test_undo_makes_room_for_the_question_that_found_none() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
-    face = await converse(engine, "ab", "cd", "/undo", "/retry")
-    assert face.written == "abcdefgh\ncd\n"
+    ui = await converse(engine, "ab", "cd", "/undo", "/retry")
+    assert ui.written == "abcdefgh\ncd\n"
     assert decode(engine.prompts[1]) == "<user>cd<end><model>"
 
 
@@ -437,40 +437,40 @@ async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> No
             return super().chat(messages)
 
     fake: Any = FakeEngine(["a"])
-    face = FakeFace(["ab"])
-    await Repl(Session(EngineModel(fake, Slow()), face, Conversation())).run()
-    assert face.said == ["Stopped before an answer came."]
+    ui = FakeChatUI(["ab"])
+    await Repl(Session(EngineModel(fake, Slow()), ui, Conversation())).run()
+    assert ui.said == ["Stopped before an answer came."]
     assert fake.prompts == []
 
 
 async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
     engine = FakeEngine(["abc", "abc", "abcdefgh"], max_seq_len=40)
-    face = await converse(engine, "ab", max_tokens=36)
-    face = await converse(engine, "ab", max_tokens=37, min_tokens=37)
-    assert face.said == []
+    ui = await converse(engine, "ab", max_tokens=36)
+    ui = await converse(engine, "ab", max_tokens=37, min_tokens=37)
+    assert ui.said == []
     assert [params.max_tokens for params in engine.params] == [36, None]
 
 
 async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
     engine = FakeEngine(["a"])
-    face = await converse(engine, "ab!", "ab")
-    assert face.said == ["messages: the template does not shout."]
+    ui = await converse(engine, "ab!", "ab")
+    assert ui.said == ["messages: the template does not shout."]
     assert decode(engine.prompts[0]) == "<user>ab<end><model>"
 
 
-async def test_a_second_ctrl_c_is_told_to_the_face() -> None:
-    face = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
-    assert face.interrupted == [False, True, False]
+async def test_a_second_ctrl_c_is_told_to_the_ui() -> None:
+    ui = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
+    assert ui.interrupted == [False, True, False]
 
 
 async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
     fake: Any = FakeEngine([])
     text = "<think>\nab\n</think>\n\ncd"
     fake.deltas = [OutputDelta([0], text, 1, 0, finish_reason=FinishReason.STOP)]
-    face = FakeFace(["ab"])
+    ui = FakeChatUI(["ab"])
     conversation = Conversation()
-    await Repl(Session(EngineModel(fake, ToyTokenizer()), face, conversation)).run()
-    assert (face.thought, face.written) == ("ab", "cd\n")
+    await Repl(Session(EngineModel(fake, ToyTokenizer()), ui, conversation)).run()
+    assert (ui.thought, ui.written) == ("ab", "cd\n")
     assert conversation.messages[-1]["content"] == text
 
 
@@ -484,9 +484,9 @@ async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so()
 
     fake: Any = FakeEngine([])
     fake.deltas = [OutputDelta([0], "ab</think>", 1, 0), OutputDelta([0], "cd", 2, 0)]
-    face = FakeFace(["ab"])
-    await Repl(Session(EngineModel(fake, Opening()), face, Conversation())).run()
-    assert (face.thought, face.written) == ("ab", "cd\n")
+    ui = FakeChatUI(["ab"])
+    await Repl(Session(EngineModel(fake, Opening()), ui, Conversation())).run()
+    assert (ui.thought, ui.written) == ("ab", "cd\n")
 
 
 # -- what a person types --------------------------------------------------------------------------
@@ -599,7 +599,7 @@ async def test_a_later_turn_computes_only_what_is_new() -> None:
         num_seen = 0
         for turn in range(4):
             conversation.ask("Tell me more.")
-            answer = Answer(asked_at=0.0)
+            answer = ReplyRecord(asked_at=0.0)
             sampling = {"temperature": 2.0, "max_tokens": 60, "seed": turn}
             async for delta in model.reply(conversation.messages, sampling):
                 answer.add(delta, 0.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_face import FakeFace
+from fake_face import FakeChatUI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,13 +20,13 @@ from minisgl.client.errors import ServerError
 from minisgl.client.models import ServedModel
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
-from minisgl_cli import saved
-from minisgl_cli.commands import TABLE, Session
-from minisgl_cli.conversation import Conversation, Turn
-from minisgl_cli.model import ContextFullError, Message, ReplyDelta
-from minisgl_cli.parameters import NAMES
-from minisgl_cli.repl import MAKE_ROOM, Repl
-from minisgl_cli.server_model import ServerModel
+from minisgl_cli.chat import conversation_file
+from minisgl_cli.chat.commands import TABLE, Session
+from minisgl_cli.chat.conversation import Conversation, Turn
+from minisgl_cli.chat.model import ContextFullError, Message, ReplyDelta
+from minisgl_cli.chat.parameters import NAMES
+from minisgl_cli.chat.repl import MAKE_ROOM, Repl
+from minisgl_cli.chat.server_model import ServerModel
 
 CTRL_C = "^"
 DOWN = ServerError("The server is down.")
@@ -74,24 +74,24 @@ class FakeModel:
 @dataclass
 class Chat:
     model: Any
-    face: FakeFace
+    ui: FakeChatUI
     session: Session
     num_failed: int
 
     @property
     def said(self) -> list[str]:
-        return self.face.said
+        return self.ui.said
 
     @property
     def noted(self) -> list[str]:
-        return self.face.noted
+        return self.ui.noted
 
 
 async def chat(*lines: str, model: Any = None, system: str = "", **sampling: Any) -> Chat:
     model = model or FakeModel(["one", "two", "three"])
-    face = FakeFace(list(lines))
-    session = Session(model, face, Conversation(system), sampling)
-    return Chat(model, face, session, await Repl(session).run())
+    ui = FakeChatUI(list(lines))
+    session = Session(model, ui, Conversation(system), sampling)
+    return Chat(model, ui, session, await Repl(session).run())
 
 
 async def refused(*lines: str, model: Any = None) -> str:
@@ -326,7 +326,7 @@ async def test_an_answer_without_anything_is_a_failure() -> None:
 async def test_retry_asks_the_last_question_again() -> None:
     done = await chat("hi", "more", "/retry", "last", model=FakeModel(["a", "b", "c", "d"]))
     assert done.model.questions[2:] == [["hi", "a", "more"], ["hi", "a", "more", "c", "last"]]
-    assert done.face.written == "a\nb\nc\nd\n"
+    assert done.ui.written == "a\nb\nc\nd\n"
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ async def test_a_saved_conversation_is_written_over_and_keeps_its_mode(tmp_path:
     await chat(f"/save {file}")
     file.chmod(0o640)
     done = await chat("hi", f"/save {link}")
-    assert len(saved.read(str(file)).turns) == 1
+    assert len(conversation_file.read(str(file)).turns) == 1
     assert link.is_symlink() and file.stat().st_mode & 0o777 == 0o640
     assert done.noted[-1] == f"1 turn saved to {file}."
 
@@ -659,7 +659,7 @@ async def test_what_cannot_be_read_is_refused(
     )
     assert await refused(f"/load {tmp_path}") == f"{tmp_path} is not a file."
     assert await refused("/load") == "/load takes the name of a file, such as /load chat.json."
-    monkeypatch.setattr(saved, "MAX_BYTES", 9)
+    monkeypatch.setattr(conversation_file, "MAX_BYTES", 9)
     large.write_text(" " * 10)
     assert await refused(f"/load {large}") == f"{large} is larger than any conversation."
 
@@ -681,14 +681,16 @@ def test_whatever_was_said_comes_back(
     model: str,
 ) -> None:
     path = str(tmp_path / "chat.json")
-    saved.write(path, Conversation(system, turns, question), sampling, model)
-    assert saved.read(path) == saved.Saved(turns, question, system, sampling, model)
+    conversation_file.write(path, Conversation(system, turns, question), sampling, model)
+    assert conversation_file.read(path) == conversation_file.SavedConversation(
+        turns, question, system, sampling, model
+    )
 
 
 async def test_half_a_character_is_saved_as_a_mark(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     await chat("half \ud800", f"/save {file}")
-    assert saved.read(str(file)).turns[0].question == "half ?"
+    assert conversation_file.read(str(file)).turns[0].question == "half ?"
 
 
 # -- all of them ----------------------------------------------------------------------------------
@@ -709,7 +711,7 @@ def test_a_command_says_what_it_does_in_a_few_plain_words() -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if not row.takes])
 async def test_a_command_that_takes_nothing_stands_alone(name: str) -> None:
-    assert await refused(f"{name} x") == f"{name} stands alone."
+    assert await refused(f"{name} x") == f"{name} takes no argument."
 
 
 async def test_what_the_model_refuses_is_refused_at_once() -> None:

@@ -30,11 +30,11 @@ from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, refuse_engine_options
 from minisgl.errors import ConfigError, MinisglError
 from minisgl.request import FinishReason, SamplingParams
-from minisgl_cli.answer import Answer
-from minisgl_cli.config import ChatConfig
-from minisgl_cli.model import ContextFullError, ReplyDelta
-from minisgl_cli.parameters import NAMES
-from minisgl_cli.server_model import ServerModel
+from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.chat.model import ContextFullError, ReplyDelta
+from minisgl_cli.chat.parameters import NAMES
+from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.server_model import ServerModel
 
 OK = b"HTTP/1.1 200 OK\r\n\r\n"
 CTRL_C, CTRL_D, CTRL_J, CTRL_O = "\x03", "\x04", "\x0a", "\x0f"
@@ -167,7 +167,7 @@ async def test_what_a_server_leaves_empty_is_nothing(server: Server) -> None:
 
 
 async def test_thinking_and_counts_are_told(server: Server) -> None:
-    answer = Answer(asked_at=0.0)
+    answer = ReplyRecord(asked_at=0.0)
     splits = [answer.add(delta, 1.0) for delta in await asked(server, "think")]
     assert "".join(split.thinking for split in splits) == "Well, well."
     assert answer.message.startswith("**Yes**")  # servers do not want their thoughts back
@@ -278,7 +278,7 @@ def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
         f"sys.argv = ['minisgl', 'chat', '--url', {server.url!r}, '--api-key', 'secret']\n"
         "from minisgl_cli.main import main\n"
         "exit_code = main()\n"
-        "unused = {'torch', 'minisgl.bench.client', 'prompt_toolkit', 'rich.markdown'}\n"
+        "unused = {'torch', 'minisgl.bench.online.client', 'prompt_toolkit', 'rich.markdown'}\n"
         "assert not unused & set(sys.modules)\n"
         "sys.exit(exit_code)"
     )

@@ -17,9 +17,11 @@ from rich.console import Console
 from screens import Screen
 
 from minisgl.printable import printable
-from minisgl_cli import view
-from minisgl_cli.live import Line, LiveLines
-from minisgl_cli.markdown import (
+from minisgl_cli.chat.repl import on_interrupt
+from minisgl_cli.chat.thinking import MAX_HELD_CHARS, ThinkingSplitter
+from minisgl_cli.chat.ui import view
+from minisgl_cli.chat.ui.live import LiveLines, ScreenLine
+from minisgl_cli.chat.ui.markdown import (
     MAX_SIZE,
     PARSER,
     UNDECIDED,
@@ -29,10 +31,8 @@ from minisgl_cli.markdown import (
     highlighted,
     size,
 )
-from minisgl_cli.pipe import Pipe
-from minisgl_cli.repl import on_interrupt
-from minisgl_cli.thinking import MAX_HELD_CHARS, ThinkingSplitter
-from minisgl_cli.view import MarkdownView, PlainView
+from minisgl_cli.chat.ui.pipe import Pipe
+from minisgl_cli.chat.ui.view import MarkdownView, PlainView
 
 ANSWER = """# A *title*
 
@@ -351,12 +351,12 @@ async def test_ctrl_c_helps_also_where_the_loop_is_busy() -> None:
 def test_only_what_changes_is_drawn_again() -> None:
     terminal, output = console(40, 20)
     live = LiveLines(terminal)
-    lines = [Line(f"line {number}", f"line {number}") for number in range(10)]
+    lines = [ScreenLine(f"line {number}", f"line {number}") for number in range(10)]
     live.draw(lines)
     before = output.num_written
     live.draw(lines)
     assert output.num_written == before
-    live.draw([*lines, Line("new", "new")])
+    live.draw([*lines, ScreenLine("new", "new")])
     assert output.num_written - before < 40
     assert output.screen.lines == [*(line.plain for line in lines), "new"]
 
@@ -365,10 +365,10 @@ def test_lines_are_replaced_by_fewer_and_more() -> None:
     terminal, output = console(40, 20)
     live = LiveLines(terminal)
     for plain in (["a", "b", "c"], ["a"], ["a", "x"], [], ["y"], ["z", "y"]):
-        live.draw([Line(text, text) for text in plain])
+        live.draw([ScreenLine(text, text) for text in plain])
         assert output.screen.lines == plain
-    live.draw([Line("z", "z"), Line("end", "end")], num_final=2)
-    live.draw([Line("next", "next")])
+    live.draw([ScreenLine("z", "z"), ScreenLine("end", "end")], num_final=2)
+    live.draw([ScreenLine("next", "next")])
     assert output.screen.lines == ["z", "end", "next"]
 
 
@@ -376,9 +376,9 @@ def test_after_a_resize_the_rest_is_drawn_once() -> None:
     """A terminal wraps what it has; here the screen is cleared instead, as if it were wrapped."""
     terminal, output = console(20, 4)
     live = LiveLines(terminal)
-    live.draw([Line(text, text) for text in ("ab " * 6).split()])
+    live.draw([ScreenLine(text, text) for text in ("ab " * 6).split()])
     terminal.width = 10
-    live.draw([Line(text, text) for text in ("ab " * 6 + "cd").split()])
+    live.draw([ScreenLine(text, text) for text in ("ab " * 6 + "cd").split()])
     assert output.screen.scrollback[:3] == ["ab"] * 3
     assert output.screen.lines.count("ab") == 6
     assert output.screen.lines[-1] == "cd"

@@ -244,7 +244,7 @@ def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
 def test_comparing_imports_nothing_heavy() -> None:
     program = (
         "import sys\n"
-        "import minisgl.bench.compare\n"
+        "import minisgl.bench.report.compare\n"
         "assert not {'torch', 'transformers', 'starlette'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -18,15 +18,15 @@ import pexpect
 import pytest
 from raw_server import HEAD, again, raw_server, redirect
 
-from minisgl.bench.client import post
 from minisgl.bench.config import BenchConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.online import OnlineRunError, run_online
-from minisgl.bench.plan import PlannedRequest
+from minisgl.bench.online.client import post
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.online.metrics_poller import watch
+from minisgl.bench.online.run import OnlineRunError, run_online
+from minisgl.bench.online.target import Target
 from minisgl.bench.serve import bench_serve
-from minisgl.bench.target import Target
-from minisgl.bench.watch import watch
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.plan import PlannedRequest
 from minisgl.client import exchange
 from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES
@@ -38,9 +38,9 @@ from minisgl.client.sse import EVENT_BYTES, MEMORY_BYTES, EventCutter
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.printable import printable
-from minisgl_cli.config import ChatConfig
-from minisgl_cli.model import ReplyDelta
-from minisgl_cli.server_model import ServerModel
+from minisgl_cli.chat.config import ChatConfig
+from minisgl_cli.chat.model import ReplyDelta
+from minisgl_cli.chat.server_model import ServerModel
 
 KEY = "sk-0123456789"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202e\u2066\r\b"

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from demo.batches import make_batches
-from demo.conversation import WEIGHTS, conversation, remembering
-from demo.data import MAX_TOKENS, NOISE, make_shard
-from demo.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
-from demo.skills import CASELESS, SKILLS, Exchange, draw
-from demo.tables import shown_commands, tables, todays_tables
-from demo.world import (
+from demo_model.batches import make_batches
+from demo_model.conversation import WEIGHTS, conversation, remembering
+from demo_model.data import MAX_TOKENS, NOISE, make_shard
+from demo_model.evaluation import FROZEN_HASH, SPLITS, cases, evaluation_hash, tokenized_cases
+from demo_model.skills import CASELESS, SKILLS, Exchange, draw
+from demo_model.tables import shown_commands, tables, todays_tables
+from demo_model.world import (
     OPENINGS,
     World,
     expansions,
@@ -31,13 +31,13 @@ from demo.world import (
     words,
 )
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server.config import ServerConfig
 from minisgl.tokenizer import Tokenizer
-from minisgl_cli.config import ChatConfig
+from minisgl_cli.chat.config import ChatConfig
 
 BATCH_TOKENS = 6144
 ENGINE_COMMANDS = ["serve", "chat", "bench", "bench latency", "bench serve"]
@@ -75,8 +75,8 @@ def trained_questions(trained: list[list[dict[str, str]]]) -> set[str]:
 def test_the_evaluation_is_the_frozen_one() -> None:
     assert evaluation_hash() == FROZEN_HASH, (
         "The questions of the evaluation, or the snapshot of options that they ask for, have "
-        "changed: set FROZEN_HASH in scripts/demo/evaluation.py and retrain the demo model (see "
-        "README.md)."
+        "changed: set FROZEN_HASH in scripts/demo/demo_model/evaluation.py and retrain the demo "
+        "model (see README.md)."
     )
 
 
@@ -256,7 +256,7 @@ def test_any_command_of_the_chat_is_asked_for(
     table = tables() | {
         "chat_commands": {"/undo": "takes back {it}: [a|b]", "/set": "sets NAME to VALUE."}
     }
-    monkeypatch.setattr("demo.skills.tables", lambda: table)
+    monkeypatch.setattr("demo_model.skills.tables", lambda: table)
     world = World(random.Random(8), evaluates=new_phrases, new_phrases=new_phrases)
     answers = {draw(world, "command").answer for _ in range(1000)}
     assert {

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from demo.evaluation import SPLITS, cases, evaluation_hash
-from demo.skills import draw
-from demo.tables import snapshot
-from demo.world import World
+from demo_model.evaluation import SPLITS, cases, evaluation_hash
+from demo_model.skills import draw
+from demo_model.tables import snapshot
+from demo_model.world import World
 from eval_demo import accuracy, ask
 from minisgl import LLM, SamplingParams
 from minisgl.models.hub import DEMO_FOLDER as DEMO
@@ -49,7 +49,7 @@ def test_it_does_not_depend_on_todays_options(monkeypatch: pytest.MonkeyPatch) -
     def no_commands() -> dict[str, object]:
         raise AssertionError("today's commands were read")
 
-    monkeypatch.setattr("demo.tables.shown_commands", no_commands)
+    monkeypatch.setattr("demo_model.tables.shown_commands", no_commands)
     world = World(random.Random(9))
     answers = [draw(world, skill).answer for skill in ("option", "command") for _ in range(50)]
     assert all(answers)
@@ -97,7 +97,7 @@ def test_transformers_gives_the_same_answers() -> None:
 
 
 def test_it_answers_what_the_readme_says() -> None:
-    """The held-out evaluation, as scripts/eval_demo.py runs it, and the bounds it was made for."""
+    """The held-out evaluation, as scripts/demo/eval_demo.py runs it, and its bounds."""
     answers = ask(cases())
     shares = accuracy(cases(), answers)
     # Another CPU rounds in another way, and a wavering answer may fall to the other side.

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
 from test_tensor_parallel import check_with_aborts, short_case_of
 
-from minisgl.bench.driver import RequestRecord, RunRecord
-from minisgl.bench.limits import DecodeStep, Peak, Work
+from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.roofline import DecodeStep, Peak, Work
 from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.bench.load_config import LoadConfig
+from minisgl.bench.online.config import LoadConfig
 from minisgl.errors import ConfigError
 from minisgl.keys import MAX_FILE_BYTES, VARIABLE
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
-from minisgl_cli.config import ChatConfig
+from minisgl_cli.chat.config import ChatConfig
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 from gated_runner import EOS, VOCAB, Gated, asking, gated_server, served, until
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.bench.client import Answer, post
+from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.config import EngineConfig
 from minisgl.detokenizer import Detokenizer
 from minisgl.engine import AsyncEngine, OutputStream
@@ -30,17 +30,17 @@ from minisgl.server.connection import MAX_UNSENT_BYTES, WANTED_FILES, raise_file
 COMPLETIONS = "/v1/completions"
 
 
-async def ask(gated: Gated, body: bytes) -> Answer:
+async def ask(gated: Gated, body: bytes) -> RecordedAnswer:
     return await post("127.0.0.1", gated.port, COMPLETIONS, body)
 
 
-def choices(answer: Answer) -> list[dict[str, Any]]:
+def choices(answer: RecordedAnswer) -> list[dict[str, Any]]:
     assert answer.status == 200, answer.rest
     assert answer.done, "no [DONE]"
     return [choice for _, chunk in answer.chunks() for choice in chunk["choices"]]
 
 
-def text(answer: Answer) -> str:
+def text(answer: RecordedAnswer) -> str:
     """Of an answer with exactly one ending."""
     endings = [choice["finish_reason"] for choice in choices(answer)]
     assert endings[-1] in ("stop", "length") and endings.count(None) == len(endings) - 1

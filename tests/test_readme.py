@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Message
@@ -23,11 +23,12 @@ from minisgl.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
-from minisgl_cli.config import ChatConfig
+from minisgl_cli.chat.config import ChatConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
+CLI, BENCH = "cli/README.md", "minisgl/bench/README.md"
 
 
 def test_the_first_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,20 +45,20 @@ def row(spec: Field[Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("heading", "config"),
+    ("file", "heading", "config"),
     [
-        ("Engine", EngineConfig),
-        ("Server", ServerConfig),
-        ("Chat", ChatConfig),
-        ("Benchmark", BenchConfig),
-        ("Latency", LatencyConfig),
-        ("Workload", WorkloadConfig),
-        ("Load", LoadConfig),
-        ("Report", ReportConfig),
+        (CLI, "Engine", EngineConfig),
+        ("README.md", "Server", ServerConfig),
+        (CLI, "Chat", ChatConfig),
+        (BENCH, "Benchmark", BenchConfig),
+        (BENCH, "Latency", LatencyConfig),
+        (BENCH, "Workload", WorkloadConfig),
+        (BENCH, "Load", LoadConfig),
+        (BENCH, "Report", ReportConfig),
     ],
 )
-def test_the_table_lists_every_option_as_it_is(heading: str, config: Any) -> None:
-    section = README.partition(f"### {heading}\n")[2].partition("\n#")[0]
+def test_the_table_lists_every_option_as_it_is(file: str, heading: str, config: Any) -> None:
+    section = (ROOT / file).read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     expected = [row(spec) for spec in fields(config)]
     assert rows == expected, "The table should be:\n" + "\n".join(expected)

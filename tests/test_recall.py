@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from demo.conversation import remembering
-from demo.evaluation import Case, cases
-from demo.world import World
+from demo_model.conversation import remembering
+from demo_model.evaluation import Case, cases
+from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER

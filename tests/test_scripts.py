@@ -82,7 +82,13 @@ def test_the_probe_knows_this_python_and_its_torch() -> None:
 def bench(script: str, *options: object) -> list[str]:
     """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
     result = run(
-        sys.executable, SCRIPTS / script, "--device", "cpu", "--num-pages", "300", *options
+        sys.executable,
+        SCRIPTS / "bench" / script,
+        "--device",
+        "cpu",
+        "--num-pages",
+        "300",
+        *options,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "demo with random weights in float32, on CPU" in result.stdout
@@ -148,7 +154,7 @@ def test_the_mixed_benchmark_compares_the_times_between_tokens(arrivals: tuple[s
 def test_a_benchmark_refuses_a_wrong_value(
     script: str, options: tuple[str, ...], said: str
 ) -> None:
-    result = run(sys.executable, SCRIPTS / script, *options)
+    result = run(sys.executable, SCRIPTS / "bench" / script, *options)
     assert result.returncode == 2
     assert said in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

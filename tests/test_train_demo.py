@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import train_demo
-from demo.batches import BATCH_UNIT, Shard, make_batches
-from demo.evaluation import SPLITS, TokenizedCase, tokenized_cases
-from demo.model import Model, Shape, named_weights
-from demo.muon import WEIGHT_DECAY, Muon, orthogonalized
+from demo_model.batches import BATCH_UNIT, Shard, make_batches
+from demo_model.evaluation import SPLITS, TokenizedCase, tokenized_cases
+from demo_model.model import Model, Shape, named_weights
+from demo_model.muon import WEIGHT_DECAY, Muon, orthogonalized
 from minisgl.models.hub import DEMO_FOLDER as DEMO
 from train_demo import Settings, Trainer, evaluate, predicted_answers, round_weights, write_model
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.load_config import LoadConfig
-from minisgl.bench.workload_config import WorkloadConfig
+from minisgl.bench.online.config import LoadConfig
+from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
 
-# The command line imports this package for --help, which must be quick: hence the imports inside.
+# Imports are inside the functions because the command line imports this package for --help.
 def run(
     engine: EngineConfig, bench: BenchConfig, workload: WorkloadConfig, report: ReportConfig
 ) -> int:
     """Measure a workload offline; prints as it goes. Returns the exit code.
 
-    Raises MinisglError where the engine does not start or refuses a request.
+    Raises MinisglError if the engine does not start or rejects a request.
     """
     import asyncio
 
@@ -52,7 +52,7 @@ def run_serve(
 
 
 def run_compare(first: Path, second: Path) -> int:
-    """Print two results of --json side by side. Raises MinisglError where one is none."""
-    from minisgl.bench.compare import compare
+    """Print two results of --json side by side. Raises MinisglError for another file."""
+    from minisgl.bench.report.compare import compare
 
     return compare(first, second)

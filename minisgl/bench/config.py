@@ -1,4 +1,4 @@
-"""Every option of the benchmarks, once. Imports nothing heavy, so that --help is fast."""
+"""The options of the benchmarks. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from minisgl.errors import ConfigError, one_of
 GROUP = "Benchmark"
 REPORT_GROUP = "Report"
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
-# Of a latency run, in tokens: of every request, and smaller on a CPU.
+# Default lengths of a latency run in tokens, smaller on a CPU.
 LATENCY_INPUT, LATENCY_OUTPUT = 512, 256
 LATENCY_INPUT_ON_CPU, LATENCY_OUTPUT_ON_CPU = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Lengths in tokens, from `low` to `high`, both included."""
+    """A range of lengths in tokens, both ends included."""
 
     low: int
     high: int
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much work a benchmark is."""
+    """The number of requests and the lengths of a workload."""
 
     num_requests: int
     prompt: Span
@@ -63,7 +63,7 @@ def _json_option() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+    """The options as the user gave them. Raises ConfigError for an invalid value."""
 
     num_requests: int | None = _size_option(
         "How many requests", STANDARD.num_requests, STANDARD_ON_CPU.num_requests
@@ -96,7 +96,7 @@ class BenchConfig:
         _check_json_file(self)
 
     def sizes(self, device: str) -> Sizes:
-        """What to run on `device`, cpu or cuda."""
+        """The sizes to run on `device`, cpu or cuda."""
         standard = STANDARD_ON_CPU if device == "cpu" else STANDARD
         return Sizes(
             self.num_requests or standard.num_requests,
@@ -107,7 +107,7 @@ class BenchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyConfig:
-    """The options of a latency run. Raises ConfigError on a value that can never be right."""
+    """The options of a latency run. Raises ConfigError for an invalid value."""
 
     batch_size: tuple[str, ...] = option(
         ("1", "8", "32"),
@@ -126,7 +126,7 @@ class LatencyConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        # It has to be seen what is wrong, and a tuple of texts is not what the user wrote.
+        # The error shows the value as the user wrote it, not as a tuple.
         given = ",".join(self.batch_size)
         if any(not part.isdecimal() or int(part) < 1 for part in given.split(",")):
             raise ConfigError("--batch-size", given, "allowed: whole numbers of 1 or more")
@@ -137,12 +137,12 @@ class LatencyConfig:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Each once, in the order given."""
+        """The batch sizes without duplicates, in the order given."""
         parts = ",".join(self.batch_size).split(",")
         return tuple(dict.fromkeys(int(part) for part in parts))
 
     def sizes(self, batch_size: int, device: str) -> Sizes:
-        """What a batch of this many requests is on `device`, cpu or cuda."""
+        """The sizes of a batch of `batch_size` requests on `device`, cpu or cuda."""
         on_cpu = device == "cpu"
         input_len = self.input_len or (LATENCY_INPUT_ON_CPU if on_cpu else LATENCY_INPUT)
         output_len = self.output_len or (LATENCY_OUTPUT_ON_CPU if on_cpu else LATENCY_OUTPUT)
@@ -151,7 +151,7 @@ class LatencyConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportConfig:
-    """What is left of a run besides the terminal. Raises ConfigError before anything is run."""
+    """Files for the results of a run. Raises ConfigError for an invalid value."""
 
     csv_file: str | None = option(
         None, "File for a line of figures for each measurement.", names=("--csv",),
@@ -169,7 +169,7 @@ class ReportConfig:
         if self.plot_file is not None:
             if Path(self.plot_file).suffix.lower() not in PLOT_SUFFIXES:
                 refuse(self, "plot_file", f"at the end of the name {one_of(PLOT_SUFFIXES)}")
-            # Now, and not when hours have been measured.
+            # Check now, not after hours of measuring.
             if importlib.util.find_spec("matplotlib") is None:
                 refuse(self, "plot_file", "matplotlib is missing; pip install 'minisgl[plot]'")
 
@@ -186,7 +186,7 @@ def _check_file(config: Any, name: str) -> None:
 
 
 def _span(low: int | None, high: int | None, standard: Span) -> Span:
-    """A bound that was not given makes way for the one that was."""
+    """A default bound is moved if it contradicts the bound that was given."""
     if low is None:
         low = standard.low if high is None else min(standard.low, high)
     return Span(low, max(standard.high, low) if high is None else high)

@@ -1,4 +1,4 @@
-"""Where and when something was measured."""
+"""Describes the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """Of the machine and the installation that this process runs on."""
+    """The machine and the installation of this process."""
 
     measured_at: str  # with the time zone
     platform: str
@@ -48,7 +48,7 @@ class Environment:
         )
 
     def describe(self) -> str:
-        """In a line, for people."""
+        """One line for the terminal."""
         parts = [*dict.fromkeys(self.gpus)] or [self.cpu]
         parts += [f"driver {self.driver}"] if self.driver else []
         parts += [f"CUDA {self.cuda}"] if self.cuda else []
@@ -57,7 +57,7 @@ class Environment:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those packages that are installed."""
+    """The versions of Python and of the installed packages among PACKAGES."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -68,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def checkout_commit(folder: Path) -> str | None:
-    """Of the repository that `folder` is in; None if it is in none, as an installed package is."""
+    """The commit of the repository of `folder`; None outside of one (an installed package)."""
     commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     # A package that is installed below some other checkout is no part of it.
     if commit is None or _output("git", "-C", str(folder), "ls-files", ".") in (None, ""):
@@ -78,7 +78,7 @@ def checkout_commit(folder: Path) -> str | None:
 
 
 def _gpus() -> list[list[str]]:
-    """Name, driver and memory of each."""
+    """Name, driver and memory of each GPU."""
     query = "--query-gpu=name,driver_version,memory.total"
     listed = _output("nvidia-smi", query, "--format=csv,noheader")
     rows = [line.split(", ") for line in (listed or "").splitlines()]
@@ -101,7 +101,7 @@ def _cpu_name() -> str:
 
 
 def _output(*command: str) -> str | None:
-    """None where the program is missing or fails."""
+    """The output of a program; None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:

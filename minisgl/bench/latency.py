@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import RunRecord, run_streaming
-from minisgl.bench.export import write_csv
-from minisgl.bench.limits import DecodeStep, Peak, engine_peak
-from minisgl.bench.load_config import Point
-from minisgl.bench.measured import Measured
-from minisgl.bench.report import Figures, print_spreads, spreads, write_report
-from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
-from minisgl.bench.workload import make_workload
+from minisgl.bench.offline_run import RunRecord, run_streaming
+from minisgl.bench.online.config import Point
+from minisgl.bench.report.figures import Figures, spreads
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
+from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.tables import print_spreads
+from minisgl.bench.roofline import DecodeStep, Peak, engine_peak
+from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.workload.requests import make_workload
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -28,7 +28,7 @@ GREEDY = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """A batch size, measured."""
+    """The measurement of one batch size."""
 
     sizes: Sizes
     figures: Figures
@@ -38,8 +38,8 @@ class BatchRecord:
     repetitions: list[Figures] = field(default_factory=list)
 
     @property
-    def measured(self) -> Measured:
-        return Measured(
+    def result(self) -> PointResult:
+        return PointResult(
             point=Point(None, self.sizes.num_requests),
             figures=self.figures,
             limit=None,
@@ -50,7 +50,7 @@ class BatchRecord:
 
     @property
     def tpot_s(self) -> float:
-        """The median over the requests."""
+        """Median TPOT over the requests, in seconds."""
         assert self.figures.tpot_s is not None, "every output has two tokens or more"
         return self.figures.tpot_s.p50
 
@@ -58,9 +58,9 @@ class BatchRecord:
 async def bench_latency(
     engine_config: EngineConfig, config: LatencyConfig, report: ReportConfig
 ) -> int:
-    """Load the model, measure, and print what came out. Returns the exit code."""
+    """Load the model, measure, and print the results. Returns the exit code."""
     console = make_console()
-    engine = await start_engine(console, engine_config)
+    engine = await start_bench_engine(console, engine_config)
     async with engine:
         sizes = [config.sizes(size, engine.config.device) for size in config.batch_sizes]
         for batch in sizes:
@@ -75,29 +75,22 @@ async def bench_latency(
         if engine.config.device == "cpu":
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
         peak = engine_peak(engine.config)
-        settle_memory()
+        freeze_memory()
         records = []
         for index, batch in enumerate(sizes):
             with console.status(f"Batch {batch.num_requests}"):
                 # No two runs have a seed in common: one would find its prompts in the prefix cache.
                 first_seed = config.seed + index * config.repeat
                 records.append(await _measure(engine, batch, config.repeat, first_seed, peak))
-        setting = Setting.of(engine, asdict(config))
+        run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
-    if config.json_file is not None:
-        write_report(Path(config.json_file), setting, peak=peak, batches=records)
-    if report.csv_file is not None:
-        rows = [({"batch_size": one.sizes.num_requests}, one.figures) for one in records]
-        write_csv(Path(report.csv_file), rows)
-    if report.plot_file is not None:
-        from minisgl.bench.plot import plot_points
-
-        plot_points(Path(report.plot_file), [record.measured for record in records])
+    rows = [({"batch_size": record.sizes.num_requests}, record.result) for record in records]
+    write_files(config.json_file, report, run_info, {"peak": peak, "batches": records}, rows)
     return 0
 
 
 def check_room(batch: Sizes, capacity: Capacity) -> None:
-    """Raise ConfigError where the requests of a batch would have to wait for each other."""
+    """Raise ConfigError if the requests of a batch cannot all run at once."""
     size, length = batch.num_requests, batch.prompt.high + batch.output.high
     if size > capacity.num_slots:
         allowed = f"more than --max-running-requests; allowed: {capacity.num_slots} or less"
@@ -111,7 +104,7 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
 async def _measure(
     engine: AsyncEngine, batch: Sizes, repeat: int, first_seed: int, peak: Peak | None
 ) -> BatchRecord:
-    """The last of `repeat` repetitions."""
+    """Measure `repeat` repetitions; the record is of the last one."""
     repetitions: list[Figures] = []
     for seed in range(first_seed, first_seed + repeat):
         jobs = make_workload(

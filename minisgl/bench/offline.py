@@ -1,4 +1,4 @@
-"""`minisgl bench`: the standard offline workload, all requests at once."""
+"""`minisgl bench`: a workload on an engine in this process, all requests at once."""
 
 from __future__ import annotations
 
@@ -12,39 +12,37 @@ from pathlib import Path
 from rich.console import Console
 
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import RunRecord, run_offline
 from minisgl.bench.environment import Environment
-from minisgl.bench.export import write_csv
-from minisgl.bench.limits import Peak, Work, engine_peak
-from minisgl.bench.load_config import Point
-from minisgl.bench.measured import Measured
-from minisgl.bench.plan import make_plan
-from minisgl.bench.progress import Glance, live
-from minisgl.bench.report import (
+from minisgl.bench.offline_run import RunRecord, run_offline
+from minisgl.bench.online.config import Point
+from minisgl.bench.online.metrics_poller import Sample
+from minisgl.bench.report.figures import (
     Figures,
     Limit,
-    print_figures,
-    print_spreads,
     spreads,
-    write_report,
 )
-from minisgl.bench.setting import Setting, describe, settle_memory, start_engine
-from minisgl.bench.trace import TraceRow, read_trace
-from minisgl.bench.watch import Sample
-from minisgl.bench.workload import make_job
-from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
+from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_figures, print_spreads
+from minisgl.bench.roofline import Peak, Work, engine_peak
+from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
+from minisgl.bench.workload.config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.plan import make_plan
+from minisgl.bench.workload.requests import make_offline_request
+from minisgl.bench.workload.trace import TraceRow, read_trace
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
 
-WATCH_SECONDS = 1.0  # drawing takes time of the loop that the engine runs on
+POLL_S = 1.0  # seconds; drawing takes time of the engine's event loop
 
 
 async def bench_offline(
     engine_config: EngineConfig, config: BenchConfig, workload: WorkloadConfig, report: ReportConfig
 ) -> int:
-    """Load the model, measure, and print what came out. Returns the exit code."""
+    """Load the model, measure, and print the results. Returns the exit code."""
     if workload.kind == "multi-turn":
         allowed = "each question waits for the answer before it; use `minisgl bench serve`"
         raise ConfigError("--workload", workload.workload, allowed)
@@ -54,7 +52,7 @@ async def bench_offline(
     check_lengths(config, workload)
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     console = make_console()
-    engine = await start_engine(console, engine_config)
+    engine = await start_bench_engine(console, engine_config)
     async with engine:
         sizes = workload.fix(config.sizes(engine.config.device))
         for line in describe(engine):
@@ -67,27 +65,19 @@ async def bench_offline(
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
         console.print(f"on {Environment.found().describe()}")
         run, measured = await _measure(console, engine, config, workload, sizes, rows)
-        setting = Setting.of(engine, asdict(config) | asdict(workload))
+        run_info = RunInfo.of(engine, asdict(config) | asdict(workload))
     print_spreads(console, measured.repetitions)
     print_figures(console, measured.figures, measured.limit)
-    if config.json_file is not None:
-        write_report(
-            Path(config.json_file),
-            setting,
-            sizes=sizes,
-            figures=measured.figures,
-            limit=measured.limit,
-            run=run,
-            repetitions=measured.repetitions,
-            spreads=measured.spreads,
-            timeline=measured.timeline,
-        )
-    if report.csv_file is not None:
-        write_csv(Path(report.csv_file), [({}, measured.figures)])
-    if report.plot_file is not None:
-        from minisgl.bench.plot import plot_points
-
-        plot_points(Path(report.plot_file), [measured])
+    results = {
+        "sizes": sizes,
+        "figures": measured.figures,
+        "limit": measured.limit,
+        "run": run,
+        "repetitions": measured.repetitions,
+        "spreads": measured.spreads,
+        "timeline": measured.timeline,
+    }
+    write_files(config.json_file, report, run_info, results, [({}, measured)])
     return 0
 
 
@@ -98,10 +88,10 @@ async def _measure(
     workload: WorkloadConfig,
     sizes: Sizes,
     rows: Sequence[TraceRow],
-) -> tuple[RunRecord, Measured]:
-    """Every repetition; the record is that of the last one."""
+) -> tuple[RunRecord, PointResult]:
+    """Measure every repetition; the run and the result are of the last one."""
     peak = engine_peak(engine.config)
-    settle_memory()
+    freeze_memory()
     repetitions: list[Figures] = []
     for repetition in range(1, config.repeat + 1):
         # The last one has the seed that was asked for, so that it is the same for any number of
@@ -109,7 +99,7 @@ async def _measure(
         seed = config.seed + config.repeat - repetition
         plan = make_plan(workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed)
         jobs = [
-            make_job(
+            make_offline_request(
                 asked.prompt,
                 max_tokens=asked.max_tokens,
                 temperature=config.temperature,
@@ -118,7 +108,7 @@ async def _measure(
             for asked in plan
         ]
         title = f"{repetition} of {config.repeat}"
-        async with watch_engine(console, title, engine, len(jobs)) as timeline:
+        async with poll_engine(console, title, engine, len(jobs)) as timeline:
             run = await run_offline(engine, jobs)
         figures = Figures.of(run)
         repetitions.append(figures)
@@ -126,7 +116,7 @@ async def _measure(
             f"repetition {title}: {figures.elapsed_s:.2f} s, "
             f"{figures.output_tokens_per_s:,.1f} output tok/s"
         )
-    return run, Measured(
+    return run, PointResult(
         point=Point(None, None),
         figures=figures,
         limit=None if peak is None else _limit(engine, run, figures, peak),
@@ -144,30 +134,30 @@ def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) ->
 
 
 @asynccontextmanager
-async def watch_engine(
+async def poll_engine(
     console: Console, title: str, engine: AsyncEngine, num_requests: int
 ) -> AsyncIterator[list[Sample]]:
-    """Looks at the engine once a second while the context is open, and shows how far it is."""
+    """Poll the engine once a second while the context is open, and show the progress."""
     before = engine.stats()
     began = time.perf_counter()
     samples: list[Sample] = []
 
-    def glance() -> Glance:
+    def snapshot() -> ProgressSnapshot:
         stats = engine.stats()
         num_ended, num_before = (sum(some.totals.num_finished.values()) for some in (stats, before))
         num_tokens = stats.num_output_tokens - before.num_output_tokens
-        return Glance(num_ended - num_before, stats.num_running, num_tokens)
+        return ProgressSnapshot(num_ended - num_before, stats.num_running, num_tokens)
 
     async def look() -> None:
         while True:
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(POLL_S)
             stats = engine.stats()
             now = time.perf_counter() - began
             samples.append(Sample(now, stats.num_running, stats.num_queued, stats.token_usage))
 
     looking = asyncio.ensure_future(look())
     try:
-        async with live(console, title, num_requests, "tokens", glance, WATCH_SECONDS):
+        async with live(console, title, num_requests, "tokens", snapshot, POLL_S):
             yield samples
     finally:
         looking.cancel()

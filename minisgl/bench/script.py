@@ -1,4 +1,4 @@
-"""What the benchmark scripts of this repository share: the engine's options, and how they end."""
+"""Shared parts of the scripts in scripts/bench: the engine's options, and errors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Number = TypeVar("Number", int, float)
 def make_parser(
     description: str | None, *, without: Sequence[str] = (), **defaults: Any
 ) -> argparse.ArgumentParser:
-    """For a script that takes a model and the engine's options, as the command line does.
+    """A parser for a script that takes a model and the engine's options, like the commands.
 
-    `without`: fields of EngineConfig that the script decides about. `defaults`: what is not given
-    and differs from EngineConfig's own; random weights, unless a script says otherwise.
+    `without`: fields of EngineConfig that the script sets itself. `defaults`: defaults that differ
+    from EngineConfig's; random weights unless overridden.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -46,7 +46,7 @@ def make_parser(
 
 
 def engine_config(arguments: argparse.Namespace, **decided: Any) -> EngineConfig:
-    """The engine's options, with what the script has decided. Raises ConfigError."""
+    """The engine's options, with the fields that the script sets. Raises ConfigError."""
     given = {
         spec.name: getattr(arguments, spec.name)
         for spec in fields(EngineConfig)
@@ -56,7 +56,7 @@ def engine_config(arguments: argparse.Namespace, **decided: Any) -> EngineConfig
 
 
 def above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
-    """The type of an argument that is a number, int or float, above 0."""
+    """An argparse type for a number, int or float, above 0."""
 
     def parse(text: str) -> Number:
         value = kind(text)
@@ -64,7 +64,7 @@ def above_zero(kind: Callable[[str], Number]) -> Callable[[str], Number]:
             raise argparse.ArgumentTypeError(f"{text}: allowed: a number above 0")
         return value
 
-    parse.__name__ = "number"  # what argparse calls it where `kind` refuses the text
+    parse.__name__ = "number"  # argparse shows this name if `kind` rejects the text
     return parse
 
 

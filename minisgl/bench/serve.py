@@ -1,4 +1,4 @@
-"""`minisgl bench serve`: a workload over HTTP, against an own server or any of the OpenAI API."""
+"""`minisgl bench serve`: a workload over HTTP, on its own server or any of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from rich.console import Console
 
 import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
-from minisgl.bench.console import make_console
-from minisgl.bench.driver import RunRecord
 from minisgl.bench.environment import Environment
-from minisgl.bench.export import write_csv
-from minisgl.bench.limits import Work
-from minisgl.bench.load_config import LoadConfig, Point, check_load
-from minisgl.bench.measured import Measured, sweep_table
-from minisgl.bench.online import OnlineRun, OnlineRunError, Progress, run_online
-from minisgl.bench.online_report import online_figures
-from minisgl.bench.plan import PlannedRequest, at_rate, make_plan
-from minisgl.bench.progress import Glance, live
-from minisgl.bench.report import (
+from minisgl.bench.offline_run import RunRecord
+from minisgl.bench.online.config import LoadConfig, Point, check_load
+from minisgl.bench.online.context_check import check_room, describe_misfits, with_remedy
+from minisgl.bench.online.figures import online_figures
+from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
+from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
+from minisgl.bench.online.server import StartedServer, own_server
+from minisgl.bench.online.target import Target, served_model
+from minisgl.bench.report.figures import (
     Distribution,
     Figures,
     Limit,
-    print_figures,
-    print_spreads,
     spreads,
-    write_report,
 )
-from minisgl.bench.room import check_room, describe_misfits, with_remedy
-from minisgl.bench.server import Started, own_server
-from minisgl.bench.setting import Setting, settle_memory
-from minisgl.bench.target import Target, served_model
-from minisgl.bench.trace import TraceRow, read_trace
-from minisgl.bench.watch import Watched, watch
-from minisgl.bench.workload import MAX_TOKEN_ID
-from minisgl.bench.workload_config import WorkloadConfig, check_lengths
+from minisgl.bench.report.files import write_files
+from minisgl.bench.report.output import make_console
+from minisgl.bench.report.point_result import PointResult
+from minisgl.bench.report.progress import ProgressSnapshot, live
+from minisgl.bench.report.tables import print_figures, print_spreads, sweep_table
+from minisgl.bench.roofline import Work
+from minisgl.bench.run_info import RunInfo, freeze_memory
+from minisgl.bench.workload.config import WorkloadConfig, check_lengths
+from minisgl.bench.workload.plan import PlannedRequest, at_rate, make_plan
+from minisgl.bench.workload.requests import MAX_TOKEN_ID
+from minisgl.bench.workload.trace import TraceRow, read_trace
 from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
 from minisgl.client.keys import find_key
@@ -50,20 +48,20 @@ from minisgl.server.connection import raise_file_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """The server that is measured, and what is known of it."""
+class ServerUnderTest:
+    """The server that is measured, and its known properties."""
 
     target: Target
-    setting: Setting
+    run_info: RunInfo
     sizes: Sizes
     vocab_size: int  # token ids of prompts stay below it
-    context: int | None = None  # tokens of prompt and answer together; None: not known
-    started: Started | None  # None: somebody else's
+    context: int | None = None  # tokens of prompt and answer together; None: unknown
+    started: StartedServer | None  # None: a server at --url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the user asked for."""
+class ServeOptions:
+    """The options of the run."""
 
     engine: EngineConfig
     bench: BenchConfig
@@ -72,8 +70,8 @@ class Wanted:
     report: ReportConfig
     rows: Sequence[TraceRow]  # of the trace, if there is one
 
-    def options(self) -> dict[str, Any]:
-        """For the report; the engine's are in its setting."""
+    def as_json(self) -> dict[str, Any]:
+        """The options for the report, without the engine's, which are in the run info."""
         options = asdict(self.bench) | asdict(self.workload) | asdict(self.load)
         return options | {"api_key": self.load.api_key and "(not shown)"}
 
@@ -85,7 +83,7 @@ async def bench_serve(
     load: LoadConfig,
     report: ReportConfig,
 ) -> int:
-    """Measure, and print what came out. Returns the exit code.
+    """Measure, and print the results. Returns the exit code.
 
     Raises MinisglError, OnlineRunError where no request of a run succeeds.
     """
@@ -94,7 +92,7 @@ async def bench_serve(
     rows = read_trace(Path(workload.trace), config.num_requests) if workload.trace else []
     raise_file_limit()
     console = make_console()
-    wanted = Wanted(
+    options = ServeOptions(
         engine=engine_config,
         bench=config,
         workload=workload,
@@ -102,29 +100,28 @@ async def bench_serve(
         report=report,
         rows=rows,
     )
-    async with _site(console, wanted) as site:
-        _describe_load(console, site, wanted)
-        _check_room(console, site, wanted)
-        settle_memory()
-        setting = replace(site.setting, bench_options=wanted.options())
-        found: list[Measured] = []
+    async with _server_under_test(console, options) as server:
+        _describe_load(console, server, options)
+        _check_room(console, server, options)
+        freeze_memory()
+        run_info = replace(server.run_info, bench_options=options.as_json())
+        found: list[PointResult] = []
         try:
             for index, point in enumerate(load.points):
-                found.append(await _measure_point(console, site, wanted, point, index))
+                found.append(await _measure_point(console, server, options, point, index))
         finally:  # what was measured is kept, whatever became of the rest
             if found:
-                _report(console, found, setting, wanted)
+                _report(console, found, run_info, options)
                 _print_missing(console, load.points[len(found) :])
     return 0
 
 
 def _report(
     console: Console,
-    found: Sequence[Measured],
-    setting: Setting,
-    wanted: Wanted,
+    found: Sequence[PointResult],
+    run_info: RunInfo,
+    options: ServeOptions,
 ) -> None:
-    json_file, report = wanted.bench.json_file, wanted.report
     console.print(
         "Times are the client's, from sending a request: TTFT to the first event with text, E2E to "
         "the last; TPOT: the time between the two / (tokens - 1); ITL: between two such events."
@@ -133,18 +130,17 @@ def _report(
         print_figures(console, found[0].figures, found[0].limit)
     else:
         console.print(sweep_table(found))
-    if json_file is not None:
-        write_report(Path(json_file), setting, points=[one.as_json() for one in found])
-    if report.csv_file is not None:
-        write_csv(Path(report.csv_file), [(one.point._asdict(), one.figures) for one in found])
-    if report.plot_file is not None:
-        from minisgl.bench.plot import plot_points
-
-        plot_points(Path(report.plot_file), found)
+    write_files(
+        options.bench.json_file,
+        options.report,
+        run_info,
+        {"points": [one.as_json() for one in found]},
+        [(one.point._asdict(), one) for one in found],
+    )
 
 
 def _print_missing(console: Console, missing: Sequence[Point]) -> None:
-    """Of a sweep that Ctrl-C or a failure ended."""
+    """Print the points that an interrupted sweep has not measured."""
     if missing:
         points = "; ".join(map(str, missing))
         console.print(f"the sweep was interrupted; not measured: {points}")
@@ -154,9 +150,11 @@ def _print_missing(console: Console, missing: Sequence[Point]) -> None:
 
 
 @asynccontextmanager
-async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
-    """Starts a server, or finds the one at --url. Raises MinisglError."""
-    config, workload, load = wanted.bench, wanted.workload, wanted.load
+async def _server_under_test(
+    console: Console, options: ServeOptions
+) -> AsyncIterator[ServerUnderTest]:
+    """Start a server, or connect to the one at --url. Raises MinisglError."""
+    config, workload, load = options.bench, options.workload, options.load
     endpoint = load.endpoint
     if endpoint == "auto":
         endpoint = "chat" if workload.kind == "multi-turn" else "completions"
@@ -167,31 +165,31 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
         ignore_eos=not load.stop_at_eos,
     )
     if load.url is None:
-        async with own_server(wanted.engine) as (url, started):
+        async with own_server(options.engine) as (url, started):
             for line in started.description:
                 console.print(line)
-            yield Site(
+            yield ServerUnderTest(
                 target=replace(target, url=url),
-                setting=started.setting,
+                run_info=started.run_info,
                 sizes=workload.fix(config.sizes(started.device)),
                 vocab_size=started.model.vocab_size,
-                context=started.setting.capacity["max_seq_len"],
+                context=started.run_info.capacity["max_seq_len"],
                 started=started,
             )
         return
-    refuse_engine_options(wanted.engine)
+    refuse_engine_options(options.engine)
     target = replace(
         target,
         url=api_base(load.url),
         api_key=find_key(load),
         document_s=min(DOCUMENT_S, load.request_timeout),
     )
-    model = await served_model(target, wanted.engine.model)
+    model = await served_model(target, options.engine.model)
     target = replace(target, model=model.id)
     console.print(f"{target.url}: {target.model or 'a model without a name'}")
-    yield Site(
+    yield ServerUnderTest(
         target=target,
-        setting=_remote_setting(target),
+        run_info=_remote_run_info(target),
         sizes=workload.fix(config.sizes("cuda")),
         vocab_size=load.vocab_size or model.vocab_size or MAX_TOKEN_ID + 1,
         context=model.max_model_len,
@@ -199,9 +197,9 @@ async def _site(console: Console, wanted: Wanted) -> AsyncIterator[Site]:
     )
 
 
-def _remote_setting(target: Target) -> Setting:
-    """What can be known of somebody else's server; the environment is the client's."""
-    return Setting(
+def _remote_run_info(target: Target) -> RunInfo:
+    """The run info for a server at --url; the environment is the client's."""
+    return RunInfo(
         environment=Environment.found(),
         versions={"minisgl": minisgl.__version__, "python": platform.python_version()},
         device=f"server at {target.url}",
@@ -213,14 +211,14 @@ def _remote_setting(target: Target) -> Setting:
     )
 
 
-def _describe_load(console: Console, site: Site, wanted: Wanted) -> None:
-    config, rows = wanted.bench, wanted.rows
-    where = "the client is on" if site.started is None else "on"
-    console.print(f"{where} {site.setting.environment.describe()}")
-    eos = "answers may end by themselves" if wanted.load.stop_at_eos else "EOS ignored"
-    asked = "/chat/completions, of words" if site.target.endpoint == "chat" else "/completions"
+def _describe_load(console: Console, server: ServerUnderTest, options: ServeOptions) -> None:
+    config, rows = options.bench, options.rows
+    where = "the client is on" if server.started is None else "on"
+    console.print(f"{where} {server.run_info.environment.describe()}")
+    eos = "answers may end by themselves" if options.load.stop_at_eos else "EOS ignored"
+    asked = "/chat/completions, of words" if server.target.endpoint == "chat" else "/completions"
     console.print(
-        f"{wanted.workload.describe(site.sizes)}, temperature {config.temperature:g}, seed "
+        f"{options.workload.describe(server.sizes)}, temperature {config.temperature:g}, seed "
         f"{config.seed}, {eos}, over {asked}"
     )
     if rows:
@@ -228,18 +226,18 @@ def _describe_load(console: Console, site: Site, wanted: Wanted) -> None:
             f"{len(rows):,} requests in {rows[-1].timestamp - rows[0].timestamp:,.1f} s of the "
             "trace; a question whose predecessor is still being answered waits for it"
         )
-    elif site.started is not None and site.started.device == "cpu" and site.sizes != STANDARD:
+    elif server.started is not None and server.started.device == "cpu" and server.sizes != STANDARD:
         console.print("on a CPU, sizes that are not given are smaller than the standard ones")
 
 
-def _check_room(console: Console, site: Site, wanted: Wanted) -> None:
-    """Raises RoomError where the server is known to refuse what it would be asked."""
-    workload = wanted.workload
-    if site.context is None:
+def _check_room(console: Console, server: ServerUnderTest, options: ServeOptions) -> None:
+    """Raise RoomError if the requests do not fit into the server's context."""
+    workload = options.workload
+    if server.context is None:
         return
     if workload.kind != "trace":
-        check_room(workload, site.sizes, site.context, stop_at_eos=wanted.load.stop_at_eos)
-    elif misfits := describe_misfits(wanted.rows, site.context):
+        check_room(workload, server.sizes, server.context, stop_at_eos=options.load.stop_at_eos)
+    elif misfits := describe_misfits(options.rows, server.context):
         console.print(misfits)
 
 
@@ -247,10 +245,10 @@ def _check_room(console: Console, site: Site, wanted: Wanted) -> None:
 
 
 async def _measure_point(
-    console: Console, site: Site, wanted: Wanted, point: Point, index: int
-) -> Measured:
-    """Every repetition. Raises OnlineRunError where no request of one succeeds."""
-    config, workload, load = wanted.bench, wanted.workload, wanted.load
+    console: Console, server: ServerUnderTest, options: ServeOptions, point: Point, index: int
+) -> PointResult:
+    """Measure every repetition. Raises OnlineRunError if all requests of one fail."""
+    config, workload, load = options.bench, options.workload, options.load
     console.print(f"{point}:" if workload.kind != "trace" else "replayed:")
     repetitions: list[Figures] = []
     for repetition in range(1, config.repeat + 1):
@@ -258,13 +256,13 @@ async def _measure_point(
         # point's last repetition comes first, so that one point alone has the seed given.
         seed = config.seed + index * config.repeat + config.repeat - repetition
         plan = make_plan(
-            workload, site.sizes, rows=wanted.rows, vocab_size=site.vocab_size, seed=seed
+            workload, server.sizes, rows=options.rows, vocab_size=server.vocab_size, seed=seed
         )
         if point.request_rate is not None:
             plan = at_rate(plan, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, watched = await _run(console, site, point, plan, wanted, title)
-        figures = online_figures(run, watched.counts, load.limits_s)
+        run, polled = await _run(console, server, point, plan, options, title)
+        figures = online_figures(run, polled.counts, load.limits_s)
         repetitions.append(figures)
         console.print(
             f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
@@ -272,50 +270,55 @@ async def _measure_point(
             f"{figures.requests_per_s:,.2f} requests/s"
         )
     print_spreads(console, repetitions)
-    _print_doubts(console, site, wanted, run)
-    return Measured(
+    _print_doubts(console, server, options, run)
+    return PointResult(
         point=point,
         figures=figures,
-        limit=share_of_limit(site, run, figures),
+        limit=share_of_limit(server, run, figures),
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
         itls_s=[*chain.from_iterable(request.itls_s for request in run.requests)],
         failures=dict(run.failures),
-        timeline=watched.samples,
+        timeline=polled.samples,
     )
 
 
 async def _run(
     console: Console,
-    site: Site,
+    server: ServerUnderTest,
     point: Point,
     plan: Sequence[PlannedRequest],
-    wanted: Wanted,
+    options: ServeOptions,
     title: str,
-) -> tuple[OnlineRun, Watched]:
+) -> tuple[OnlineRun, PollResult]:
     progress = Progress()
 
-    def glance() -> Glance:
-        return Glance(progress.num_ended, progress.num_running, progress.received.num_events)
+    def snapshot() -> ProgressSnapshot:
+        return ProgressSnapshot(
+            progress.num_ended, progress.num_running, progress.received.num_events
+        )
 
-    async with watch(site.target) as watched, live(console, title, len(plan), "events", glance):
+    async with (
+        poll_metrics(server.target) as polled,
+        live(console, title, len(plan), "events", snapshot),
+    ):
         run = await run_online(
-            site.target,
+            server.target,
             plan,
             max_concurrency=point.max_concurrency,
-            timeout_s=wanted.load.request_timeout,
+            timeout_s=options.load.request_timeout,
             progress=progress,
         )
     if not run.requests:
         reason = next(iter(run.failures), "there was nothing to ask")
-        raise OnlineRunError(with_remedy(reason, wanted.workload, site.target.endpoint))
-    return run, watched
+        raise OnlineRunError(with_remedy(reason, options.workload, server.target.endpoint))
+    return run, polled
 
 
-def share_of_limit(site: Site, run: OnlineRun, figures: Figures) -> Limit | None:
-    """Of our own server on a GPU, which tells how many steps it took."""
-    started = site.started
+def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) -> Limit | None:
+    """The hardware's limit, for a server started by the benchmark on a GPU."""
+    started = server.started
     if started is None or started.peak is None or figures.num_steps is None:
         return None
     record = RunRecord(
@@ -327,18 +330,20 @@ def share_of_limit(site: Site, run: OnlineRun, figures: Figures) -> Limit | None
         record,
         started.model,
         started.dtype,
-        max_running=started.setting.engine_options["max_running_requests"],
+        max_running=started.run_info.engine_options["max_running_requests"],
     )
     return Limit.of(figures, started.peak, work)
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- warnings ----------------------------------------------------------------------------------
 
 
-def _print_doubts(console: Console, site: Site, wanted: Wanted, run: OnlineRun) -> None:
-    """What a reader of the figures has to know."""
+def _print_doubts(
+    console: Console, server: ServerUnderTest, options: ServeOptions, run: OnlineRun
+) -> None:
+    """Print what qualifies the figures: failures, missing usage, delays."""
     for reason, count in run.failures.most_common(5):
-        told = with_remedy(reason, wanted.workload, site.target.endpoint)
+        told = with_remedy(reason, options.workload, server.target.endpoint)
         console.print(f"{count:,} failed: {told}")
     if any(not request.counted for request in run.requests):
         console.print(

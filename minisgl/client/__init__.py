@@ -1,1 +1,1 @@
-"""How the chat and the benchmark ask servers of the OpenAI API. Imports neither of them."""
+"""The HTTP client of the chat and the benchmark for servers of the OpenAI API."""

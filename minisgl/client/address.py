@@ -1,4 +1,4 @@
-"""Where a server of the OpenAI API is."""
+"""Addresses of servers of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def api_base(url: str) -> str:
-    """With /v1, which people leave out, unless there is another path."""
+    """The base URL: adds the /v1 that users omit, unless there is another path."""
     url = url.rstrip("/")
     return url if urlsplit(url).path else f"{url}/v1"
 
 
 def check_address(url: str) -> None:
-    """Raise ConfigError unless --url has nothing but a scheme, a host, a port and a path.
+    """Raise ConfigError unless --url has only a scheme, a host, a port and a path.
 
     A user name, a password or a query may be a secret, which reports and messages would show.
     """
@@ -40,7 +40,7 @@ def _is_address(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A URL, in parts as a request needs them."""
+    """The parts of a URL that a request needs."""
 
     scheme: str
     host: str
@@ -49,7 +49,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Raises ValueError for what is not of HTTP."""
+        """Parses an HTTP URL. Raises ValueError for another one."""
         parts = urlsplit(url)
         if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
             raise ValueError(f"not an address of HTTP: {url}")

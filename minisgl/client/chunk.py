@@ -1,4 +1,4 @@
-"""What servers of the OpenAI API send in one event of a streamed answer, as far as it is used."""
+"""The fields that are used of an event in a streamed answer of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PromptDetails(msgspec.Struct):
     cached_tokens: Count | None = None
 
 
-class Usage(msgspec.Struct):
+class StreamUsage(msgspec.Struct):
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     prompt_tokens_details: PromptDetails | None = None
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct):
         return None if details is None else details.cached_tokens
 
 
-class Delta(msgspec.Struct):
+class StreamDelta(msgspec.Struct):
     content: str | None = None
     reasoning_content: str | None = None  # DeepSeek's name for it, and others'
     reasoning: str | None = None  # vLLM's and OpenRouter's
@@ -34,13 +34,13 @@ class Delta(msgspec.Struct):
         return self.reasoning_content or self.reasoning or ""
 
 
-class Choice(msgspec.Struct):
-    delta: Delta | None = None  # of a chat
+class StreamChoice(msgspec.Struct):
+    delta: StreamDelta | None = None  # of a chat
     text: str | None = None  # of a completion
     finish_reason: str | None = None
 
 
-class Chunk(msgspec.Struct):
-    choices: list[Choice] | None = None
-    usage: Usage | None = None
+class StreamChunk(msgspec.Struct):
+    choices: list[StreamChoice] | None = None
+    usage: StreamUsage | None = None
     error: Any = None

@@ -1,4 +1,4 @@
-"""One request over a connection of its own, and its answer in pieces.
+"""Sends one request over its own connection, and reads the answer in pieces.
 
 It takes what servers of the OpenAI API send by HTTP/1.1: bodies in chunks, of a known length or up
 to the end of the connection. What general clients do for an event costs more than a server spends
@@ -29,20 +29,20 @@ Take = Callable[[bytes, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The beginning of an answer."""
+    """The status line and the headers of an answer, as far as they are used."""
 
     status: int
     location: str | None = None
 
     @property
     def redirect(self) -> str | None:
-        """Where it leads, as it stands there."""
+        """The Location of a redirect, unresolved; None for other answers."""
         return self.location if self.status in (301, 302, 303, 307, 308) else None
 
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """One for all connections, because reading the certificates takes many milliseconds."""
+    """The context of all connections, since loading the certificates takes milliseconds."""
     return ssl.create_default_context()
 
 
@@ -55,13 +55,13 @@ def write_request(
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-async def connect(address: Address, request: bytes, take: Take) -> Connection:
-    """Sends a request. Raises OSError.
+async def connect(address: Address, request: bytes, take: Take) -> ClientConnection:
+    """Connects and sends a request. Raises OSError.
 
-    `take` gets every piece of the body and when it came; an AnswerError that it raises ends all.
+    `take` gets every piece of the body and its time; an AnswerError that it raises ends it all.
     """
     loop = asyncio.get_running_loop()
-    connection = Connection(request, take)
+    connection = ClientConnection(request, take)
     failure = OSError("its name leads nowhere")
     for place in await _places(address):
         try:
@@ -79,10 +79,10 @@ async def connect(address: Address, request: bytes, take: Take) -> Connection:
 
 
 async def _places(address: Address) -> list[str]:
-    """The numbers of a host.
+    """The IP addresses of a host.
 
-    A look-up cannot be ended and may take long. So it has a thread that nobody waits for, unlike
-    one of asyncio's, and Ctrl-C ends the program.
+    A look-up cannot be cancelled and may take long. It runs in a daemon thread, which, unlike one
+    of asyncio's, does not delay the exit after Ctrl-C.
     """
     try:
         return [str(ipaddress.ip_address(address.host))]
@@ -101,9 +101,8 @@ async def _places(address: Address) -> list[str]:
     return await asyncio.wrap_future(found)
 
 
-class Connection(asyncio.Protocol):
-    """Reads an answer. `head` and `finished` are set as it comes, or fail with a ConnectionError
-    whose words stand behind the server's name."""
+class ClientConnection(asyncio.Protocol):
+    """Reads an answer. `head` and `finished` are set as it arrives, or fail with an AnswerError."""
 
     def __init__(self, request: bytes, take: Take) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._fail(AnswerError(f"closed the connection{where}"))
 
     def _read_head(self, data: bytes) -> bytes:
-        """Returns what is behind it, or everything while it is not complete."""
+        """Returns the data after the head, or all data while the head is incomplete."""
         while not self._in_body:
             self._check(data.startswith(b"HTTP/"[: len(data)]))
             head, end, rest = data.partition(b"\r\n\r\n")
@@ -180,7 +179,7 @@ class Connection(asyncio.Protocol):
         return data
 
     def _read_body(self, data: bytes, now: float) -> bytes:
-        """Take what there is; returns the rest."""
+        """Passes on complete pieces; returns the rest."""
         if self._chunked:
             return self._read_chunks(data, now)
         if self._num_left is not None:
@@ -228,5 +227,5 @@ class Connection(asyncio.Protocol):
         for future in (self.head, self.finished):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # nobody may be waiting any more, which is no fault
+                future.exception()  # mark as retrieved: there may be no waiter any more
         self.close()

@@ -1,4 +1,4 @@
-"""How a server can fail its clients, and what servers say of it themselves."""
+"""Errors of servers as clients see them, and the messages in their responses."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import msgspec
 from minisgl.errors import MinisglError
 from minisgl.printable import printable
 
-MAX_CHARS = 300  # of what a server says
+MAX_CHARS = 300  # of a server's message
 KEY_OPTIONS = "--api-key, --api-key-file or MINISGL_API_KEY"
 
 
 class ServerError(MinisglError):
-    """A server cannot be reached, refuses a request or breaks off."""
+    """A server cannot be reached, rejects a request or breaks off."""
 
 
 class NotOpenAIError(ServerError):
-    """It answers, but not as OpenAI's API does."""
+    """The server answers, but not in the form of OpenAI's API."""
 
 
 class RefusedError(ServerError):
-    """It answers with a status of failure."""
+    """The server answers with an error status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -31,19 +31,19 @@ class RefusedError(ServerError):
 
 
 class AnswerError(ConnectionError):
-    """What a server did instead of answering: words to stand behind its name."""
+    """A protocol error of a server. The message follows the server's name in a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a body says that comes with a status of failure."""
+    """The error in the body of a response with an error status."""
 
     message: str  # a line, or nothing
     code: str | None = None
 
     @classmethod
     def read(cls, body: bytes, api_key: str) -> Refusal:
-        """The sentence for people, out of whatever envelope it comes in."""
+        """Extracts the message from any of the common error envelopes."""
         code, message = None, body[: 16 * MAX_CHARS].decode("utf-8", "replace")
         try:
             found = msgspec.json.decode(body)
@@ -59,12 +59,12 @@ class Refusal:
 
 
 def _without_key(text: str, api_key: str) -> str:
-    """Servers repeat the key that they refuse."""
+    """Hides the key, which servers repeat in their errors."""
     return re.sub(rf"(?<!\w){re.escape(api_key)}(?!\w)", "(your key)", text) if api_key else text
 
 
 def one_line(text: str) -> str:
-    """The beginning of what a server says, as a terminal may show it."""
+    """The beginning of a server's text on one line, without control characters."""
     return " ".join(printable(" ".join(text.split())).split())[:MAX_CHARS]
 
 
@@ -86,7 +86,7 @@ def not_openai(base_url: str, error: Exception) -> NotOpenAIError:
 
 
 def unreachable(url: str, error: OSError) -> ServerError:
-    """Where no connection comes about."""
+    """The error for a failed connection."""
     # asyncio lists the addresses that it has tried, if they are several.
     refused = isinstance(error, ConnectionRefusedError) or "Connect call failed" in str(error)
     reason = "no server answers there" if refused else str(error.strerror or error)

@@ -1,6 +1,6 @@
-"""Asks for a whole document, or for events as they come, within limits of time and size.
+"""Requests a document, or a stream of events, within limits of time and size.
 
-A redirect to another origin is never followed: it would have the key.
+A redirect to another origin is never followed, because it would receive the key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urljoin
 
 from minisgl.client.address import Address
-from minisgl.client.connection import Connection, Head, connect, write_request
+from minisgl.client.connection import ClientConnection, Head, connect, write_request
 from minisgl.client.errors import AnswerError, ServerError, one_line, unreachable
 from minisgl.client.sse import DONE, EventCutter, data_of
 
@@ -33,7 +33,7 @@ class Document:
 
 
 async def get(url: str, headers: Mapping[str, str], timeout_s: float = DOCUMENT_S) -> Document:
-    """Follows redirects within the origin. Raises ServerError."""
+    """Gets a document, following redirects within the origin. Raises ServerError."""
     for _ in range(1 + MAX_REDIRECTS):
         async with open_stream(
             "GET", url, headers, timeout_s=timeout_s, max_bytes=DOCUMENT_BYTES
@@ -55,7 +55,7 @@ def _is_within_origin(url: str, place: str) -> bool:
 
 
 def describe_redirect(url: str, place: str) -> str:
-    """What to say of one that is not followed, behind the server's name."""
+    """Describes a redirect that is not followed; the text follows the server's name."""
     try:
         shown = Address.of(urljoin(url, place)).without_query()
     except ValueError:
@@ -76,9 +76,9 @@ async def open_stream(
     timeout_s: float,
     max_bytes: int = STREAM_BYTES,
 ) -> AsyncIterator[Stream]:
-    """An answer whose head has come; leaving the context closes its connection.
+    """Opens an answer and reads its head; leaving the context closes the connection.
 
-    Raises ServerError, here and where the body is read.
+    Raises ServerError, also while the body is read.
     """
     address = Address.of(url)
     stream = Stream(url, timeout_s, max_bytes)
@@ -100,7 +100,7 @@ async def open_stream(
 
 
 class Stream:
-    """The answer to one request while it comes in."""
+    """The answer to one request while it arrives."""
 
     head: Head
 
@@ -117,21 +117,21 @@ class Stream:
             self._events += events
             self._news.set()
 
-    async def begin(self, connection: Connection) -> None:
+    async def begin(self, connection: ClientConnection) -> None:
         self._finished = connection.finished
         self._finished.add_done_callback(lambda _: self._news.set())
         self.head = await self._in_time(connection.head)
 
     async def whole(self) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Reads the body of an answer that is not streamed."""
         await self._in_time(self._finished)
         return b"\n\n".join([*self._events, self._cutter.rest])
 
     async def data(self) -> AsyncIterator[bytes]:
-        """What each event carries but the last, [DONE]."""
+        """Yields the data of each event except the last, [DONE]."""
         while self._events or not self._finished.done():
             await self._in_time(self._news.wait())
-            # Whoever sends without end leaves time for Ctrl-C, and has none beyond the limit.
+            # An endless stream must leave time for Ctrl-C and for the deadline.
             await self._in_time(asyncio.sleep(0))
             self._news.clear()
             events, self._events = self._events, []

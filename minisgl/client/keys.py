@@ -1,4 +1,4 @@
-"""Which key a client brings: that of an option, of a file, or of the environment."""
+"""The key of a client: from an option, a file, or the environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minisgl.keys import FILE_OPTION, check_key, keys_of_environment, keys_of_fi
 
 
 def check_key_options(config: Any) -> None:
-    """Refuse values that can never be right, of a config with `api_key` and `api_key_file`."""
+    """Reject invalid values of a config with `api_key` and `api_key_file`."""
     if config.api_key:
         check_key("--api-key", config.api_key)
         if config.api_key_file:
@@ -20,7 +20,7 @@ def check_key_options(config: Any) -> None:
 def find_key(config: Any) -> str:
     """The key of such a config, else the environment's, else "". Raises ConfigError.
 
-    Of several, as a server may have them in the same place, the first.
+    The first one if there are several, as a server may have them there.
     """
     if config.api_key:
         return str(config.api_key)

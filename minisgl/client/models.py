@@ -1,8 +1,8 @@
-"""Which models a server has."""
+"""The models of a server."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -15,11 +15,11 @@ Name = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class ServedModel(msgspec.Struct):
-    """Of a server's list; what it does not tell is None."""
+    """One entry of a server's list of models; None: not reported."""
 
     id: Name | None = None
-    max_model_len: Count | None = None  # minisgl and vLLM tell: tokens of prompt and answer
-    vocab_size: Count | None = None  # minisgl tells
+    max_model_len: Count | None = None  # tokens of prompt and answer, from minisgl and vLLM
+    vocab_size: Count | None = None  # from minisgl
 
 
 class _ModelList(msgspec.Struct):
@@ -34,7 +34,7 @@ def headers_of(api_key: str) -> Mapping[str, str]:
 async def list_models(
     base_url: str, api_key: str, timeout_s: float = DOCUMENT_S
 ) -> list[ServedModel]:
-    """Raises ServerError: RefusedError for a status of failure, NotOpenAIError for nonsense."""
+    """Lists the models. Raises RefusedError for an error status, else other ServerErrors."""
     found = await get(f"{base_url}/models", headers_of(api_key), timeout_s)
     if found.status != 200:
         raise refused(f"The server at {base_url}", found.status, found.body, api_key)
@@ -42,3 +42,8 @@ async def list_models(
         return msgspec.json.decode(found.body, type=_ModelList).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise not_openai(base_url, error) from error
+
+
+def choose_model(listed: Sequence[ServedModel], name: str) -> ServedModel | None:
+    """The model called `name`, or the first one if `name` is empty; None if there is none."""
+    return next((model for model in listed if name in ("", model.id)), None)

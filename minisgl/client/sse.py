@@ -11,7 +11,7 @@ MEMORY_BYTES = 64  # that an event takes beside its bytes
 
 
 class EventCutter:
-    """Takes bytes in any pieces and gives out events as they are complete; `rest` is no event."""
+    """Takes bytes in any pieces and returns complete events; `rest` is not an event."""
 
     def __init__(self, max_bytes: int) -> None:
         self._rest = bytearray()
@@ -23,7 +23,7 @@ class EventCutter:
         return bytes(self._rest)
 
     def cut(self, data: bytes) -> list[bytes]:
-        """The events that end in `data`. Raises AnswerError where they become too large."""
+        """The events that end in `data`. Raises AnswerError if they become too large."""
         self._count(len(data))
         if b"\r" in data:
             # JSON has none of its own, so that all of them belong to the ends of lines.
@@ -50,7 +50,7 @@ class EventCutter:
 
 
 def data_of(event: bytes) -> bytes:
-    """What an event carries; nothing if it is a comment, as servers send to keep connections."""
+    """The data of an event; empty for a comment, which servers send as keep-alive."""
     if b"\n" not in event:
         return event[len(DATA) :].strip() if event.startswith(DATA) else b""
     lines = [line for line in event.split(b"\n") if line.startswith(DATA)]

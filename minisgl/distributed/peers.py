@@ -1,8 +1,8 @@
 """Collectives through GPU memory that the ranks of one host share, over NVLink if there is one.
 NVLink multicast is not used.
 
-The size decides, as scripts/bench_collectives.py measured on two and four H200 (the README has the
-table):
+The size decides, as scripts/bench/bench_collectives.py measured on two and four H200 (the bench's
+README has the table):
 
 - An all-reduce of few rows takes one shot, which the GEMM before it can send: with 5,120 elements
   in half precision up to 160 rows between two GPUs and 17 between four.

@@ -1,7 +1,7 @@
 """The measurements behind the choice of tiles and kernels, as data: one `DeviceTuning` a GPU.
 
 The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
-shared memory, until somebody measures there (scripts/bench_*.py --tune) and gives `tuning_of`
+shared memory, until somebody measures there (scripts/bench/bench_*.py --tune) and gives `tuning_of`
 its values. Counts of programs decide how sums are split, and so the rounding of results: they stay
 the H200's on every device.
 """

@@ -85,8 +85,8 @@ def split_k(k: int, tiles: LinearTiles) -> tuple[int, int]:
 def choose_tiles(
     m: int, n: int, k: int, tuning: DeviceTuning, *, gated: bool = False, may_split: bool = True
 ) -> LinearTiles:
-    """The tiles for half precision. Measured on an H200 by scripts/bench_linear.py --tune and by
-    the time of whole steps; with less shared memory, as many tiles in flight as fit."""
+    """The tiles for half precision. Measured on an H200 by scripts/bench/bench_linear.py --tune and
+    by the time of whole steps; with less shared memory, as many tiles in flight as fit."""
     halves = 2 if gated else 1
     n //= halves
     if m > 64:

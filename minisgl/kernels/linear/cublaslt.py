@@ -1,7 +1,7 @@
 """GEMMs of few rows by cuBLASLt, each with the algorithm that was the fastest in a trial at start.
 
 F.linear uses the first algorithm that cuBLAS proposes. Other proposals are up to 15 % faster on an
-H200 in decode, often one that does not split k (scripts/bench_linear.py). So the proposals are
+H200 in decode, often one that does not split k (scripts/bench/bench_linear.py). So they are
 timed at start, on the weights of the model, for some numbers of rows; other numbers use the choice
 of the next larger one.
 

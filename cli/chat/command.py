@@ -1,0 +1,86 @@
+"""`minisgl chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from minisgl.config import EngineConfig, refuse_engine_options
+
+from ..logs import set_up_logging
+from ..options import takes_options
+from .config import ChatConfig
+from .conversation import Conversation
+from .model import ChatModel
+from .ui.base import ChatUI
+from .ui.select import open_ui
+
+INTERRUPTED = 130  # the exit code that a shell expects after Ctrl-C
+
+
+@takes_options
+def chat(chat: ChatConfig, engine: EngineConfig) -> int:
+    """Talk to a model in the terminal; piped in, each line is a question."""
+    if chat.url:
+        refuse_engine_options(engine)
+    set_up_logging(default="WARNING")
+    from .repl import COMMANDS
+
+    ui = open_ui(COMMANDS, show_thinking=chat.thinking == "show", plain=chat.plain)
+    if not chat.url:
+        with ui.busy("Loading the libraries"):
+            from . import engine_model  # noqa: F401 - takes seconds, so show it
+
+    num_failed = asyncio.run(_talk(chat, engine, ui))
+    # A person has seen the error; a program in a pipe checks the exit code.
+    return 1 if num_failed and not ui.interactive else 0
+
+
+async def _talk(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> int:
+    """Runs the chat. Raises MinisglError if no model can be reached or loaded."""
+    from .commands import Session
+    from .repl import Repl, banner
+
+    opened = _server(chat, engine, ui) if chat.url else _engine(engine, ui)
+    async with opened as model:
+        ui.note(banner(model))
+        if not chat.url and not engine.model:
+            from minisgl.models.hub import DEMO_NOTE
+
+            ui.note(DEMO_NOTE)
+        ui.note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        session = Session(model, ui, Conversation(chat.system), dict(chat.sampling))
+        return await Repl(session).run()
+
+
+@asynccontextmanager
+async def _server(chat: ChatConfig, engine: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
+    from minisgl.client.keys import find_key
+
+    from .server_model import ServerModel
+
+    with ui.busy("Connecting"):
+        key = find_key(chat)
+        model = await ServerModel.connect(chat.url, key, engine.model, chat.request_timeout)
+    yield model
+
+
+@asynccontextmanager
+async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
+    from .engine_model import EngineModel, start_chat_engine
+
+    try:
+        with ui.busy("Loading the model") as show:
+
+            def progress(phase: str, share: float) -> None:
+                show(f"{phase.capitalize()} {share:.0%}" if share else phase.capitalize())
+
+            engine = await start_chat_engine(config, progress)
+    except asyncio.CancelledError:
+        # A thread that loads weights cannot be ended, and joining it would take minutes.
+        os._exit(INTERRUPTED)
+    async with engine:
+        assert engine.tokenizer is not None
+        yield EngineModel(engine, engine.tokenizer)

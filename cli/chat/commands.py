@@ -1,0 +1,248 @@
+"""The commands of the REPL. To add one, write a function and add it to GROUPS below."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.errors import CallerError, MinisglError
+
+from . import conversation_file, parameters
+from .conversation import Conversation
+from .conversation_stats import ConversationStats
+from .model import ChatModel
+from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
+from .thinking import split_whole
+from .ui.base import ChatUI
+
+NUM_QUOTED_CHARS = 50
+NUM_RECALLED_CHARS = 2000  # shown of a question and of an answer when a conversation is loaded
+
+
+@dataclass(slots=True)
+class Session:
+    """The state that commands read and change."""
+
+    model: ChatModel
+    ui: ChatUI
+    conversation: Conversation
+    sampling: dict[str, Any] = field(default_factory=dict)  # set by the user
+    stats: ConversationStats = field(default_factory=ConversationStats)  # of this conversation
+    num_failed: int = 0  # questions without a complete answer, and refused commands
+
+    def refuse(self, reason: str) -> None:
+        self.num_failed += 1
+        self.ui.say(reason)
+
+
+class NextAction(enum.Enum):
+    """The next action of the loop after a command."""
+
+    READ = "read the next line"
+    ANSWER = "let the model answer the conversation"
+    LEAVE = "leave"
+
+
+class CommandError(CallerError):
+    """A command is unknown or cannot be carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    does: str
+    # Gets the session and the text after the name. Raises MinisglError.
+    run: Callable[[Session, str], NextAction]
+    takes: str = ""  # the name of its argument; "": it takes none
+
+
+def run_command(session: Session, name: str, rest: str) -> NextAction:
+    """Runs a command with the text after its name. Errors are shown to the user."""
+    try:
+        command = TABLE.get(name)
+        if command is None:
+            hint = did_you_mean(name, list(TABLE))
+            raise CommandError(
+                f"There is no command {shortened(name, NUM_QUOTED_CHARS)}. {hint}/help lists the "
+                'commands; between """ and """ it is a question.'
+            )
+        if rest and not command.takes:
+            raise CommandError(f"{name} takes no argument.")
+        return command.run(session, rest)
+    except MinisglError as error:
+        session.refuse(str(error))
+        return NextAction.READ
+
+
+# -- the conversation -----------------------------------------------------------------------------
+
+
+def _retry(session: Session, rest: str) -> NextAction:
+    if not session.conversation.ask_again():
+        raise CommandError("There is no question to ask again.")
+    return NextAction.ANSWER
+
+
+def _undo(session: Session, rest: str) -> NextAction:
+    turn = session.conversation.undo()
+    if turn is None:
+        raise CommandError("There is no question to take back.")
+    left = count(len(session.conversation.turns), "turn")
+    session.ui.note(f"Took back “{shortened(turn.question, NUM_QUOTED_CHARS)}”; {left} left.")
+    return NextAction.READ
+
+
+def _reset(session: Session, rest: str) -> NextAction:
+    session.conversation.reset()
+    session.stats = ConversationStats()
+    session.ui.note("A new conversation.")
+    return NextAction.READ
+
+
+def _save(session: Session, rest: str) -> NextAction:
+    path = _path("/save", rest)
+    conversation_file.write(path, session.conversation, session.sampling, session.model.name)
+    more = "" if session.conversation.question is None else " and a question without an answer"
+    session.ui.note(f"{count(len(session.conversation.turns), 'turn')}{more} saved to {path}.")
+    return NextAction.READ
+
+
+def _load(session: Session, rest: str) -> NextAction:
+    file = conversation_file.read(_path("/load", rest))
+    system = session.conversation.system if file.system is None else file.system
+    session.conversation = Conversation(system, file.turns, file.question)
+    session.stats = ConversationStats()
+    if file.sampling is not None:
+        _replace_sampling(session, file.sampling)
+    model = session.model.name
+    other = f", saved with {file.model}" if file.model and file.model != model else ""
+    session.ui.note(f"{count(len(file.turns), 'turn')} loaded{other}.")
+    for turn in file.turns[-1:]:
+        session.ui.note(f"> {_end(turn.question)}")
+        session.ui.note(_end(split_whole(turn.answer).text))
+    if file.question is not None:
+        session.ui.note(f"> {_end(file.question)}")
+        session.ui.note("Not answered yet: /retry asks it.")
+    return NextAction.READ
+
+
+def _replace_sampling(session: Session, sampling: Mapping[str, Any]) -> None:
+    """Applies the saved parameters that are valid and reports the others."""
+    session.sampling = {}
+    for name, value in sampling.items():
+        try:
+            session.sampling = _with(session, name, parameters.in_form(name, value))
+        except MinisglError as error:
+            session.ui.say(f"Left out of the file's parameters: {error}")
+
+
+def _end(text: str) -> str:
+    """The end of a long text."""
+    return text if len(text) <= NUM_RECALLED_CHARS else f"…{text[-NUM_RECALLED_CHARS:]}"
+
+
+def _path(name: str, rest: str) -> str:
+    if not (typed := unquoted_argument(rest)):
+        raise CommandError(f"{name} takes the name of a file, such as {name} chat.json.")
+    return conversation_file.path_of(typed)
+
+
+# -- how it is answered ---------------------------------------------------------------------------
+
+
+def _system(session: Session, rest: str) -> NextAction:
+    if rest:
+        session.conversation.system = unquoted_argument(rest)
+        now = "set" if session.conversation.system else "cleared"
+        session.ui.note(f"The system prompt is {now}; the conversation stays.")
+    else:
+        session.ui.say(session.conversation.system or "There is no system prompt.")
+    return NextAction.READ
+
+
+def _set(session: Session, rest: str) -> NextAction:
+    said = re.fullmatch(r"([^\s=]+)(?:\s*=\s*|\s+)(.+)", rest, re.DOTALL)
+    if said is None:
+        raise CommandError("/set takes a name and a value, such as /set temperature 0.5.")
+    name, defaults = said[1], session.model.sampling_defaults
+    session.sampling = _with(session, name, parameters.parsed(name, said[2]))
+    if name in session.sampling:
+        now = shortened(parameters.shown(session.sampling[name]), NUM_QUOTED_CHARS)
+    elif defaults is None:
+        now = "the server's own"
+    else:
+        now = f"{parameters.shown(getattr(defaults, name))}, the model's own"
+    unknown = name in session.sampling and name not in parameters.NAMES
+    remark = "; minisgl does not know it and sends it as it is" if unknown else ""
+    hint = did_you_mean(name, parameters.NAMES) if unknown else ""
+    session.ui.note(f"{name} is {now}{remark}. {hint}".rstrip())
+    return NextAction.READ
+
+
+def _with(session: Session, name: str, value: Any) -> dict[str, Any]:
+    """The chosen parameters with `name` set, or reset if `value` is None. Raises MinisglError."""
+    parameters.check_name(name, may_be_other=session.model.sampling_defaults is None)
+    changed = {**session.sampling, name: value}
+    if value is None:
+        del changed[name]
+    session.model.check(changed)
+    return changed
+
+
+def _params(session: Session, rest: str) -> NextAction:
+    for line in parameters.listed(session.sampling, session.model.sampling_defaults):
+        session.ui.say(line)
+    return NextAction.READ
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def _stats(session: Session, rest: str) -> NextAction:
+    turns, limit = session.conversation.turns, session.model.max_seq_len
+    rows = [("turns", f"{len(turns):,}")]
+    if turns and (used := turns[-1].num_tokens) is not None:
+        of_limit = f"{used:,} of {count(limit, 'token')} ({used / limit:.0%})" if limit else ""
+        rows.append(("context", of_limit or count(used, "token")))
+    for line in aligned([*rows, *session.stats.rows(), *session.model.status()]):
+        session.ui.say(line)
+    return NextAction.READ
+
+
+def _help(session: Session, rest: str) -> NextAction:
+    rows: list[tuple[str, ...]] = []
+    for group in GROUPS:
+        rows += [(f"{name} {row.takes}".rstrip(), row.does) for name, row in group.items()]
+        rows.append(())
+    for line in aligned([*rows, *session.ui.keys.items()]):
+        session.ui.say(line)
+    return NextAction.READ
+
+
+def _exit(session: Session, rest: str) -> NextAction:
+    return NextAction.LEAVE
+
+
+# As /help shows them.
+GROUPS = (
+    {
+        "/retry": Command("drops the last answer and asks again", _retry),
+        "/undo": Command("takes back the last question and its answer", _undo),
+        "/reset": Command("forgets the conversation and starts a new one", _reset),
+        "/save": Command("writes the conversation to a file", _save, "FILE"),
+        "/load": Command("reads a conversation from a file", _load, "FILE"),
+    },
+    {
+        "/system": Command("shows or sets the system prompt", _system, "[TEXT]"),
+        "/set": Command("sets a sampling parameter, such as temperature", _set, "NAME VALUE"),
+        "/params": Command("lists the sampling parameters and their values", _params),
+    },
+    {
+        "/stats": Command("shows the tokens, speed and cache use of the conversation", _stats),
+        "/help": Command("lists the commands", _help),
+        "/exit": Command("leaves, as Ctrl-D does", _exit),
+    },
+)
+TABLE = {name: command for group in GROUPS for name, command in group.items()}

@@ -1,0 +1,131 @@
+"""The chat's model on an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ContextLengthError, UnsupportedModelError
+from minisgl.request import SamplingParams
+from minisgl.runner.facts import device_name
+
+from .model import ContextFullError, Message, ReplyDelta
+from .prompt_reuse import keep_seen
+from .text_format import count
+from .thinking import OPEN
+
+NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
+
+
+class ChatTokenizer(Protocol):
+    """The part of `minisgl.tokenizer.Tokenizer` that a chat needs."""
+
+    def chat(self, messages: Sequence[Message], /) -> list[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+async def start_chat_engine(
+    config: EngineConfig, progress: Callable[[str, float], None]
+) -> AsyncEngine:
+    """Starts an engine that has a tokenizer. Raises MinisglError."""
+    engine = await AsyncEngine.start(config, progress)
+    if engine.tokenizer is None:
+        await engine.close()
+        raise UnsupportedModelError(f"{engine.model_name} has no tokenizer to chat with.")
+    return engine
+
+
+class EngineModel:
+    """An engine as a `ChatModel`.
+
+    Reuses the tokens of the last answer in the next prompt, so that the prefix cache finds them.
+    """
+
+    def __init__(self, engine: AsyncEngine, tokenizer: ChatTokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._seen: list[int] = []  # the last prompt and its answer, token for token
+
+    @property
+    def name(self) -> str:
+        return self._engine.model_name
+
+    @property
+    def facts(self) -> Sequence[str]:
+        config, capacity = self._engine.config, self._engine.capacity
+        backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
+        devices = f"{config.tp} x " if config.tp > 1 else ""
+        return (
+            self.name,
+            f"{config.dtype} on {devices}{device_name(config.device)}",
+            f"attention {','.join(backends)}",
+            f"context {capacity.max_seq_len:,} tokens",
+        )
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._engine.capacity.max_seq_len
+
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        return self._engine.defaults.sampling()
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        self._engine.check(self._engine.defaults.sampling(**sampling))
+
+    def status(self) -> Sequence[tuple[str, str]]:
+        stats = self._engine.stats()
+        num_used = stats.num_pages - stats.num_free_pages
+        found, asked = stats.counters.num_cached_tokens, stats.counters.num_prompt_tokens
+        return (
+            ("KV cache", f"{num_used:,} of {stats.num_pages:,} pages used"),
+            ("prefix hits", f"{found / max(1, asked):.0%} of prompt tokens since the start"),
+        )
+
+    async def reply(
+        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[ReplyDelta, None]:
+        # A long conversation takes a while; in a thread, Ctrl-C still works.
+        prompt = await asyncio.to_thread(self.prompt, messages)
+        params = self._engine.defaults.sampling(**sampling)
+        if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
+            params = replace(params, max_tokens=None)  # the room that there is
+        try:
+            stream = self._engine.submit(prompt, params)
+        except ContextLengthError as error:
+            raise ContextFullError(
+                f"The conversation with this question has {count(len(prompt), 'token')}; the "
+                f"context of {self.max_seq_len:,} has no room for an answer."
+            ) from error
+        # Some templates open the thinking themselves, and the model only closes it.
+        opening = f"{OPEN}\n" if self._opens_thinking(prompt) else ""
+        token_ids: list[int] = []
+        try:
+            async for delta in stream:
+                token_ids += delta.token_ids
+                yield ReplyDelta(
+                    text=opening + delta.text,
+                    num_tokens=len(token_ids),
+                    num_prompt_tokens=len(prompt),
+                    num_cached_tokens=delta.num_cached_tokens,
+                    finish_reason=delta.finish_reason,
+                )
+                opening = ""
+        finally:
+            stream.abort()
+            if token_ids:  # without a token, the last answer may be kept, and its tokens too
+                self._seen = prompt + token_ids
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt as token ids. Raises MinisglError if the template rejects the messages."""
+        templated = self._tokenizer.chat(messages)
+        return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
+
+    def _opens_thinking(self, prompt: Sequence[int]) -> bool:
+        end = b"".join(map(self._tokenizer.token_bytes, prompt[-NUM_OPENING_TOKENS:]))
+        return end.rstrip().endswith(OPEN.encode())

@@ -1,0 +1,66 @@
+"""The interface of the model in a chat: an engine in this process, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minisgl.errors import CallerError
+from minisgl.request import FinishReason, SamplingParams
+
+Message = dict[str, str]
+
+
+@dataclass(slots=True)
+class ReplyDelta:
+    """What has arrived since the last delta. Counts are of the answer so far; None: unknown."""
+
+    text: str = ""
+    thinking: str = ""  # if the model or server separates it from the text
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None  # of the prompt
+    finish_reason: FinishReason | None = None
+
+
+class ChatModel(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def facts(self) -> Sequence[str]:
+        """The parts of the banner: the model's name first, then where and how it runs."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Maximum number of tokens in a conversation; None: unknown."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> SamplingParams | None:
+        """Values of parameters that are not set; None: a server has its own, and perhaps parameters
+        that minisgl does not know."""
+        ...
+
+    def check(self, sampling: Mapping[str, Any]) -> None:
+        """Raises MinisglError if the parameters are invalid."""
+        ...
+
+    def status(self) -> Sequence[tuple[str, str]]:
+        """Further statistics for /stats, as names and values."""
+        ...
+
+    def reply(
+        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[ReplyDelta, None]:
+        """Streams the next message. Closing the generator, or cancelling its task, ends it at once.
+
+        Raises MinisglError; ContextFullError if the messages are too long.
+        """
+        ...
+
+
+class ContextFullError(CallerError):
+    """The conversation is too long to be answered."""

@@ -1,0 +1,140 @@
+"""The loop of `minisgl chat`: reads a line, answers it, until the user leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, contextmanager
+from importlib import metadata
+
+from minisgl.errors import MinisglError
+
+from .commands import TABLE, NextAction, Session, run_command
+from .model import ChatModel, ContextFullError
+from .reply import ReplyRecord
+from .text_format import QUOTES, as_command, is_open, unquoted
+from .thinking import Split
+
+COMMANDS = {name: command.does for name, command in TABLE.items()}
+NOTHING = "The model answers nothing."
+MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
+
+
+def banner(model: ChatModel) -> str:
+    return " · ".join((f"minisgl {metadata.version('minisgl')}", *model.facts))
+
+
+class Repl:
+    """Runs one conversation at a time, in an event loop."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._ui = session.ui
+        self._was_interrupted = False
+
+    async def run(self) -> int:
+        """Runs until the user leaves. Returns the number of failed questions and commands."""
+        with self._ui.talking():
+            while (typed := await self._read()) is not None:
+                then = self._take(typed)
+                if then is NextAction.LEAVE:
+                    break
+                if then is NextAction.ANSWER:
+                    await self._answer()
+        return self._session.num_failed
+
+    def _take(self, typed: str) -> NextAction:
+        if is_open(typed):  # a pipe has ended inside of quotes
+            self._session.refuse(f"What begins with {QUOTES} has to end with {QUOTES}.")
+            return NextAction.READ
+        if (command := as_command(typed)) is not None:
+            return run_command(self._session, *command)
+        if not (question := unquoted(typed)).strip():
+            return NextAction.READ
+        self._session.conversation.ask(question)
+        return NextAction.ANSWER
+
+    async def _read(self) -> str | None:
+        interrupted, self._was_interrupted = self._was_interrupted, False
+        return await self._ui.read(interrupted=interrupted)
+
+    async def _answer(self) -> None:
+        answer = ReplyRecord(asked_at=time.perf_counter())
+        task = asyncio.create_task(self._stream(answer))
+        with on_interrupt(task.cancel):
+            await asyncio.wait([task])
+        self._was_interrupted = task.cancelled()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, MinisglError):
+            raise error  # the terminal or pipe is gone, or this is a bug
+        session = self._session
+        # A partial answer is part of the conversation, too.
+        if answer.has_come:
+            session.conversation.answer(answer.message, answer.num_context_tokens)
+            session.stats.add(answer)
+            self._ui.note(answer.summary())
+        if remark := self._remark_on(answer, error):
+            self._ui.say(remark)
+        if error is not None or not answer.has_come:
+            session.num_failed += 1
+        if not answer.has_come:
+            if session.conversation.give_up():
+                self._ui.say("The answer before is kept.")
+            else:
+                self._ui.note("/retry asks again.")
+
+    async def _stream(self, answer: ReplyRecord) -> None:
+        session = self._session
+        deltas = session.model.reply(session.conversation.messages, session.sampling)
+        with self._ui.answering():
+            try:
+                async with aclosing(deltas):
+                    async for delta in deltas:
+                        self._show(answer.add(delta, time.perf_counter()))
+            finally:
+                self._show(answer.flush())
+
+    def _show(self, split: Split) -> None:
+        if split.thinking:
+            self._ui.think(split.thinking)
+        if split.text:
+            self._ui.write(split.text)
+
+    def _remark_on(self, answer: ReplyRecord, error: MinisglError | None) -> str | None:
+        """A message about the end of an answer, if there is something to report."""
+        limit = self._session.model.max_seq_len
+        if isinstance(error, ContextFullError):
+            is_first = not self._session.conversation.turns
+            return f"{error} {'A shorter question may fit.' if is_first else MAKE_ROOM}"
+        if error is not None:
+            return str(error)
+        if answer.fills(limit):
+            return f"The context of {limit:,} tokens is full. {MAKE_ROOM}"
+        if not answer.has_come:
+            return "Stopped before an answer came." if self._was_interrupted else NOTHING
+        return None
+
+
+@contextmanager
+def on_interrupt(action: Callable[[], object]) -> Iterator[None]:
+    """Makes Ctrl-C call `action` while the context is open; restores the handler afterwards.
+
+    A second Ctrl-C raises KeyboardInterrupt wherever the program is.
+    """
+    loop = asyncio.get_running_loop()
+    was_pressed = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal was_pressed
+        if was_pressed:
+            raise KeyboardInterrupt
+        was_pressed = True
+        loop.call_soon_threadsafe(action)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,114 @@
+"""The input line of the chat: history, several lines, completion of commands."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application import run_in_terminal
+from prompt_toolkit.completion import (
+    CompleteEvent,
+    Completer,
+    Completion,
+    PathCompleter,
+    WordCompleter,
+)
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from ..parameters import NAMES
+from ..text_format import is_open
+
+# Completion of a command's argument.
+ARGUMENTS: Mapping[str, Completer] = {
+    "/set": WordCompleter(NAMES, sentence=True),
+    "/save": PathCompleter(expanduser=True),
+    "/load": PathCompleter(expanduser=True),
+}
+
+
+def make_session(
+    commands: Mapping[str, str], show_thoughts: Callable[[], None]
+) -> PromptSession[str]:
+    return PromptSession(
+        multiline=True,
+        key_bindings=_key_bindings(show_thoughts),
+        completer=CommandCompleter(commands),
+        complete_while_typing=True,
+        history=PrivateHistory(history_file()),
+        prompt_continuation="  ",
+        reserve_space_for_menu=min(4, len(commands) + 1),
+    )
+
+
+def _key_bindings(show_thoughts: Callable[[], None]) -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _enter(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.newline(copy_margin=False)
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _newline(event: KeyPressEvent) -> None:
+        event.current_buffer.newline(copy_margin=False)
+
+    @keys.add("c-o")
+    def _thoughts(event: KeyPressEvent) -> None:
+        run_in_terminal(show_thoughts)
+
+    return keys
+
+
+class CommandCompleter(Completer):
+    def __init__(self, commands: Mapping[str, str]) -> None:
+        self._commands = commands
+
+    def get_completions(
+        self, document: Document, complete_event: CompleteEvent
+    ) -> Iterable[Completion]:
+        typed = document.text_before_cursor
+        command, space, argument = typed.partition(" ")
+        if space and command in ARGUMENTS:
+            rest = Document(argument.lstrip())
+            yield from ARGUMENTS[command].get_completions(rest, complete_event)
+        elif typed.startswith("/"):
+            for name, does in self._commands.items():
+                if name.startswith(typed) and name != typed:
+                    yield Completion(name, start_position=-len(typed), display_meta=does)
+
+
+def history_file() -> Path:
+    """The path in the user's state folder (XDG_STATE_HOME)."""
+    folder = os.environ.get("XDG_STATE_HOME", "")
+    state = Path(folder) if os.path.isabs(folder) else Path("~/.local/state").expanduser()
+    return state / "minisgl" / "chat_history"
+
+
+class PrivateHistory(FileHistory):
+    """A history file readable only by its owner. Without one, history lasts for the session."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(str(file))
+        self._file = file
+
+    def load_history_strings(self) -> Iterable[str]:
+        try:
+            return list(super().load_history_strings())
+        except OSError:
+            return []
+
+    def store_string(self, string: str) -> None:
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT, 0o600))
+            super().store_string(string)
+        except OSError:  # a full disk, a read-only home
+            pass

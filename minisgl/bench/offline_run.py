@@ -1,0 +1,141 @@
+"""Runs a workload on an engine and records when its tokens arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from minisgl.bench.workload.requests import OfflineRequest
+from minisgl.engine import AsyncEngine, OutputStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One finished request. Times are in seconds since the start of its run."""
+
+    submitted_s: float
+    first_token_s: float
+    last_token_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt
+    num_output_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_s - self.submitted_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_token_s - self.submitted_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between tokens; None for a single token."""
+        if self.num_output_tokens == 1:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """All requests of a run, in the order of their submission."""
+
+    requests: list[RequestRecord]
+    num_steps: int
+    num_retractions: int
+    num_graph_steps: int = 0  # of the steps, those that ran as a CUDA graph
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first submission to the last token."""
+        return max(request.last_token_s for request in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Arrival of a request's first and last token, by time.perf_counter."""
+
+    first: float
+    last: float
+
+
+# Waits for the end of a request, in one way or another.
+Consumer = Callable[[OutputStream], Awaitable[Arrivals]]
+
+
+async def run_offline(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
+    """Submit all requests at once and wait for the first token and the end of each.
+
+    In between, no request wakes the event loop, which for 256 requests would take milliseconds of
+    every step. The engine must have no other work. Raises the first error of a request, and
+    ends the others.
+    """
+    return await _run(engine, jobs, _wait)
+
+
+async def run_streaming(engine: AsyncEngine, jobs: Sequence[OfflineRequest]) -> RunRecord:
+    """Like `run_offline`, but take every token as it arrives, like a streaming client."""
+    return await _run(engine, jobs, _stream)
+
+
+async def token_times(stream: OutputStream) -> list[float]:
+    """Consume a stream. Returns when each delta with a token arrived, by time.perf_counter."""
+    times: list[float] = []
+    async for delta in stream:
+        if delta.token_ids:
+            times.append(time.perf_counter())
+    return times
+
+
+def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
+    """The seconds between consecutive times that are both within `start` and `end`."""
+    return [after - before for before, after in pairwise(times) if start <= before and after <= end]
+
+
+async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Consumer) -> RunRecord:
+    before = engine.stats()
+    started = time.perf_counter()
+    streams: list[OutputStream] = []
+    submitted: list[float] = []
+    try:
+        for job in jobs:
+            submitted.append(time.perf_counter())
+            streams.append(engine.submit(job.prompt_token_ids, job.params))
+        arrivals = await asyncio.gather(*map(consume, streams))
+    finally:
+        for stream in streams:
+            stream.abort()
+    after = engine.stats()
+    return RunRecord(
+        [
+            RequestRecord(
+                submitted_s=at - started,
+                first_token_s=arrived.first - started,
+                last_token_s=arrived.last - started,
+                num_prompt_tokens=stream.request.num_prompt_tokens,
+                num_cached_tokens=stream.request.num_cached_tokens,
+                num_output_tokens=stream.request.num_output_tokens,
+            )
+            for stream, at, arrived in zip(streams, submitted, arrivals, strict=True)
+        ],
+        num_steps=after.counters.num_steps - before.counters.num_steps,
+        num_retractions=after.counters.num_retractions - before.counters.num_retractions,
+        num_graph_steps=after.totals.num_graph_steps - before.totals.num_graph_steps,
+    )
+
+
+async def _wait(stream: OutputStream) -> Arrivals:
+    delta = await anext(stream)
+    first = time.perf_counter()
+    if delta.finish_reason is not None:
+        return Arrivals(first, first)
+    await stream.wait_finished()
+    return Arrivals(first, time.perf_counter())
+
+
+async def _stream(stream: OutputStream) -> Arrivals:
+    times = await token_times(stream)
+    return Arrivals(times[0], times[-1])

@@ -1,0 +1,89 @@
+"""A streaming client: one connection, one request, and the arrival time of each event.
+
+Nothing is decoded before the answer is complete, because that would be measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from minisgl.client.address import Address
+from minisgl.client.connection import connect, write_request
+from minisgl.client.exchange import STREAM_BYTES
+from minisgl.client.sse import DONE, EventCutter, data_of
+
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(slots=True)
+class RecordedAnswer:
+    """A recorded answer. Times are those of time.perf_counter."""
+
+    sent: float = 0.0
+    status: int = 0
+    redirect: str | None = None  # where it leads, if it does nothing else
+    events: list[bytes] = field(default_factory=list)  # without the blank line between them
+    times: list[float] = field(default_factory=list)  # [len(events)], of arrival
+    rest: bytes = b""  # what is no event: all of an answer that is not streamed
+
+    def payloads(self) -> Iterator[tuple[float, bytes]]:
+        """The time and the JSON of each event except the last, [DONE]."""
+        for at, event in zip(self.times, self.events, strict=True):
+            data = data_of(event)
+            if data and data != DONE:
+                yield at, data
+
+    def chunks(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """The time and the decoded JSON of each event."""
+        for at, data in self.payloads():
+            yield at, _decode(data)
+
+    @property
+    def done(self) -> bool:
+        return any(data_of(event) == DONE for event in self.events[-1:])
+
+
+@dataclass(slots=True)
+class EventCount:
+    """The number of events that a run has received so far."""
+
+    num_events: int = 0
+
+
+async def post(
+    host: str,
+    port: int,
+    path: str,
+    body: bytes,
+    *,
+    headers: Mapping[str, str] | None = None,
+    secure: bool = False,
+    tally: EventCount | None = None,
+    max_bytes: int = STREAM_BYTES,
+) -> RecordedAnswer:
+    """Send JSON and wait for the whole answer. Raises OSError where the connection breaks."""
+    address = Address("https" if secure else "http", host, port, path)
+    json = {"content-type": "application/json", **(headers or {})}
+    answer = RecordedAnswer()
+    tally = tally or EventCount()
+    cutter = EventCutter(max_bytes)
+
+    def take(piece: bytes, now: float) -> None:
+        events = cutter.cut(piece)
+        answer.events += events
+        answer.times += [now] * len(events)
+        tally.num_events += len(events)
+
+    connection = await connect(address, write_request("POST", address, json, body), take)
+    try:
+        await connection.finished
+    finally:
+        connection.close()
+    head = connection.head.result()
+    answer.sent, answer.status, answer.redirect = connection.sent, head.status, head.redirect
+    answer.rest = cutter.rest
+    return answer

@@ -1,0 +1,281 @@
+"""Sends planned requests to a server, each over its own connection, and streams the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from minisgl.bench.offline_run import RequestRecord
+from minisgl.bench.online.client import EventCount, RecordedAnswer
+from minisgl.bench.online.target import Message, Target, question
+from minisgl.bench.workload.plan import PlannedRequest
+from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
+from minisgl.client.errors import AnswerError, Refusal, unreachable
+from minisgl.client.exchange import describe_redirect
+from minisgl.errors import MinisglError
+
+TIMEOUT_S = 600.0
+
+_decode = msgspec.json.Decoder(StreamChunk).decode
+
+
+class OnlineRunError(MinisglError):
+    """The server rejected a request of the workload, or did not finish it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedRequest:
+    """One finished request, as its client saw it. Times are in seconds since the run began."""
+
+    sent_s: float
+    late_s: float = 0.0  # how long after it could have been sent
+    times_s: list[float]  # when each event with text arrived
+    num_prompt_tokens: int
+    num_cached_tokens: int | None  # of the prompt; None if the server does not report it
+    num_output_tokens: int
+    counted: bool = True  # by the server; else by the plan and the events
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.sent_s
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between consecutive events."""
+        return [after - before for before, after in pairwise(self.times_s)]
+
+    @property
+    def record(self) -> RequestRecord:
+        return RequestRecord(
+            submitted_s=self.sent_s,
+            first_token_s=self.times_s[0],
+            last_token_s=self.times_s[-1],
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_output_tokens=self.num_output_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineRun:
+    """The answered requests, in the order of the plan, and the reasons of failures."""
+
+    requests: list[StreamedRequest]
+    failures: Counter[str] = field(default_factory=Counter)  # how many, by reason
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first request sent to the last token."""
+        last = max(request.times_s[-1] for request in self.requests)
+        return last - min(request.sent_s for request in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(request.num_output_tokens for request in self.requests)
+
+    @property
+    def num_events(self) -> int:
+        return sum(len(request.times_s) for request in self.requests)
+
+    @property
+    def single_share(self) -> float:
+        """A lower bound of the share of events with a single token."""
+        return max(0.0, 1 - max(0, self.num_output_tokens - self.num_events) / self.num_events)
+
+    def require_all(self) -> None:
+        """Raise OnlineRunError if a request failed."""
+        for reason in self.failures:
+            raise OnlineRunError(reason)
+
+
+@dataclass(slots=True)
+class Progress:
+    """The progress of a run, read by the live line."""
+
+    num_running: int = 0
+    num_ended: int = 0
+    received: EventCount = field(default_factory=EventCount)
+    began: float = 0.0  # by time.perf_counter
+
+
+async def run_online(
+    target: Target,
+    plan: Sequence[PlannedRequest],
+    *,
+    max_concurrency: int | None = None,
+    timeout_s: float = TIMEOUT_S,
+    progress: Progress | None = None,
+) -> OnlineRun:
+    """Send every request when it is due, and take every event as it comes.
+
+    A request that fails is counted, and so are those that continue its conversation. Raises
+    nothing of the server.
+    """
+    run = _Run(target, plan, max_concurrency, timeout_s, progress or Progress())
+    return await run.run()
+
+
+class _Run:
+    def __init__(
+        self,
+        target: Target,
+        plan: Sequence[PlannedRequest],
+        max_concurrency: int | None,
+        timeout_s: float,
+        progress: Progress,
+    ) -> None:
+        self._target = target
+        self._plan = plan
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._room: AbstractAsyncContextManager[Any] = (
+            nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        )
+        # Made before the clock runs, but for those that depend on an answer.
+        self._bodies = [None if asked.continues else target.body(asked) for asked in plan]
+        parents = {asked.parent for asked in plan}
+        self._ended = {index: asyncio.Event() for index in range(len(plan)) if index in parents}
+        self._began = 0.0
+        self._answers: dict[int, RecordedAnswer] = {}
+        self._late_s: dict[int, float] = {}
+        self._failed: dict[int, str] = {}
+
+    async def run(self) -> OnlineRun:
+        self._began = self._progress.began = time.perf_counter()
+        tasks = [asyncio.ensure_future(self._request(index)) for index in range(len(self._plan))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        streamed: list[StreamedRequest] = []
+        for index, answer in sorted(self._answers.items()):
+            try:
+                streamed.append(self._streamed(index, answer))
+            except OnlineRunError as error:
+                self._failed[index] = str(error)
+        return OnlineRun(streamed, Counter(self._failed.values()))
+
+    async def _request(self, index: int) -> None:
+        asked = self._plan[index]
+        try:
+            due = await self._until_due(asked)
+            body = self._bodies[index] or self._target.body(asked, self._history(index))
+            async with self._room, asyncio.timeout(self._timeout_s):
+                due = max(due, time.perf_counter()) if self._limited else due
+                await self._send(index, body, due)
+        except TimeoutError:
+            self._failed[index] = f"no whole answer in {self._timeout_s:g} s"
+        except AnswerError as error:
+            self._failed[index] = f"the server {error}"
+        except OSError as error:
+            self._failed[index] = str(unreachable("the server", error))
+        except OnlineRunError as error:
+            self._failed[index] = str(error)
+        finally:
+            self._progress.num_ended += 1
+            if index in self._ended:
+                self._ended[index].set()
+
+    @property
+    def _limited(self) -> bool:
+        return isinstance(self._room, asyncio.Semaphore)
+
+    async def _until_due(self, asked: PlannedRequest) -> float:
+        """Wait for the due time and the parent. Returns the later one, by time.perf_counter."""
+        due = self._began + asked.due_s
+        if (wait_s := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)
+        if asked.parent is None:
+            return due
+        await self._ended[asked.parent].wait()
+        if asked.continues and asked.parent in self._failed:
+            raise OnlineRunError("the question before it failed")
+        if asked.pause_s:
+            await asyncio.sleep(asked.pause_s)
+        return max(due, time.perf_counter())
+
+    async def _send(self, index: int, body: bytes, due: float) -> None:
+        self._progress.num_running += 1
+        try:
+            max_tokens = self._plan[index].max_tokens
+            answer = await self._target.ask(body, max_tokens, self._progress.received)
+        finally:
+            self._progress.num_running -= 1
+        if answer.status != 200:
+            raise OnlineRunError(f"{answer.status}: {self._reason(answer)}")
+        self._late_s[index] = answer.sent - due
+        self._answers[index] = answer
+
+    def _history(self, index: int) -> list[Message]:
+        """The messages before this question."""
+        turns: list[list[Message]] = []
+        parent = self._plan[index].parent
+        while parent is not None:
+            asked = self._plan[parent]
+            text = "".join(text for _, text in _texts(self._answers[parent]))
+            turns.append([question(asked), {"role": "assistant", "content": text}])
+            parent = asked.parent if asked.continues else None
+        return [message for turn in reversed(turns) for message in turn]
+
+    def _reason(self, answer: RecordedAnswer) -> str:
+        """The message of a response that is not a stream."""
+        if answer.redirect is not None:
+            return describe_redirect(self._target.url, answer.redirect)
+        return self._said(b"\n\n".join([*answer.events, answer.rest]))
+
+    def _said(self, body: bytes) -> str:
+        return Refusal.read(body, self._target.api_key).message
+
+    def _streamed(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
+        """Raises OnlineRunError."""
+        asked = self._plan[index]
+        usage = StreamUsage()
+        finished = answer.done
+        with_choice: list[float] = []
+        for at, chunk in _chunks(answer):
+            if chunk.error:
+                raise OnlineRunError(self._said(msgspec.json.encode({"error": chunk.error})))
+            usage = chunk.usage or usage
+            choices = chunk.choices or []
+            finished |= any(choice.finish_reason for choice in choices)
+            with_choice += [at] * bool(choices)
+        # An answer may be nothing but tokens without text.
+        times = [at for at, text in _texts(answer) if text] or with_choice[-1:]
+        if not finished or not times:
+            raise OnlineRunError("an answer ended without text or without [DONE]")
+        num_prompt_tokens, num_output_tokens = usage.prompt_tokens, usage.completion_tokens
+        return StreamedRequest(
+            sent_s=answer.sent - self._began,
+            late_s=self._late_s[index],
+            times_s=[at - self._began for at in times],
+            num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
+            num_cached_tokens=usage.cached_tokens,
+            num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
+            counted=num_output_tokens is not None,
+        )
+
+
+def _chunks(answer: RecordedAnswer) -> Iterator[tuple[float, StreamChunk]]:
+    try:
+        for at, payload in answer.payloads():
+            yield at, _decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = f"an event of an answer is not as OpenAI's API has it: {error}"
+        raise OnlineRunError(reason) from error
+
+
+def _texts(answer: RecordedAnswer) -> Iterator[tuple[float, str]]:
+    """The time and the text of each event with a choice, thinking included."""
+    for at, chunk in _chunks(answer):
+        for choice in chunk.choices or ():
+            delta = choice.delta or StreamDelta()
+            yield at, (choice.text or "") + delta.thinking + (delta.content or "")

@@ -1,0 +1,103 @@
+"""The server that is measured: its address, and the form of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from minisgl.bench.online.client import EventCount, RecordedAnswer, post
+from minisgl.bench.workload.plan import PlannedRequest, chat_text
+from minisgl.client.address import Address
+from minisgl.client.errors import NotOpenAIError, RefusedError, refused
+from minisgl.client.exchange import DOCUMENT_S, get
+from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
+
+# Maximum size of an answer: a constant, and per token. Servers send about 400 bytes a token.
+ANSWER_BYTES, TOKEN_BYTES = 1 << 20, 4 << 10
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server of the OpenAI API."""
+
+    url: str  # as far as /v1
+    endpoint: str = "completions"  # or chat
+    model: str | None = None
+    api_key: str = field(default="", repr=False)
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    document_s: float = DOCUMENT_S  # timeout of requests outside of the load
+
+    @property
+    def root(self) -> str:
+        """The base of paths outside of /v1."""
+        return self.url.removesuffix("/v1")
+
+    def body(self, request: PlannedRequest, history: Sequence[Message] = ()) -> bytes:
+        """The JSON of a request for exactly `max_tokens` tokens, or at most that many."""
+        asked: dict[str, Any] = {
+            "max_tokens": request.max_tokens,
+            "temperature": self.temperature,
+            "seed": request.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.endpoint == "chat":
+            asked["messages"] = [*history, question(request)]
+        else:
+            asked["prompt"] = request.prompt
+        if self.model is not None:
+            asked["model"] = self.model
+        if self.ignore_eos:
+            asked["ignore_eos"] = True
+        return msgspec.json.encode(asked)
+
+    async def ask(
+        self, body: bytes, max_tokens: int, tally: EventCount | None = None
+    ) -> RecordedAnswer:
+        """Send a request. Raises OSError if the connection breaks or the answer is far too long."""
+        path = "/chat/completions" if self.endpoint == "chat" else "/completions"
+        address = Address.of(self.url + path)
+        return await post(
+            address.host,
+            address.port,
+            address.target,
+            body,
+            headers=headers_of(self.api_key),
+            secure=address.secure,
+            tally=tally,
+            max_bytes=ANSWER_BYTES + TOKEN_BYTES * max_tokens,
+        )
+
+    async def get(self, url: str) -> bytes:
+        """Get a document such as /metrics. Raises ServerError."""
+        found = await get(url, headers_of(self.api_key), self.document_s)
+        if found.status != 200:
+            raise refused(url, found.status, found.body, self.api_key)
+        return found.body
+
+
+def question(request: PlannedRequest) -> Message:
+    return {"role": "user", "content": chat_text(request.prompt)}
+
+
+async def served_model(target: Target, name: str = "") -> ServedModel:
+    """The model called `name`, or the first one if `name` is empty, as far as it is known.
+
+    Raises ServerError if no server answers or it requires a key.
+    """
+    unknown = ServedModel(name or None)
+    try:
+        listed = await list_models(target.url, target.api_key, target.document_s)
+    except NotOpenAIError:
+        return unknown
+    except RefusedError as error:
+        if error.status == 401:
+            raise
+        return unknown
+    return choose_model(listed, name) or unknown

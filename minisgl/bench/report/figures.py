@@ -1,0 +1,146 @@
+"""Computes figures from the record of a run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from minisgl.bench.offline_run import RequestRecord, RunRecord
+from minisgl.bench.roofline import Peak, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Distribution:
+        ordered = sorted(values)
+        p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
+        return cls(math.fsum(ordered) / len(ordered), p50, p90, p99)
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """The percentile of sorted values, by linear interpolation."""
+    index, hundredths = divmod((len(ordered) - 1) * percent, 100)
+    low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
+    return low + (high - low) * hundredths / 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """Goodput: the requests that met every latency limit."""
+
+    limits_s: Mapping[str, float]  # of ttft, tpot, itl (a request's longest) and e2e
+    requests_per_s: float
+    share: float  # of the requests sent, the failed ones included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The results of a run. Rates are per second of its whole length; None: unknown."""
+
+    elapsed_s: float
+    num_requests: int
+    num_failed: int = 0
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    num_output_tokens: int
+    num_steps: int | None
+    num_retractions: int | None
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float  # prompt and output
+    requests_per_s: float
+    cache_hit_rate: float | None  # of the prompt tokens
+    graph_share: float | None  # of the steps, those that ran as a CUDA graph
+    ttft_s: Distribution
+    tpot_s: Distribution | None  # None if no output has two tokens
+    itl_s: Distribution | None = None  # None where tokens are not taken one by one
+    e2e_s: Distribution
+    goodput: Goodput | None = None
+
+    @classmethod
+    def of(cls, run: RunRecord) -> Figures:
+        figures = cls.of_requests(run.requests, run.elapsed_s)
+        return replace(
+            figures,
+            num_steps=run.num_steps,
+            num_retractions=run.num_retractions,
+            graph_share=run.num_graph_steps / run.num_steps if run.num_steps else None,
+        )
+
+    @classmethod
+    def of_requests(cls, requests: Sequence[RequestRecord], elapsed_s: float) -> Figures:
+        """Figures from the requests alone, without those that only the engine has."""
+        num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
+        num_cached_tokens = sum(request.num_cached_tokens for request in requests)
+        num_output_tokens = sum(request.num_output_tokens for request in requests)
+        tpots_s = [request.tpot_s for request in requests if request.tpot_s is not None]
+        return cls(
+            elapsed_s=elapsed_s,
+            num_requests=len(requests),
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            num_steps=None,
+            num_retractions=None,
+            input_tokens_per_s=num_prompt_tokens / elapsed_s,
+            output_tokens_per_s=num_output_tokens / elapsed_s,
+            total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / elapsed_s,
+            requests_per_s=len(requests) / elapsed_s,
+            cache_hit_rate=num_cached_tokens / num_prompt_tokens,
+            graph_share=None,
+            ttft_s=Distribution.of([request.ttft_s for request in requests]),
+            tpot_s=Distribution.of(tpots_s) if tpots_s else None,
+            e2e_s=Distribution.of([request.e2e_s for request in requests]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The spread of one figure over repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+
+# The figures whose spread is reported, with labels and factors.
+SPREAD_FIGURES = {
+    "output_tokens_per_s": ("output tok/s", 1.0),
+    "ttft_s": ("TTFT p50 ms", 1e3),
+    "tpot_s": ("TPOT p50 ms", 1e3),
+    "e2e_s": ("E2E p50 ms", 1e3),
+}
+
+
+def spreads(repetitions: Sequence[Figures]) -> dict[str, Spread]:
+    """Spreads over the repetitions after the first, which warms up; empty for fewer than two."""
+    found: dict[str, Spread] = {}
+    for name in SPREAD_FIGURES:
+        values = [getattr(figures, name) for figures in repetitions[1:]]
+        numbers = [v.p50 if isinstance(v, Distribution) else v for v in values if v is not None]
+        if len(numbers) > 1:
+            found[name] = Spread(statistics.median(numbers), min(numbers), max(numbers))
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The hardware's limit for a run (not on a CPU, see `engine_peak`)."""
+
+    peak: Peak
+    work: Work
+    seconds: float
+    share: float  # of it that the run reached
+
+    @classmethod
+    def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
+        seconds = work.seconds(peak)
+        return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)

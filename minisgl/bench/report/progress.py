@@ -1,0 +1,83 @@
+"""Shows the progress of a run in a live line, on terminals only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+# Drawing takes a millisecond or two of the core that measures.
+INTERVAL_S = 0.5
+
+
+class ProgressSnapshot(NamedTuple):
+    """The progress of a run."""
+
+    num_ended: int
+    num_running: int
+    num_units: int  # tokens or events so far
+
+
+@asynccontextmanager
+async def live(
+    console: Console,
+    what: str,
+    total: int,
+    unit: str,
+    snapshot: Callable[[], ProgressSnapshot],
+    interval_s: float = INTERVAL_S,
+) -> AsyncIterator[None]:
+    """Shows requests, speed and time while the context is open."""
+    if not console.is_terminal:
+        yield
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,  # it would draw from a thread at any time
+    )
+    with bar:
+        task = bar.add_task(what, total=total, speed="")
+        drawing = asyncio.ensure_future(_draw(bar, task, unit, snapshot, interval_s))
+        try:
+            yield
+        finally:
+            drawing.cancel()
+            with suppress(asyncio.CancelledError):
+                await drawing
+
+
+async def _draw(
+    bar: Progress,
+    task: TaskID,
+    unit: str,
+    snapshot: Callable[[], ProgressSnapshot],
+    interval_s: float,
+) -> None:
+    before = snapshot().num_units
+    while True:
+        now = snapshot()
+        rate = (now.num_units - before) / interval_s
+        speed = f"{now.num_running} running, {rate:,.0f} {unit}/s"
+        before = now.num_units
+        bar.update(task, completed=now.num_ended, speed=speed)
+        bar.refresh()
+        await asyncio.sleep(interval_s)

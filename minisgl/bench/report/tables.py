@@ -1,0 +1,121 @@
+"""Prints figures as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from minisgl.bench.report.figures import SPREAD_FIGURES, Figures, Limit, spreads
+from minisgl.bench.report.point_result import PointResult
+
+
+def sweep_table(found: Sequence[PointResult]) -> Table:
+    """A sweep as a table: a row for each point."""
+    table = Table()
+    headings = ("requests/s sent", "at once", "output tok/s", "requests/s")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name in ("TTFT", "TPOT", "E2E"):
+        table.add_column(f"{name} ms p50", justify="right")
+        table.add_column("p99", justify="right")
+    with_goodput = found[0].figures.goodput is not None
+    table.add_column("good requests/s" if with_goodput else "failed", justify="right")
+    for one in found:
+        figures, (rate, most) = one.figures, one.point
+        cells = [
+            "inf" if rate is None else f"{rate:g}",
+            "any" if most is None else f"{most}",
+            f"{figures.output_tokens_per_s:,.1f}",
+            f"{figures.requests_per_s:,.2f}",
+        ]
+        for latency in (figures.ttft_s, figures.tpot_s, figures.e2e_s):
+            cells += [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else "--"
+        good = figures.goodput
+        cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
+        table.add_row(*cells)
+    return table
+
+
+def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:
+    found = spreads(repetitions)
+    if found:
+        parts = []
+        for name, spread in found.items():
+            label, factor = SPREAD_FIGURES[name]
+            median, low, high = (
+                f"{value * factor:,.2f}" for value in (spread.median, spread.low, spread.high)
+            )
+            parts.append(f"{label} {median} ({low} to {high})")
+        console.print(
+            f"median (and range) of repetitions 2 to {len(repetitions)}: {'; '.join(parts)}"
+        )
+
+
+def print_figures(console: Console, figures: Figures, limit: Limit | None) -> None:
+    console.print(_totals(figures))
+    console.print(_latencies(figures))
+    if limit is not None:
+        console.print(_explain(figures, limit))
+    console.print(
+        f"{figures.output_tokens_per_s:,.1f} output tok/s: {figures.num_output_tokens:,} tokens "
+        f"of {figures.num_requests} requests in {figures.elapsed_s:.2f} s"
+    )
+
+
+def _explain(figures: Figures, limit: Limit) -> str:
+    work, peak = limit.work, limit.peak
+    return (
+        f"{limit.share:.1%} of the hardware's limit of "
+        f"{figures.num_output_tokens / limit.seconds:,.0f} output tok/s: "
+        f"{work.weight_bytes / 1e12:.2f} TB of weights and {work.kv_bytes / 1e12:.2f} TB of KV "
+        f"cache at {peak.bytes_per_s / 1e12:.2f} TB/s, "
+        f"{work.prefill_operations / 1e15:.2f} POP of prefill at "
+        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s"
+    )
+
+
+def _totals(figures: Figures) -> Table:
+    goodput = figures.goodput
+    rows = {
+        "output tokens per second": f"{figures.output_tokens_per_s:,.1f}",
+        "prompt tokens per second": f"{figures.input_tokens_per_s:,.1f}",
+        "prompt and output tokens per second": f"{figures.total_tokens_per_s:,.1f}",
+        "requests per second": f"{figures.requests_per_s:,.2f}",
+        "of them within the limits": goodput and f"{goodput.requests_per_s:,.2f}",
+        "share within the limits": goodput and f"{goodput.share:.1%}",
+        "requests that failed": figures.num_failed and f"{figures.num_failed:,}",
+        "prompt tokens": f"{figures.num_prompt_tokens:,}",
+        "of them cached": _known(figures.cache_hit_rate, ".1%"),
+        "output tokens": f"{figures.num_output_tokens:,}",
+        "steps": _known(figures.num_steps, ","),
+        "of them as CUDA graphs": _known(figures.graph_share, ".1%"),
+        "retractions": _known(figures.num_retractions, ","),
+    }
+    table = Table(Column(), Column(justify="right"), show_header=False)
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+def _known(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _latencies(figures: Figures) -> Table:
+    table = Table("milliseconds")
+    for heading in ("mean", "p50", "p90", "p99"):
+        table.add_column(heading, justify="right")
+    rows = {
+        "time to first token": figures.ttft_s,
+        "time per output token": figures.tpot_s,
+        "between events with text": figures.itl_s,
+        "end to end": figures.e2e_s,
+    }
+    for name, values in rows.items():
+        if values is not None:
+            cells = (values.mean, values.p50, values.p90, values.p99)
+            table.add_row(name, *(f"{seconds * 1e3:,.2f}" for seconds in cells))
+    return table

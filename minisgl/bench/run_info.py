@@ -1,0 +1,102 @@
+"""Starts the engine of a benchmark, and describes the run for its report."""
+
+from __future__ import annotations
+
+import gc
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import minisgl
+from minisgl.bench.environment import Environment
+from minisgl.bench.workload.requests import MAX_TOKEN_ID
+from minisgl.config import Capacity, EngineConfig, ResolvedConfig
+from minisgl.engine import AsyncEngine
+from minisgl.llm import UNBOUNDED_QUEUE
+from minisgl.progress import LoadProgress
+from minisgl.runner.facts import device_name
+
+
+async def start_bench_engine(console: Console, config: EngineConfig) -> AsyncEngine:
+    """Start an engine with an unbounded queue, showing its progress. Raises MinisglError."""
+    with LoadProgress(console) as progress:
+        return await AsyncEngine.start(
+            replace(config, max_queued_requests=UNBOUNDED_QUEUE), progress
+        )
+
+
+def freeze_memory() -> None:
+    """Freeze long-lived objects so that the garbage collector does not scan them."""
+    gc.collect()
+    gc.freeze()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """The information that is needed to compare or repeat a measurement."""
+
+    environment: Environment
+    versions: dict[str, str]
+    device: str
+    model: str
+    backends: dict[str, str]  # of attention, by phase
+    bench_options: dict[str, Any]  # as the user gave them
+    engine_options: dict[str, Any]  # with nothing left to choose
+    capacity: dict[str, int]
+
+    @classmethod
+    def of(cls, engine: AsyncEngine, bench_options: dict[str, Any]) -> RunInfo:
+        return cls(
+            environment=Environment.found(),
+            versions={
+                "minisgl": minisgl.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            device=device_name(engine.config.device),
+            model=engine.model_name,
+            backends={
+                "prefill": engine.config.attn_prefill,
+                "decode": engine.config.attn_decode,
+            },
+            bench_options=bench_options,
+            engine_options=asdict(engine.config),
+            capacity=asdict(engine.capacity),
+        )
+
+
+def describe(engine: AsyncEngine) -> Iterator[str]:
+    """Describe the model, the device and the options that affect speed, in lines."""
+    config, capacity = engine.config, engine.capacity
+    weights = "random weights" if config.load_format == "dummy" else "its own weights"
+    devices = f"{config.tp} x " if config.tp > 1 else ""
+    yield (
+        f"minisgl {minisgl.__version__}, torch {torch.__version__}: {engine.model_name} with "
+        f"{weights} in {config.dtype}, on {devices}{device_name(config.device)}"
+    )
+    yield (
+        f"{_attention(config)}, {_graphs(capacity)}, "
+        f"{'steps planned ahead' if config.overlap else 'no look-ahead'}, "
+        f"KV cache of {(capacity.num_pages - 1) * capacity.page_size:,} tokens in pages of "
+        f"{capacity.page_size}, prefix cache {config.cache_type}, at most "
+        f"{capacity.num_slots:,} requests and {config.max_prefill_length:,} prompt tokens a step"
+    )
+    if engine.model.vocab_size <= MAX_TOKEN_ID:
+        yield (
+            f"the standard prompts have token ids up to {MAX_TOKEN_ID:,}; "
+            f"here they wrap around at the vocabulary of {engine.model.vocab_size:,}"
+        )
+
+
+def _attention(config: ResolvedConfig) -> str:
+    backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
+    return f"attention {', '.join(backends)}"
+
+
+def _graphs(capacity: Capacity) -> str:
+    largest = capacity.max_graph_batch
+    return f"CUDA graphs up to batch {largest}" if largest else "no CUDA graphs"

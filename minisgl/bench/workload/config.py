@@ -1,0 +1,137 @@
+"""The options of a workload. Imports nothing heavy, so that --help is fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from minisgl.bench.config import BenchConfig, Sizes, Span
+from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.errors import ConfigError, one_of
+
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "trace")
+WORKLOAD_GROUP = "Workload"
+# Options that mean something with one workload alone.
+ONLY_WITH = {
+    "prefix_len": "shared-prefix",
+    "num_prefixes": "shared-prefix",
+    "num_turns": "multi-turn",
+    "think_time": "multi-turn",
+    "trace_scale": "trace",
+    "trace_block_size": "trace",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadConfig:
+    """The workload. Raises ConfigError for an invalid value."""
+
+    workload: str = option(
+        "random",
+        "random, shared-prefix, multi-turn or trace; trace if a file is given.",
+        group=WORKLOAD_GROUP,
+    )
+    input_len: int | None = option(
+        None, "Prompt tokens of each request, instead of random lengths.", group=WORKLOAD_GROUP
+    )
+    output_len: int | None = option(
+        None, "Output tokens of each request, instead of random lengths.", group=WORKLOAD_GROUP
+    )
+    prefix_len: int = option(
+        1024, "Tokens of a shared prefix, before the prompt's own.", group=WORKLOAD_GROUP
+    )
+    num_prefixes: int = option(
+        1, "Different shared prefixes, taken in turns.", group=WORKLOAD_GROUP
+    )
+    num_turns: int = option(
+        4, "Questions of a multi-turn conversation; each is a request.", group=WORKLOAD_GROUP
+    )
+    think_time: float = option(
+        0.0, "Seconds between an answer and the next question of a chat.", group=WORKLOAD_GROUP
+    )
+    trace: str | None = option(
+        None,
+        "JSONL file to replay, a request a line; --num-requests limits how many.",
+        group=WORKLOAD_GROUP,
+    )
+    trace_scale: float = option(
+        1.0,
+        "Factor of the trace's times: 0.5 replays it twice as fast, 0 at once.",
+        group=WORKLOAD_GROUP,
+    )
+    trace_block_size: int = option(
+        16, "Tokens that one of the trace's hash_ids stands for.", group=WORKLOAD_GROUP
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.workload not in WORKLOADS:
+            refuse(self, "workload", one_of(WORKLOADS))
+        for name in ("input_len", "output_len", "prefix_len", "num_prefixes"):
+            check_at_least(self, name, 1)
+        check_at_least(self, "num_turns", 2)
+        check_at_least(self, "trace_block_size", 1)
+        for name in ("think_time", "trace_scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                refuse(self, name, "allowed: 0 or more")
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Reject options of another workload."""
+        if self.trace is None and self.workload == "trace":
+            refuse(self, "workload", "needs --trace FILE")
+        if self.trace is not None:
+            if self.workload not in ("random", "trace"):
+                refuse(self, "workload", "allowed with --trace: trace")
+            if not Path(self.trace).is_file():
+                refuse(self, "trace", "allowed: a file that exists")
+        for spec in fields(self):
+            kind = ONLY_WITH.get(spec.name)
+            if kind not in (None, self.kind) and getattr(self, spec.name) != spec.default:
+                refuse(self, spec.name, f"only with --workload {kind}")
+        if self.kind == "trace":
+            for name in ("input_len", "output_len"):
+                if getattr(self, name) is not None:
+                    refuse(self, name, "a trace has its own lengths")
+
+    @property
+    def kind(self) -> str:
+        """One of WORKLOADS."""
+        return "trace" if self.trace is not None else self.workload
+
+    def fix(self, sizes: Sizes) -> Sizes:
+        """`sizes` with the fixed lengths of the options."""
+        return Sizes(
+            sizes.num_requests,
+            Span(self.input_len, self.input_len) if self.input_len else sizes.prompt,
+            Span(self.output_len, self.output_len) if self.output_len else sizes.output,
+        )
+
+    def describe(self, sizes: Sizes, *, at_once: bool = False) -> str:
+        kind = self.kind
+        if kind == "trace" and at_once:
+            return f"the requests of the trace {self.trace}, all at once"
+        if kind == "trace":
+            return f"the trace {self.trace}, its times multiplied by {self.trace_scale:g}"
+        if kind == "multi-turn":
+            conversations = max(1, sizes.num_requests // self.num_turns)
+            return (
+                f"{conversations} conversations of {self.num_turns} questions, {sizes.prompt} "
+                f"words in each, answers of {sizes.output} tokens, {self.think_time:g} s to think"
+            )
+        if kind == "shared-prefix":
+            prefixes = "a prefix" if self.num_prefixes == 1 else f"one of {self.num_prefixes}"
+            return f"{sizes}, after {prefixes} of {self.prefix_len} tokens"
+        return str(sizes)
+
+
+def check_lengths(bench: BenchConfig, workload: WorkloadConfig) -> None:
+    """Raise ConfigError if lengths are given twice."""
+    for spans, fixed in (("prompt", "input_len"), ("output", "output_len")):
+        ends = [getattr(bench, f"{end}_{spans}_length") for end in ("min", "max")]
+        if any(ends) and workload.kind == "trace":
+            allowed = "a trace has its own lengths"
+            raise ConfigError(f"--min- or --max-{spans}-length", max(filter(None, ends)), allowed)
+        if getattr(workload, fixed) is not None and any(ends):
+            refuse(workload, fixed, f"not together with --min- or --max-{spans}-length")

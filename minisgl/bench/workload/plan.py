@@ -1,0 +1,166 @@
+"""The reproducible schedule of the requests of a benchmark."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from minisgl.bench.config import Sizes
+from minisgl.bench.workload.config import WorkloadConfig
+from minisgl.bench.workload.requests import make_workload, random_tokens
+from minisgl.bench.workload.trace import TraceRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRequest:
+    """One request and when to send it."""
+
+    prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
+    max_tokens: int
+    seed: int
+    due_s: float = 0.0  # since the start of the run
+    parent: int | None = None  # the place of the request whose answer must have come before
+    pause_s: float = 0.0  # between that answer and this request
+    continues: bool = False  # the conversation so far comes before the prompt
+
+
+def plan_random(sizes: Sizes, vocab_size: int, seed: int) -> list[PlannedRequest]:
+    """The standard workload, with the prompts and lengths of an offline run."""
+    jobs = make_workload(sizes, vocab_size=vocab_size, temperature=0.0, seed=seed)
+    return [
+        PlannedRequest(
+            prompt=job.prompt_token_ids, max_tokens=job.params.max_tokens or 1, seed=index
+        )
+        for index, job in enumerate(jobs)
+    ]
+
+
+def plan_shared_prefix(
+    sizes: Sizes, vocab_size: int, seed: int, *, prefix_len: int, num_prefixes: int
+) -> list[PlannedRequest]:
+    """Random prompts, each after one of the prefixes, in round-robin order."""
+    rng = random.Random(f"prefixes of {seed}")
+    prefixes = [random_tokens(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
+    return [
+        replace(request, prompt=prefixes[index % num_prefixes] + request.prompt)
+        for index, request in enumerate(plan_random(sizes, vocab_size, seed))
+    ]
+
+
+def plan_multi_turn(
+    sizes: Sizes, vocab_size: int, seed: int, *, num_turns: int, think_time_s: float
+) -> list[PlannedRequest]:
+    """Conversations in sequence; each question waits for the answer before it."""
+    num_conversations = max(1, sizes.num_requests // num_turns)
+    whole = replace(sizes, num_requests=num_conversations * num_turns)
+    return [
+        replace(
+            request,
+            parent=index - 1 if index % num_turns else None,
+            pause_s=think_time_s if index % num_turns else 0.0,
+            continues=index % num_turns > 0,
+        )
+        for index, request in enumerate(plan_random(whole, vocab_size, seed))
+    ]
+
+
+def plan_trace(
+    rows: Sequence[TraceRow], vocab_size: int, seed: int, *, scale: float, block_size: int
+) -> list[PlannedRequest]:
+    """The requests of a trace at its times; a child waits for the answer of its parent, too.
+
+    Prompts are made up. Equal hash_ids are equal blocks, so that prompts have in common what they
+    had in the trace; what follows a prompt's last hash is its own.
+    """
+    rng = random.Random(f"tails of {seed}")
+    blocks: dict[int, list[int]] = {}
+    places: dict[int | str, int] = {}  # of chats
+    plan: list[PlannedRequest] = []
+    for index, row in enumerate(rows):
+        prompt: list[int] = []
+        for hash_id in row.hash_ids:
+            if hash_id not in blocks:
+                block_rng = random.Random(f"block {hash_id} of {seed}")
+                blocks[hash_id] = random_tokens(block_rng, block_size, vocab_size)
+            prompt += blocks[hash_id]
+        del prompt[row.input_length :]
+        prompt += random_tokens(rng, row.input_length - len(prompt), vocab_size)
+        plan.append(
+            PlannedRequest(
+                prompt=prompt,
+                max_tokens=max(1, row.output_length),
+                seed=index,
+                due_s=(row.timestamp - rows[0].timestamp) * scale,
+                parent=None if row.parent is None else places.get(row.parent),
+            )
+        )
+        if row.chat_id is not None:
+            places[row.chat_id] = index
+    return plan
+
+
+def make_plan(
+    config: WorkloadConfig,
+    sizes: Sizes,
+    *,
+    rows: Sequence[TraceRow] = (),
+    vocab_size: int,
+    seed: int,
+) -> list[PlannedRequest]:
+    """The requests of a workload, due at the trace's times or all at once."""
+    match config.kind:
+        case "shared-prefix":
+            return plan_shared_prefix(
+                sizes,
+                vocab_size,
+                seed,
+                prefix_len=config.prefix_len,
+                num_prefixes=config.num_prefixes,
+            )
+        case "multi-turn":
+            return plan_multi_turn(
+                sizes,
+                vocab_size,
+                seed,
+                num_turns=config.num_turns,
+                think_time_s=config.think_time,
+            )
+        case "trace":
+            return plan_trace(
+                rows,
+                vocab_size,
+                seed,
+                scale=config.trace_scale,
+                block_size=config.trace_block_size,
+            )
+    return plan_random(sizes, vocab_size, seed)
+
+
+def at_rate(
+    plan: Sequence[PlannedRequest], rate: float, arrivals: str, seed: int
+) -> list[PlannedRequest]:
+    """The same requests at `rate` a second; of a conversation only the first is timed."""
+    rng = random.Random(f"arrivals of {seed}")
+    timed: list[PlannedRequest] = []
+    now_s = 0.0
+    for request in plan:
+        if request.continues and request.parent is not None:
+            timed.append(replace(request, due_s=timed[request.parent].due_s))
+            continue
+        timed.append(replace(request, due_s=now_s))
+        now_s += rng.expovariate(rate) if arrivals == "poisson" else 1 / rate
+    return timed
+
+
+# Common and short, so that almost every tokenizer has one token for each of them.
+WORDS = (
+    "the of and to in is that it was for on are as with his they at be this from have or by one "
+    "had not but what all were when we there can an your which their said if do will each about "
+    "how up out them then she many some so these would other into has more her two like him see"
+).split()
+
+
+def chat_text(prompt: Sequence[int]) -> str:
+    """A text with as many words as token ids, for chats, which take only text."""
+    return " ".join(WORDS[token_id % len(WORDS)] for token_id in prompt)

@@ -1,0 +1,427 @@
+"""Times attention backends on a GPU: `python scripts/bench/bench_attention.py triton fi trtllm`.
+
+Decode: replays of a CUDA graph that attends once in each of several layers, whose caches together
+do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Medians; bytes and operations
+are those that the arithmetic needs, each key and value read once and masked scores left out.
+
+`--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and say for each
+case which three are best, and beside them the time of those that it uses now. All are compiled
+first, by `--jobs` processes, into Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.backends import make_attention
+from minisgl.attention.base import (
+    Attention,
+    AttentionShape,
+    DecodeBatch,
+    ForwardBatch,
+    LayerKV,
+    PrefillBatch,
+)
+
+if TYPE_CHECKING:  # --help works without Triton
+    from minisgl.attention.triton_backend import TritonAttention
+    from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
+
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+# Much more than L2, so that each layer finds the cache as cold as it does between the weights.
+ROTATED_BYTES = 512 << 20
+REPLAYS, REPLAYS_IN_TUNING = 25, 7
+
+
+@dataclass(frozen=True)
+class Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim}"
+
+    def shape(self, page_size: int) -> AttentionShape:
+        return AttentionShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=page_size,
+            dtype=DTYPE,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    num_rows: int
+    context: int
+    heads: Heads
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"{self.num_rows} x {self.context}, {self.heads}, page {self.page_size}"
+
+    @property
+    def kv_bytes(self) -> int:
+        heads = self.heads
+        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * 2
+
+    @property
+    def scale(self) -> float:
+        return float(self.heads.head_dim**-0.5)
+
+
+DECODE_CASES = [
+    Case(num_rows, context, heads, page_size)
+    for (num_rows, context), heads in [
+        ((256, 800), Heads(16, 8)),
+        ((256, 800), Heads(32, 8)),
+        ((256, 800), Heads(40, 8)),
+        ((256, 800), Heads(64, 8)),
+        ((64, 4096), Heads(16, 8)),
+        ((32, 800), Heads(16, 8)),
+        ((8, 800), Heads(16, 8)),
+        ((1, 100), Heads(16, 8)),
+        ((1, 800), Heads(16, 8)),
+        ((1, 800), Heads(40, 8)),
+        ((1, 32768), Heads(16, 8)),
+    ]
+    for page_size in (1, 16, 64)
+]
+PREFILL_CASES = [
+    Case(8, 2048, Heads(num_heads, 8), page_size)
+    for num_heads in (16, 32, 40)
+    for page_size in (1, 16, 64)
+]
+TUNED_HEADS = [Heads(num_heads, 8) for num_heads in (16, 32, 40)]
+TUNED_DECODES = [
+    Case(num_rows, context, heads, page_size)
+    for heads in TUNED_HEADS
+    for page_size in (16, 64)
+    for num_rows, context in [*((n, 640) for n in (1, 8, 32, 64, 128, 256)), (1, 32768)]
+]
+TUNED_PREFILLS = [Case(8, 2048, heads, 16) for heads in TUNED_HEADS]
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def random_layers(case: Case, num_layers: int) -> tuple[list[LayerKV], Tensor]:
+    """Caches of as many layers, and the page table, whose pages are scattered."""
+    pages_per_row = -(-case.context // case.page_size)
+    num_pages = 1 + case.num_rows * pages_per_row
+    table = 1 + torch.randperm(num_pages - 1, device=DEVICE)
+    size = (num_pages, case.page_size, case.heads.num_kv_heads, case.heads.head_dim)
+    layers = [
+        LayerKV(*(torch.randn(size, dtype=DTYPE, device=DEVICE) for _ in range(2)))
+        for _ in range(num_layers)
+    ]
+    return layers, table.view(case.num_rows, pages_per_row).int()
+
+
+def random_queries(case: Case, num_rows: int) -> Tensor:
+    size = (num_rows, case.heads.num_heads, case.heads.head_dim)
+    return torch.randn(size, dtype=DTYPE, device=DEVICE)
+
+
+def begin(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) -> None:
+    """Let the backends plan, of which they need the rows alone."""
+    nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks))
+
+
+def no_decodes() -> DecodeBatch:
+    empty = torch.empty((0, 1), dtype=torch.int32, device=DEVICE)
+    return DecodeBatch(empty, empty[:, 0], 0, ())
+
+
+def no_chunks() -> PrefillBatch:
+    return PrefillBatch.of(torch.empty((0, 1), dtype=torch.int32, device=DEVICE), (), ())
+
+
+# -- clocks ----------------------------------------------------------------------------------------
+
+
+def median_s(work: Callable[[], object], replays: int) -> float:
+    """Seconds on the device that `work` takes, whose host time stays in front of it."""
+    times: list[float] = []
+    for _ in range(3):
+        work()
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+class DecodeClock:
+    """Times one layer's decode of a case."""
+
+    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+        self._case, self._replays = case, replays
+        num_layers = min(max(-(-ROTATED_BYTES // case.kv_bytes), 2), 64)
+        self._layers, table = random_layers(case, num_layers)
+        lengths = [case.context] * case.num_rows
+        on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self._rows = DecodeBatch(table, on_device, case.context, lengths)
+        self._q = random_queries(case, case.num_rows)
+
+    def seconds(self, attention: Attention) -> float:
+        begin(attention, self._rows, no_chunks())
+
+        def step() -> None:
+            for layer in self._layers:
+                attention.decode_backend.decode(self._q, layer, self._rows, self._case.scale)
+
+        step()  # compiles, and allocates what outlives the graph
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return median_s(graph.replay, self._replays) / len(self._layers)
+
+
+class PrefillClock:
+    """Times one layer's prefill of a case."""
+
+    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+        self._case, self._replays = case, replays
+        [self._layer], table = random_layers(case, 1)
+        self._rows = PrefillBatch.of(table, (0,) * case.num_rows, (case.context,) * case.num_rows)
+        self._q = random_queries(case, self._rows.num_rows)
+
+    def seconds(self, attention: Attention) -> float:
+        begin(attention, no_decodes(), self._rows)
+        prefill, scale = attention.prefill_backend.prefill, self._case.scale
+        return median_s(lambda: prefill(self._q, self._layer, self._rows, scale), self._replays)
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def report(cases: list[Case], names: list[str], measure: Callable[[Attention, Case], str]) -> None:
+    for case, name in itertools.product(cases, names):
+        try:
+            attention = make_attention(name, name, case.heads.shape(case.page_size))
+            result = measure(attention, case)
+        except (ImportError, RuntimeError, ValueError) as error:  # not all backends take all pages
+            result = str(error).partition("\n")[0]
+        print(f"{case!s:42} {name:8} {result}", flush=True)
+
+
+def measure_decode(attention: Attention, case: Case) -> str:
+    return describe_decode(case, DecodeClock(case).seconds(attention))
+
+
+def measure_prefill(attention: Attention, case: Case) -> str:
+    return describe_prefill(case, PrefillClock(case).seconds(attention))
+
+
+def describe_decode(case: Case, seconds: float) -> str:
+    return f"{seconds * 1e6:8.1f} µs {case.kv_bytes / seconds / 1e12:7.2f} TB/s"
+
+
+def describe_prefill(case: Case, seconds: float) -> str:
+    pairs = case.num_rows * case.context * (case.context + 1) / 2
+    flops = 4 * pairs * case.heads.num_heads * case.heads.head_dim
+    return f"{seconds * 1e6:8.1f} µs {flops / seconds / 1e12:7.0f} TFLOP/s"
+
+
+# -- tuning ----------------------------------------------------------------------------------------
+
+
+def tune_decode(jobs: int) -> None:
+    """One way of working for each number of splits that a case can come to."""
+    from minisgl.attention.triton_backend import TritonAttention
+
+    candidates = decode_candidates()
+    alike = {(tiles.block_n, tiles.num_warps, tiles.num_stages): tiles for tiles in candidates}
+    kinds = itertools.product(TUNED_HEADS, (16, 64), [*alike.values(), None])
+    compile_all(compile_decode, list(kinds), jobs)
+    num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for case in TUNED_DECODES:
+        clock = DecodeClock(case, REPLAYS_IN_TUNING)
+        different = {
+            (
+                tiles.block_n,
+                tiles.num_warps,
+                tiles.num_stages,
+                num_splits(case, tiles, num_sms),
+            ): tiles
+            for tiles in reversed(candidates)
+        }
+        times = {
+            f"{tiles}, {key[-1]} splits": seconds_or_none(clock, TritonAttention(tiles))
+            for key, tiles in different.items()
+        }
+        report_best(case, times, clock.seconds(both(TritonAttention())), describe_decode)
+
+
+def decode_candidates() -> list[DecodeTiles]:
+    from minisgl.kernels.tuning import DecodeTiles
+
+    return [
+        DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_split)
+        for block_n, num_warps, num_stages in (
+            (32, 2, 4),
+            (32, 4, 3),
+            (32, 4, 4),
+            (32, 4, 6),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 4, 4),
+            (128, 8, 2),
+        )
+        for programs_per_sm in (1, 2, 3, 4, 8, 16, 32)
+        for min_split in (64, 128, 256)
+    ]
+
+
+def num_splits(case: Case, tiles: DecodeTiles, num_sms: int) -> int:
+    """Of each row, as the kernel comes to them."""
+    target_splits = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
+    share = max(-(-case.num_rows * case.context // target_splits), tiles.min_split)
+    even = -(-case.context // -(-case.context // share))
+    whole_tiles = -(-even // tiles.block_n) * tiles.block_n
+    return -(-case.context // whole_tiles)
+
+
+def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
+    from minisgl.attention.triton_backend import TritonAttention
+
+    heads, page_size, tiles = kind
+    # What is used now has one way of working for few rows and one for many.
+    for num_rows in (1,) if tiles else (1, 256):
+        case = Case(num_rows, 1, heads, page_size)
+        [layer], table = random_layers(case, 1)
+        rows = DecodeBatch(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
+        with suppress_too_large():
+            q = random_queries(case, num_rows)
+            TritonAttention(tiles).decode(q, layer, rows, case.scale)
+
+
+def tune_prefill(jobs: int) -> None:
+    from minisgl.attention.triton_backend import TritonAttention
+
+    candidates = prefill_candidates()
+    compile_all(compile_prefill, list(itertools.product(TUNED_HEADS, [*candidates, None])), jobs)
+    for case in TUNED_PREFILLS:
+        clock = PrefillClock(case, REPLAYS_IN_TUNING)
+        times = {
+            str(tiles): seconds_or_none(clock, TritonAttention(prefill=tiles))
+            for tiles in candidates
+        }
+        report_best(case, times, clock.seconds(both(TritonAttention())), describe_prefill)
+
+
+def prefill_candidates() -> list[PrefillTiles]:
+    from minisgl.kernels.tuning import PrefillTiles
+
+    return [
+        PrefillTiles(block_m, block_n, num_warps, num_stages)
+        for block_m, block_n, num_warps, stages in (
+            (64, 32, 4, (3, 4)),
+            (64, 64, 4, (2, 3, 4)),
+            (64, 128, 4, (2,)),
+            (128, 32, 8, (3, 4)),
+            (128, 64, 4, (2, 3)),
+            (128, 64, 8, (2, 3, 4)),
+            (128, 128, 8, (2, 3)),
+            (256, 32, 8, (3,)),
+            (256, 64, 8, (2, 3)),
+            (256, 64, 16, (2, 3)),
+        )
+        for num_stages in stages
+    ]
+
+
+def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
+    from minisgl.attention.triton_backend import TritonAttention
+
+    heads, tiles = kind
+    case = Case(1, 16, heads, 16)
+    [layer], table = random_layers(case, 1)
+    rows = PrefillBatch.of(table, (0,), (16,))
+    with suppress_too_large():
+        q = random_queries(case, 16)
+        TritonAttention(prefill=tiles).prefill(q, layer, rows, case.scale)
+
+
+def compile_all(compile_one: Callable[[Any], None], kinds: list[Any], jobs: int) -> None:
+    """What compiles for one case is what the others of its kind take."""
+    with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, kinds))
+
+
+def both(backend: TritonAttention) -> Attention:
+    return Attention(backend, backend)
+
+
+def seconds_or_none(clock: DecodeClock | PrefillClock, backend: TritonAttention) -> float | None:
+    with suppress_too_large():
+        return clock.seconds(both(backend))
+    return None
+
+
+@contextlib.contextmanager
+def suppress_too_large() -> Iterator[None]:
+    """Tiles that do not fit into the shared memory of an SM, or into tensor memory."""
+    from triton.runtime.errors import OutOfResources
+
+    with contextlib.suppress(OutOfResources):
+        yield
+
+
+def report_best(
+    case: Case,
+    times: dict[str, float | None],
+    now: float,
+    describe: Callable[[Case, float], str],
+) -> None:
+    print(f"{case}: now {describe(case, now).strip()}")
+    timed = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
+    for seconds, name in timed[:3]:
+        print(f"  {describe(case, seconds)}  {name}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backends", nargs="*", default=["triton"], help="as --attn names them")
+    parser.add_argument("--only", choices=["decode", "prefill"], help="one of the two tables")
+    parser.add_argument("--tune", action="store_true", help="try the tiles of Triton's decode")
+    parser.add_argument("--tune-prefill", action="store_true", help="try those of its prefill")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="that compile")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    if options.tune:
+        tune_decode(options.jobs)
+    if options.tune_prefill:
+        tune_prefill(options.jobs)
+    if options.tune or options.tune_prefill:
+        return
+    if options.only != "prefill":
+        report(DECODE_CASES, options.backends, measure_decode)
+    if options.only != "decode":
+        report(PREFILL_CASES, options.backends, measure_prefill)
+
+
+if __name__ == "__main__":
+    main()

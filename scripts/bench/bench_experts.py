@@ -1,0 +1,242 @@
+"""Times a layer's experts on a GPU, with the choice of them.
+
+python scripts/bench/bench_experts.py                 # the tiles in use
+python scripts/bench/bench_experts.py --tune          # candidates, too; the best three of each kind
+
+Each figure is a median over replays of a CUDA graph of several calls, whose rows choose other
+experts, so that their weights come from memory as in a model. `limit` is the bytes of the experts
+that were chosen, and of the rows, at 4.28 TB/s or the operations at 800 TFLOP/s, the larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
+from torch import Tensor
+
+from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
+
+if TYPE_CHECKING:  # --help works without Triton
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
+
+HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
+ROUTING = Routing(top_k=8, normalize=True)
+MAX_FEW_ROWS = 8
+NUM_CALLS = 12
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Several steps of so many rows."""
+
+    weights: ExpertWeights
+    rows: list[Tensor]
+    logits: list[Tensor]
+
+    @classmethod
+    def of(cls, num_rows: int, weights: ExpertWeights) -> Problem:
+        rows = [random(num_rows, HIDDEN_SIZE) for _ in range(NUM_CALLS)]
+        return cls(weights, rows, [random(num_rows, NUM_EXPERTS) for _ in rows])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows[0])
+
+    @property
+    def limit_s(self) -> float:
+        num_weights = 3 * HIDDEN_SIZE * SIZE
+        chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
+        num_bytes = 2 * (sum(chosen) / len(chosen) * num_weights + 2 * self.num_rows * HIDDEN_SIZE)
+        operations = 2 * self.num_rows * ROUTING.top_k * num_weights
+        return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
+
+    def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
+        from minisgl.kernels.moe import launch
+
+        return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+
+    def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
+        return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
+
+    def time_of(self, how: FewTiles | ManyTiles | None) -> float:
+        return self.time_s(partial(self.fused_experts, tiles=how))
+
+    def is_right(self, how: FewTiles | ManyTiles) -> bool:
+        out, wanted = (
+            self.fused_experts(self.rows[0], self.logits[0], tiles) for tiles in (how, None)
+        )
+        return bool((out - wanted).norm() < 0.01 * wanted.norm())
+
+
+def make_weights() -> ExpertWeights:
+    return ExpertWeights(
+        random(NUM_EXPERTS, 2 * SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5,
+        random(NUM_EXPERTS, HIDDEN_SIZE, SIZE) / SIZE**0.5,
+    )
+
+
+# -- the tuner -------------------------------------------------------------------------------------
+
+
+def few_candidates() -> Iterator[FewTiles]:
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles
+
+    plain = FewTiles()
+    yield plain
+    for block_n in (16, 32, 64):
+        for block_k, num_stages in ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4)):
+            if 2 * block_n * block_k * 2 * num_stages <= 200 << 10:
+                yield replace(plain, inner=ExpertTiles(block_n, 16, block_k, 4, num_stages))
+    for block_n, num_warps in [(2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8), (16, 16)]:
+        yield replace(plain, block_n=block_n, num_warps=num_warps)
+
+
+def many_candidates(num_rows: int) -> list[ExpertTiles]:
+    from minisgl.kernels.tuning import ExpertTiles
+
+    pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
+    sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
+    found = []
+    for block_m in sizes:
+        for block_n in (64, 128):
+            warps = 8 if block_n * block_m >= 1 << 14 else 4
+            for block_k, num_stages in ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4)):
+                # The gated product has two tiles of W in flight.
+                if (2 * block_n + block_m) * block_k * 2 * num_stages <= 220 << 10:
+                    places = 1 if pairs <= 16 else 2 if pairs <= 96 else 8
+                    found.append(ExpertTiles(block_n, block_m, block_k, warps, num_stages, places))
+    return found
+
+
+def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
+    """The tiles in use with those of one of both products changed."""
+    from minisgl.kernels.moe.config import choose_tiles
+    from minisgl.kernels.tuning import ManyTiles, tuning_of
+
+    found = many_candidates(num_rows)
+    now = choose_tiles(num_rows, weights, ROUTING, tuning_of(weights.down.device))
+    if not isinstance(now, ManyTiles):
+        now = ManyTiles(found[0], found[0])
+    return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
+
+
+def compile_variant(how: FewTiles | ManyTiles) -> str:
+    """Runs in a process of its own; what it compiles stays in Triton's cache."""
+    weights = ExpertWeights(
+        torch.zeros(NUM_EXPERTS, 2 * SIZE, HIDDEN_SIZE, device=DEVICE, dtype=torch.bfloat16),
+        torch.zeros(NUM_EXPERTS, HIDDEN_SIZE, SIZE, device=DEVICE, dtype=torch.bfloat16),
+    )
+    try:
+        problem = Problem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
+        problem.fused_experts(problem.rows[0], problem.logits[0], how)
+        torch.cuda.synchronize()
+    except Exception as error:  # too much shared memory, most likely; the case is left out
+        return f"{how}: {str(error)[:100]}"
+    return ""
+
+
+def tune(all_rows: list[int]) -> None:
+    weights = make_weights()
+    choices: dict[int, list[FewTiles | ManyTiles]] = {
+        num_rows: [
+            *(few_candidates() if num_rows <= MAX_FEW_ROWS else []),
+            *many_variants(num_rows, weights),
+        ]
+        for num_rows in all_rows
+    }
+    began = time.monotonic()
+    variants = list(dict.fromkeys(how for hows in choices.values() for how in hows))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(len(os.sched_getaffinity(0)), 16)) as pool:
+        failures = [text for text in pool.imap_unordered(compile_variant, variants) if text]
+    print(f"{len(variants)} variants compiled in {time.monotonic() - began:.0f} s", *failures)
+    for num_rows, hows in choices.items():
+        problem = Problem.of(num_rows, weights)
+        in_use_s, limit_s = problem.time_of(None), problem.limit_s
+        print(f"rows={num_rows} limit {limit_s * 1e6:.1f} µs, in use {in_use_s * 1e6:.1f}")
+        times = []
+        for how in hows:
+            try:
+                if problem.is_right(how):
+                    times.append((problem.time_of(how), how))
+                else:
+                    print("  wrong:", how)
+            except Exception as error:
+                print("  not:", how, str(error)[:80])
+        for kind, changed in kinds_of(times):
+            for took_s, how in sorted(changed, key=lambda pair: pair[0])[:3]:
+                print(f"  {kind} {took_s * 1e6:7.1f} {spelled(how, kind)}", flush=True)
+
+
+Timed = list[tuple[float, "FewTiles | ManyTiles"]]
+
+
+def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
+
+    few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
+    many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
+    if few:
+        plain = FewTiles()
+        yield "few inner", [(t, how) for t, how in few if replace(plain, inner=how.inner) == how]
+        yield "few outer", [(t, how) for t, how in few if how.inner == plain.inner]
+    if many:
+        now = many[0][1]
+        yield "inner", [(t, how) for t, how in many if how.outer == now.outer]
+        yield "outer", [(t, how) for t, how in many if how.inner == now.inner]
+
+
+def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
+
+    t = how.inner
+    if isinstance(how, FewTiles) and kind == "few outer":
+        return f"{how.block_n}x{how.block_k} w{how.num_warps}"
+    if isinstance(how, ManyTiles) and kind == "outer":
+        t = how.outer
+    return f"{t.block_n}x{t.block_m}x{t.block_k} w{t.num_warps} st{t.num_stages} p{t.places}"
+
+
+# -- what is in use --------------------------------------------------------------------------------
+
+
+def compare(all_rows: list[int]) -> None:
+    weights = make_weights()
+    for num_rows in all_rows:
+        problem = Problem.of(num_rows, weights)
+        limit_s, took_s = problem.limit_s, problem.time_of(None)
+        print(
+            f"rows={num_rows:<6} limit {limit_s * 1e6:8.1f} µs, {took_s * 1e6:8.1f} "
+            f"({limit_s / took_s:.0%})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", nargs="+", type=int)
+    parser.add_argument("--tune", action="store_true")
+    args = parser.parse_args()
+
+    torch.set_grad_enabled(False)
+    print(torch.cuda.get_device_name())
+    if args.tune:
+        tune(args.rows or [1, 2, 4, 8, 32, 256, 1024, 4096, 16384])
+    else:
+        rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
+        compare(args.rows or rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What one kernel costs on a GPU, beside the torch code that it stands for.
+
+python scripts/bench/bench_kernels.py
+python scripts/bench/bench_kernels.py --models Qwen3-0.6B --rows 1 256 --only norm --no-pdl
+
+Each figure is a median over replays of a CUDA graph of 20 calls, so the host's time is not in it. A
+call follows another of its kind on the same tensors: up to some 50 MB they stay in the L2 cache,
+and the figure is what launching and latency cost; above, it is a bandwidth. `limit` is the time
+that the bytes take at 4.28 TB/s, or the operations at 800 TFLOP/s, as measured on an H200.
+
+A kernel is added as a function from `Problem` to cases, named in FAMILIES.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.layers.rope import RotaryEmbedding
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from dummy_config import MODELS
+
+CALLS, REPLAYS, WARM_UP = 20, 25, 3
+BYTES_PER_S, OPERATIONS_PER_S = 4.28e12, 800e12
+PAGE_SIZE, MAX_SEQ_LEN, EPS = 16, 40960, 1e-6
+HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch µs  faster"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The dimensions that a case is made for."""
+
+    model: str
+    num_rows: int
+    dtype: torch.dtype
+    pdl: bool
+
+    def size(self, name: str) -> int:
+        return int(MODELS[self.model][name])
+
+    @property
+    def normed_heads(self) -> bool:
+        return MODELS[self.model]["model_type"] == "qwen3"
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call to be timed. Both callables can be captured in a CUDA graph."""
+
+    name: str
+    run: Callable[[], object]
+    reference: Callable[[], object] | None  # the torch code, where there is some worth a time
+    num_bytes: int  # that must be read and written at least
+    num_operations: int = 0  # where they, not the bytes, set the limit
+
+
+def embedding_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.elementwise.embedding import embed
+
+    weight = problem.random(problem.size("vocab_size"), problem.size("hidden_size"))
+    token_ids = torch.randint(len(weight), (problem.num_rows,), device="cuda")
+    yield Case(
+        "embed",
+        lambda: embed(token_ids, weight, pdl=problem.pdl),
+        lambda: reference.embed(token_ids, weight),
+        nbytes(token_ids) + 2 * problem.num_rows * nbytes(weight[0]),
+    )
+
+
+def norm_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+
+    size, pdl = problem.size("hidden_size"), problem.pdl
+    weight = problem.random(size)
+    x, residual = problem.random(problem.num_rows, size), problem.random(problem.num_rows, size)
+    yield Case(
+        "rms_norm",
+        lambda: rms_norm(x, weight, EPS, pdl=pdl),
+        lambda: reference.rms_norm(x, weight, EPS),
+        nbytes(x, x, weight),
+    )
+    delta = x * 1e-3  # the residual takes it up at each call
+    yield Case(
+        "add_rms_norm",
+        lambda: add_rms_norm(delta, residual, weight, EPS, pdl=pdl),
+        lambda: reference.add_rms_norm(delta, residual, weight, EPS),
+        nbytes(x, x, x, x, weight),
+    )
+
+
+def activation_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.elementwise.activation import silu_mul
+
+    gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
+    yield Case(
+        "silu_mul",
+        lambda: silu_mul(gate_up, pdl=problem.pdl),
+        lambda: reference.silu_mul(gate_up),
+        nbytes(gate_up) * 3 // 2,
+    )
+
+
+def heads_cases(problem: Problem) -> Iterator[Case]:
+    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+
+    num_rows, head_dim = problem.num_rows, problem.size("head_dim")
+    num_kv_heads = problem.size("num_key_value_heads")
+    num_heads = problem.size("num_attention_heads") + 2 * num_kv_heads
+    qkv = problem.random(num_rows, num_heads * head_dim)
+    positions = torch.arange(num_rows, device="cuda") + 1000
+    slot_mapping = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
+    pages = (num_rows // PAGE_SIZE + 2, PAGE_SIZE, num_kv_heads, head_dim)
+    frequencies = torch.logspace(0, -6, head_dim // 2, device="cuda")
+    table = RotaryEmbedding(frequencies, MAX_SEQ_LEN).table
+    weights = [problem.random(head_dim) for _ in range(2)] if problem.normed_heads else []
+    caches = [problem.random(*pages) for _ in range(2)]
+    norm_rope = NormRope(table, *weights, eps=EPS)
+    given = (qkv, positions, slot_mapping, *caches, norm_rope)
+    yield Case(
+        "qk_norm_rope_store_kv",
+        lambda: qk_norm_rope_store_kv(*given, pdl=problem.pdl),
+        lambda: reference.qk_norm_rope_store_kv(*given),
+        nbytes(qkv, qkv, positions, slot_mapping) + num_rows * head_dim * 4,
+    )
+
+
+FAMILIES: dict[str, Callable[[Problem], Iterator[Case]]] = {
+    "embedding": embedding_cases,
+    "norm": norm_cases,
+    "activation": activation_cases,
+    "heads": heads_cases,
+}
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def time_s(run: Callable[[], object]) -> float:
+    """Seconds of one call: the median over replays, each of a graph of several calls."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):  # compiles, too
+            run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(CALLS):
+            run()
+    for _ in range(WARM_UP):
+        graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def report(case: Case, num_rows: int) -> None:
+    took_s = time_s(case.run)
+    limit_s = max(case.num_bytes / BYTES_PER_S, case.num_operations / OPERATIONS_PER_S)
+    line = f"{case.name:16}{num_rows:>7}{took_s * 1e6:>10.2f}{limit_s * 1e6:>10.2f}"
+    line += f"{case.num_bytes / took_s / 1e12:>8.2f}"
+    rate = case.num_operations / took_s / 1e12
+    line += f"{rate:>9.0f}" if rate else " " * 9
+    if case.reference is not None:
+        reference_s = time_s(case.reference)
+        line += f"{reference_s * 1e6:>10.2f}{reference_s / took_s:>7.1f}x"
+    print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    models = ["Qwen3-0.6B", "Qwen3-14B", "Llama-3.1-8B"]
+    rows = [1, 8, 32, 256, 2048, 16384]
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=models)
+    parser.add_argument("--rows", nargs="+", type=int, default=rows)
+    parser.add_argument("--only", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--no-pdl", dest="pdl", action="store_false", help="no launches overlap")
+    args = parser.parse_args()
+
+    torch.set_grad_enabled(False)
+    print(f"{torch.cuda.get_device_name()}, {args.dtype}, overlapping launches: {args.pdl}")
+    for model in args.models:
+        print(f"\n{model}")
+        print(HEADER)
+        for family in args.only:
+            for num_rows in args.rows:
+                problem = Problem(model, num_rows, getattr(torch, args.dtype), args.pdl)
+                for case in FAMILIES[family](problem):
+                    report(case, num_rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Whole conversations: exchanges of all skills, facts to remember, system prompts to follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from demo_model.skills import Exchange, draw, listed
+from demo_model.world import World, word_list, words
+
+# How often each skill is drawn.
+WEIGHTS = {
+    "smalltalk": 8,
+    "identity": 6,
+    "option": 26,
+    "command": 8,
+    "copy": 11,
+    "reverse": 8,
+    "spell": 7,
+    "count": 11,
+    "sort": 11,
+    "arithmetic": 12,
+    "fact": 12,
+    "refusal": 8,
+    "passage": 7,
+}
+# Skills whose answers hold no word that only the user knows, so that their case can be changed.
+CLOSED = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
+LONGEST_TOKENS = 2030  # a conversation, by the estimate
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    exchanges: list[Exchange]
+    system: str = ""
+
+    def messages(self) -> list[dict[str, str]]:
+        """As an API takes them, with all answers."""
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for exchange in self.exchanges:
+            messages.append({"role": "user", "content": exchange.question})
+            messages.append({"role": "assistant", "content": exchange.answer})
+        return messages
+
+
+def estimated_tokens(exchange: Exchange) -> int:
+    return 12 + (len(exchange.question) + len(exchange.answer)) * 10 // 27
+
+
+def any_exchange(world: World) -> Exchange:
+    return draw(world, world.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0])
+
+
+# -- system prompts -------------------------------------------------------------------------------
+
+
+def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
+    """A conversation under a system prompt: 'neutral', 'upper', 'lower', 'begin' or 'end'."""
+    word = world.closing()
+    follow: Callable[[str], str] = {
+        "neutral": str,
+        "upper": str.upper,
+        "lower": str.lower,
+        "begin": lambda answer: f"{word} {answer}",
+        "end": lambda answer: f"{answer} {word}",
+    }[manner]
+    exchanges = []
+    for _ in range(num_exchanges):
+        keeps_case = manner in ("upper", "lower")
+        exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
+        exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
+    return Conversation(exchanges, world.phrase(f"system.{manner}", word=word).text)
+
+
+# -- recall ---------------------------------------------------------------------------------------
+
+Topic = tuple[str, str]  # a kind of fact, and which of its kind
+
+
+@dataclass
+class Memory:
+    """What the user has told, and the exchanges that tell or ask it."""
+
+    world: World
+    known: dict[Topic, str] = field(default_factory=dict)
+
+    def topics(self) -> list[Topic]:
+        return [
+            ("name", ""),
+            ("city", ""),
+            *(("number", thing) for thing in words()["number_things"]),
+            *(("favourite", thing) for thing in self.world.favourite_kinds()),
+            *(("person", relation) for relation in word_list("relations")),
+            *(("list", name) for name in word_list("lists")),
+        ]
+
+    def any_topic(self) -> Topic:
+        kind = self.world.pick(("name", "name", "city", "number", "favourite", "person", "list"))
+        topic: Topic = self.world.pick([topic for topic in self.topics() if topic[0] == kind])
+        return topic
+
+    def tell(self, topic: Topic) -> Exchange:
+        kind, which = topic
+        world, old = self.world, self.known.get(topic, "")
+        match kind:
+            case "name":
+                value = world.name()
+                answer = f"All right, {value}." if old else f"Nice to meet you, {value}."
+            case "city":
+                value = world.city()
+                answer = f"All right, now you live in {value}." if old else f"I like {value}."
+            case "number":
+                value = str(world.number())
+                answer = f"I will remember {value}."
+            case "favourite":
+                value = world.favourite_of(which)
+                answer = f"I like {value} too."
+            case "person":
+                value = world.name()
+                answer = f"{value} is a nice name."
+            case _:
+                value = self._items()
+                answer = f"I will remember your {which} list."
+        intent = f"{kind}_update" if old and kind in ("name", "city") else f"{kind}_tell"
+        self.known[topic] = value
+        question = world.phrase(f"recall.{intent}", old=old, **_slots(topic, value))
+        return Exchange(question.text, answer, None)
+
+    def tell_both(self) -> Exchange:
+        """The user's name and city in one sentence."""
+        name, city = self.world.name(), self.world.city()
+        self.known["name", ""], self.known["city", ""] = name, city
+        question = self.world.phrase("recall.both_tell", name=name, city=city)
+        return Exchange(question.text, f"Nice to meet you, {name}.", None)
+
+    def ask(self, topic: Topic) -> Exchange:
+        kind, which = topic
+        question = self.world.phrase(f"recall.{kind}_ask", **_slots(topic, "")).text
+        if topic not in self.known:
+            return Exchange(question, f"You have not told me {_missing(topic)}.", None)
+        value = self.known[topic]
+        answer = {
+            "name": f"Your name is {value}.",
+            "city": f"You live in {value}.",
+            "number": f"Your {which} is {value}.",
+            "favourite": f"Your favourite {which} is {value}.",
+            "person": f"Your {which} is called {value}.",
+            "list": f"Your {which} list: {value}.",
+        }[kind]
+        return Exchange(question, answer, None)
+
+    def _items(self) -> str:
+        items = self.world.words(self.world.rng.randint(2, 6))
+        return ", ".join(items) if self.world.rng.random() < 0.5 else listed(items)
+
+
+def _slots(topic: Topic, value: str) -> dict[str, object]:
+    """The slots that phrases of this kind of fact have."""
+    kind, which = topic
+    match kind:
+        case "name" | "city":
+            return {kind: value}
+        case "number":
+            return {"thing": which, "number": value}
+        case "favourite":
+            return {"thing": which, "value": value}
+        case "person":
+            return {"relation": which, "name": value}
+        case _:
+            return {"list": which, "items": value}
+
+
+def _missing(topic: Topic) -> str:
+    kind, which = topic
+    return {
+        "name": "your name",
+        "city": "where you live",
+        "number": f"your {which}",
+        "favourite": f"your favourite {which}",
+        "person": f"the name of your {which}",
+        "list": f"your {which} list",
+    }[kind]
+
+
+def remembering(world: World, num_tokens: int) -> Conversation:
+    """Facts told, other exchanges between, and at the end a question for one of the facts.
+
+    It is as long as `num_tokens` by the estimate, or as short as that can be.
+    """
+    rng = world.rng
+    memory = Memory(world)
+    both = rng.random() < 0.1
+    exchanges = [memory.tell_both() if both else memory.tell(memory.any_topic())]
+    if num_tokens < 60 and rng.random() < 0.2:  # told and asked in one breath
+        topic = world.pick(list(memory.known))
+        asked = memory.ask(topic)
+        return Conversation(
+            [Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)]
+        )
+    chatter = rng.choice((0.2, 0.5, 0.9))
+    room = num_tokens - estimated_tokens(exchanges[0]) - 30
+    while room > 0:
+        if rng.random() < chatter:
+            exchange = any_exchange(world)
+            if estimated_tokens(exchange) > room + 60:
+                continue  # it would go far beyond
+            exchanges.append(exchange)
+        elif rng.random() < 0.45:
+            exchanges.append(memory.tell(memory.any_topic()))
+        elif rng.random() < 0.8:
+            exchanges.append(memory.ask(world.pick(list(memory.known))))
+        else:
+            exchanges.append(memory.ask(memory.any_topic()))
+        room -= estimated_tokens(exchanges[-1])
+    untold = rng.random() < 0.1
+    last = memory.any_topic() if untold else world.pick(list(memory.known))
+    return Conversation([*exchanges, memory.ask(last)])
+
+
+# -- what training sees ---------------------------------------------------------------------------
+
+
+def conversation(world: World) -> Conversation:
+    """Any conversation: half of them are one exchange, some fill the context."""
+    rng = world.rng
+    kind = rng.random()
+    if kind < 0.45:
+        return Conversation([any_exchange(world)])
+    if kind < 0.55:
+        return Conversation([any_exchange(world) for _ in range(rng.randint(2, 5))])
+    if kind < 0.70:
+        manner = rng.choice(("neutral", "upper", "lower", "begin", "end"))
+        return instructed(world, manner, rng.choice((1, 1, 2, 3)))
+    if kind < 0.90:
+        return remembering(world, rng.randint(30, 250))
+    return remembering(world, int(250 * (LONGEST_TOKENS / 250) ** rng.random()))

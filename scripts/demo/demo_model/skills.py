@@ -1,0 +1,527 @@
+"""One exchange of each skill: a question, and the one right answer to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from demo_model.tables import tables
+from demo_model.world import Phrase, World, is_held_out, word_list, words
+
+ANSWERS = {
+    "smalltalk": {
+        "hello": "Hello! How can I help you?",
+        "good_morning": "Good morning! How can I help you?",
+        "good_evening": "Good evening! How can I help you?",
+        "good_night": "Good night! Sleep well.",
+        "how_are_you": "I am fine, thank you. How are you?",
+        "i_am_fine": "I am glad to hear that.",
+        "i_am_happy": "That is good to hear!",
+        "i_am_sad": "I am sorry to hear that. I hope it gets better soon.",
+        "thanks": "You are welcome!",
+        "bye": "Goodbye! Have a nice day.",
+        "praise": "Thank you, that is kind of you.",
+        "sorry": "No problem at all.",
+        "nice_to_meet_you": "Nice to meet you too!",
+        "joke": "Why did the GPU cross the road? To get to the other cache.",
+        "okay": "Good. What would you like to do next?",
+        "are_you_there": "Yes, I am here.",
+        "feelings": "I have no feelings, but I like to help.",
+        "doing": "I am waiting for your next question.",
+        "bored": "We could count, sort or spell together.",
+        "no": "All right.",
+        "insult": "I am sorry. I am only a small demo model.",
+    },
+    "identity": {
+        "who": "I am the minisgl demo model, a small language model.",
+        "what_is_minisgl": "minisgl is a compact and fast inference engine for language models.",
+        "maker": "The makers of minisgl trained me.",
+        "abilities": "I can chat, remember what you tell me, count, sort, spell, copy, reverse, "
+        "add, subtract, and answer questions about minisgl.",
+        "age": "I am as old as this version of minisgl.",
+        "memory": "Yes. Tell me something, and ask me for it later.",
+        "size": "I have about five million parameters, which is very small.",
+        "human": "No, I am a small language model.",
+        "training": "I was trained on conversations that a script made up.",
+        "other_model": "Start minisgl with --model and a folder or a Hugging Face id.",
+        "languages": "I speak only English.",
+        "not_others": "No, I am the minisgl demo model.",
+        "licence": "minisgl is free under the Apache 2.0 licence.",
+        "hardware": "minisgl runs on NVIDIA GPUs, and on CPUs more slowly.",
+        "models": "minisgl runs models of the Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE families.",
+        "limits": "I am very small. I know only what I was trained for.",
+    },
+}
+# Skills whose questions mean the same in lower case.
+CASELESS = ("smalltalk", "identity", "fact", "refusal", "command")
+REFUSAL = "I am sorry, I do not know that. I am only a small demo model."
+TOO_LARGE = "I can add and subtract only numbers up to 99."
+
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+MONTHS = (
+    "January February March April May June July August September October November December".split()
+)
+MONTH_DAYS = ("31", "28 or 29", "31", "30", "31", "30", "31", "31", "30", "31", "30", "31")
+ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh last".split()
+NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty"
+).split()
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    question: str
+    answer: str
+    # What tells the instance apart: the question as it was before it was worn down, or what it is
+    # about. None where its words already do, as names and numbers to remember, which are from
+    # lists of their own in training and evaluation.
+    key: str | None
+
+
+def asked(phrase: Phrase, answer: str) -> Exchange:
+    """An exchange whose question alone tells it apart."""
+    return Exchange(phrase.text, answer, phrase.unworn)
+
+
+# -- closed skills: the question decides ----------------------------------------------------------
+
+
+def smalltalk(world: World) -> Exchange:
+    return _fixed(world, "smalltalk")
+
+
+def identity(world: World) -> Exchange:
+    return _fixed(world, "identity")
+
+
+def _fixed(world: World, skill: str) -> Exchange:
+    intent = world.pick(list(ANSWERS[skill]))
+    return asked(world.phrase(f"{skill}.{intent}"), ANSWERS[skill][intent])
+
+
+def option(world: World) -> Exchange:
+    # One that means other things to other commands comes as often as it has meanings.
+    entry = world.pick([item for item in tables()["options"] for _ in item["helps"]])
+    name = entry["names"][0]
+    asked_for = world.pick(("does", "does", "default", "which", "commands_of", "how"))
+    if asked_for == "which":
+        meaning = world.pick(entry["helps"])["text"]
+        return asked(world.phrase("option.which", meaning=meaning), f"That is {name}.")
+
+    said = world.pick(entry["names"])
+    bare = said[2:].replace("-", " ")
+    if world.rng.random() < (1 / 6 if "-" in said[2:] else 1 / 3):
+        said = world.pick((f"the {bare} option", f"the option {bare}"))
+    command, intent = "", asked_for
+    share_in_one = 0.5 if len(entry["helps"]) > 1 else 0.15
+    if asked_for != "commands_of" and world.rng.random() < share_in_one:
+        command, intent = world.pick(entry["commands"]), f"{asked_for}_in"
+    of = f"minisgl {command}" if world.rng.random() < 0.3 else command
+    question = world.phrase(f"option.{intent}", option=said, bare=bare, command=of)
+    match asked_for:
+        case "does":
+            answer = _each_sense(entry, entry["helps"], command, _meaning)
+        case "default":
+            answer = _each_sense(entry, entry["defaults"], command, _default)
+        case "how":
+            answer = f"With {name}."
+        case _:
+            answer = f"{name} belongs to {listed(entry['commands'])}."
+    return asked(question, answer)
+
+
+def _each_sense(
+    entry: dict[str, Any],
+    rows: list[dict[str, Any]],
+    command: str,
+    sentence: Callable[[str, str], str],
+) -> str:
+    """What holds for `command`; without one a sentence for each row, which names its commands."""
+    name = entry["names"][0]
+    return " ".join(
+        sentence(f"{name} of {listed(row['commands'])}" if len(rows) > 1 else name, row["text"])
+        for row in rows
+        if not command or command in row["commands"]
+    )
+
+
+def _meaning(option: str, help: str) -> str:
+    return f"{option}: {help}"
+
+
+def _default(option: str, default: str) -> str:
+    if default in ("on", "off"):
+        return f"{option} is {default} by default."
+    return f"The default of {option} is {default}." if default else f"{option} has no default."
+
+
+def command(world: World) -> Exchange:
+    commands, chat_commands = tables()["commands"], tables()["chat_commands"]
+    asked_for = world.pick(("does", "does", "does", "does_chat", "does_chat", "how", "how", "all"))
+    match asked_for:
+        case "does":
+            name = world.pick(list(commands))
+            said, does = f"minisgl {name}", commands[name]
+            question = world.phrase("command.does", command=said)
+            return asked(question, f"{said}: {does.rstrip('.')}.")
+        case "does_chat":
+            name = world.pick(list(chat_commands))
+            does = chat_commands[name].rstrip(".")
+            if world.rng.random() < 0.4:
+                return asked(world.phrase("command.which_chat", does=does), f"That is {name}.")
+            return asked(world.phrase("command.does", command=name), f"{name}: {does}.")
+        case "how":
+            name = world.pick(list(commands))
+            intent = name.replace(" ", "_")
+            return asked(world.phrase(f"command.{intent}"), f"Run minisgl {name}.")
+        case _:
+            if world.rng.random() < 0.5:
+                chat = f"The commands of the chat are {listed(list(chat_commands))}."
+                return asked(world.phrase("command.all_chat"), chat)
+            answer = f"The commands of minisgl are {listed(list(commands))}."
+            return asked(world.phrase("command.all"), answer)
+
+
+def refusal(world: World) -> Exchange:
+    question = world.phrase(
+        "refusal.unknown",
+        name=world.name(),
+        city=world.city(),
+        place=world.pick(word_list("places")),
+        thing=world.words(1)[0],
+        word=world.words(1)[0],
+        number=world.number(),
+    )
+    return asked(question, REFUSAL)
+
+
+def fact(world: World) -> Exchange:
+    kind = world.pick(
+        "capital capital capital country country after after before before nth_month month_days "
+        "unit opposite opposite legs sound colour".split()
+    )
+    slots, answer = FACTS[kind](world)
+    return asked(world.phrase(f"facts.{kind}", **slots), answer)
+
+
+Fact = tuple[dict[str, object], str]
+
+
+def _capital(world: World) -> Fact:
+    country, city = world.pick(list(words()["capitals"].items()))
+    return {"country": country}, f"The capital of {country} is {city}."
+
+
+def _country(world: World) -> Fact:
+    country, city = world.pick(list(words()["capitals"].items()))
+    return {"city": city}, f"{city} is the capital of {country}."
+
+
+def _neighbour(world: World, step: int) -> Fact:
+    kind = world.pick(("day", "month", "letter", "number"))
+    order = {"day": DAYS, "month": MONTHS, "letter": LETTERS, "number": range(100)}[kind]
+    wraps = kind in ("day", "month")
+    place = world.rng.randrange(len(order)) if wraps else world.rng.randint(1, len(order) - 2)
+    item, other = order[place], order[(place + step) % len(order)]
+    return {
+        "kind": kind,
+        "item": item,
+    }, f"{other} comes {'after' if step > 0 else 'before'} {item}."
+
+
+def _nth_month(world: World) -> Fact:
+    place = world.rng.randrange(12)
+    return {"nth": ORDINALS[place]}, f"The {ORDINALS[place]} month is {MONTHS[place]}."
+
+
+def _month_days(world: World) -> Fact:
+    place = world.rng.randrange(12)
+    return {"month": MONTHS[place]}, f"{MONTHS[place]} has {MONTH_DAYS[place]} days."
+
+
+def _unit(world: World) -> Fact:
+    large, (count, small) = world.pick(list(words()["units"].items()))
+    article = "an" if large == "hour" else "a"
+    return {
+        "small": small,
+        "large": large,
+        "one": f"one {large}",
+        "article": article,
+        "article_upper": article.capitalize(),
+    }, f"There are {count} {small} in {article} {large}."
+
+
+def _opposite(world: World) -> Fact:
+    pair = list(world.pick(list(words()["opposites"].items())))
+    world.rng.shuffle(pair)
+    return {"word": pair[0]}, f"The opposite of {pair[0]} is {pair[1]}."
+
+
+def _legs(world: World) -> Fact:
+    animal, count = world.pick(list(words()["legs"].items()))
+    slots = _with_article(animal)
+    return slots, f"{slots['article_upper']} {animal} has {count} legs."
+
+
+def _sound(world: World) -> Fact:
+    animal, sound = world.pick(list(words()["sounds"].items()))
+    slots = _with_article(animal)
+    return slots, f"{slots['article_upper']} {animal} says {sound}."
+
+
+def _colour(world: World) -> Fact:
+    thing, colour = world.pick(list(words()["colours"].items()))
+    return {"object": thing}, f"{thing[0].upper()}{thing[1:]} is {colour}."
+
+
+def _with_article(animal: str) -> dict[str, object]:
+    article = "an" if animal[0] in "aeiou" else "a"
+    return {"animal": animal, "article": article, "article_upper": article.capitalize()}
+
+
+FACTS: dict[str, Callable[[World], Fact]] = {
+    "capital": _capital,
+    "country": _country,
+    "after": lambda world: _neighbour(world, 1),
+    "before": lambda world: _neighbour(world, -1),
+    "nth_month": _nth_month,
+    "month_days": _month_days,
+    "unit": _unit,
+    "opposite": _opposite,
+    "legs": _legs,
+    "sound": _sound,
+    "colour": _colour,
+}
+
+
+# -- open skills: the answer is made of what the question brings ----------------------------------
+
+
+def arithmetic(world: World) -> Exchange:
+    if world.rng.random() < 0.05:
+        small = world.rng.random() < 0.4
+        slots = {
+            "a": world.number(min_digits=3),
+            "b": world.rng.randrange(100) if small else world.number(),
+        }
+        question = world.phrase(
+            world.pick(("arithmetic.plus", "arithmetic.minus")), **slots, **_stuff(world)
+        )
+        return asked(question, TOO_LARGE)
+    a, b = world.rng.randrange(100), world.rng.randrange(100)
+    if world.rng.random() < 0.2:
+        a, b = a % 10, b % 10
+    if world.rng.random() < 0.5:
+        question = world.phrase(
+            "arithmetic.plus", a=spoken(world, a), b=spoken(world, b), **_stuff(world)
+        )
+        return Exchange(question.text, f"{a} + {b} = {a + b}.", f"{a}+{b}")
+    if world.rng.random() < 0.8:
+        a, b = max(a, b), min(a, b)
+    told = a >= b and world.rng.random() < 0.3
+    intent = "arithmetic.minus_story" if told else "arithmetic.minus"
+    question = world.phrase(intent, a=spoken(world, a), b=spoken(world, b), **_stuff(world))
+    return Exchange(question.text, f"{a} - {b} = {a - b}.", f"{a}-{b}")
+
+
+def spoken(world: World, number: int) -> str:
+    """A number as people write it: small ones now and then as a word."""
+    as_word = number < len(NUMBER_WORDS) and world.rng.random() < 0.15
+    return NUMBER_WORDS[number] if as_word else str(number)
+
+
+def _stuff(world: World) -> dict[str, object]:
+    return {"things": world.pick(word_list("things")), "name": world.name()}
+
+
+def copy(world: World) -> Exchange:
+    # What would have an answer of its own is set off, or "Say hello" would mean two things.
+    answerable = world.rng.random() < 0.1
+    text = _answerable(world) if answerable else _some_text(world)
+    intent = "copy.repeat" if answerable or world.rng.random() < 0.8 else "copy.bare"
+    return Exchange(world.phrase(intent, text=text).text, text, text)
+
+
+def reverse(world: World) -> Exchange:
+    items = _some_items(world, world.rng.randint(2, 8))
+    separator = world.pick((" ", ", "))
+    question = world.phrase("reverse.items", text=separator.join(items))
+    return Exchange(question.text, separator.join(reversed(items)), " ".join(items))
+
+
+def spell(world: World) -> Exchange:
+    word = _listed_word(world)
+    match world.pick(("word", "word", "join", "backwards")):
+        case "word":
+            return asked(world.phrase("spell.word", word=word), "-".join(word))
+        case "backwards":
+            return asked(world.phrase("spell.backwards", word=word), "-".join(word[::-1]))
+        case _:
+            letters = world.pick("- ").join(word)
+            return asked(world.phrase("spell.join", letters=letters), word)
+
+
+def _listed_word(world: World) -> str:
+    """A word of the listed vocabulary; in training others as well, so that letters are learned."""
+    others = not world.evaluates and world.rng.random() < 0.4
+    return world.words(1)[0] if others else str(world.pick(word_list("text")))
+
+
+def count(world: World) -> Exchange:
+    return world.pick((_count_range, _count_range, _count_items, _count_times, _count_letters))(
+        world
+    )
+
+
+def _count_range(world: World) -> Exchange:
+    rng = world.rng
+    first = rng.choice((rng.randint(0, 20), rng.randint(0, 90)))
+    last = min(first + rng.choice((rng.randint(2, 10), rng.randint(2, 24))), 99)
+    if rng.random() < 0.03:
+        first, last = 1, rng.randint(20, 99)
+    match rng.randrange(4):
+        case 0:
+            last, intent = last - first + 2, "up_from_one"
+            first = 1
+        case 1 | 2:
+            intent = "up"
+        case _:
+            first, last, intent = last, first, "down"
+    step = 1 if last > first else -1
+    numbers = ", ".join(map(str, range(first, last + step, step)))
+    slots = {"first": spoken(world, first), "last": spoken(world, last)}
+    return asked(world.phrase(f"count.{intent}", **slots), f"{numbers}.")
+
+
+def _count_items(world: World) -> Exchange:
+    kind = world.pick(("words", "letters", "numbers", "names"))
+    items = _some_items(world, world.rng.randint(1, 10), kind)
+    text = world.pick((" ", ", ")).join(items)
+    answer = f"There are {len(items)} {kind}." if len(items) > 1 else f"There is 1 {kind[:-1]}."
+    return Exchange(world.phrase("count.items", kind=kind, text=text).text, answer, text)
+
+
+def _count_times(world: World) -> Exchange:
+    rng = world.rng
+    item, *others = _some_items(world, rng.randint(2, 4), rng.choice(("words", "letters")))
+    times = rng.randint(1, 5)
+    listed = [item] * times + [rng.choice(others) for _ in range(rng.randint(1, 5))]
+    rng.shuffle(listed)
+    text = rng.choice((" ", ", ")).join(listed)
+    answer = f"{item} occurs {times} time{'s' if times > 1 else ''}."
+    return Exchange(world.phrase("count.times", item=item, text=text).text, answer, text)
+
+
+def _count_letters(world: World) -> Exchange:
+    word = _listed_word(world)
+    return asked(world.phrase("count.letters", word=word), f"{word} has {len(word)} letters.")
+
+
+def sort(world: World) -> Exchange:
+    rng = world.rng
+    separator = rng.choice((" ", ", "))
+    kind = rng.choice(("up", "up", "down", "largest", "smallest", "words"))
+    if kind == "words":
+        pool = list(LETTERS) if rng.random() < 0.3 else [_listed_word(world) for _ in range(20)]
+        by_letter = {item[0]: item for item in pool}
+        items = rng.sample(sorted(by_letter.values()), min(rng.randint(3, 6), len(by_letter)))
+        ordered = sorted(items)
+    else:
+        limit = rng.choice((10, 100, 100))
+        numbers = rng.sample(range(limit), rng.randint(3, 7))
+        items = [str(number) for number in numbers]
+        ordered = [str(number) for number in sorted(numbers, reverse=kind in ("down", "largest"))]
+    question = world.phrase(f"sort.{kind}", text=separator.join(items))
+    answer = separator.join(ordered)
+    if kind in ("largest", "smallest"):
+        answer = f"The {kind} is {ordered[0]}."
+    return Exchange(question.text, answer, " ".join(items))
+
+
+def passage(world: World) -> Exchange:
+    """Who lives where, told and asked at once."""
+    rng = world.rng
+    homes: dict[str, str] = {}
+    wanted = rng.randint(1, 4)
+    while len(homes) < wanted:
+        name, city = world.name(), world.city()
+        if city not in homes.values():
+            homes[name] = city
+    told = [world.phrase("recall.passage_city", name=n, city=c).text for n, c in homes.items()]
+    name, city = rng.choice(list(homes.items()))
+    intent = rng.choice(("passage_city_ask", "passage_who_ask"))
+    question = world.phrase(f"recall.{intent}", name=name, city=city)
+    return Exchange(" ".join([*told, question.text]), f"{name} lives in {city}.", None)
+
+
+def _some_items(world: World, count: int, kind: str = "") -> list[str]:
+    match kind or world.pick(("words", "words", "letters", "numbers", "names")):
+        case "words":
+            return world.words(count)
+        case "letters":
+            return world.rng.sample(LETTERS, count)
+        case "numbers":
+            short = world.rng.random() < 0.7
+            return [str(world.number() % 100 if short else world.number()) for _ in range(count)]
+        case _:
+            return [world.name() for _ in range(count)]
+
+
+def _answerable(world: World) -> str:
+    skill = world.pick(("smalltalk", "identity", "fact", "arithmetic", "refusal", "command"))
+    return SKILLS[skill](world).question
+
+
+def _some_text(world: World) -> str:
+    rng = world.rng
+    items = _some_items(world, rng.randint(1, 8))
+    if rng.random() < 0.3:
+        items = items[:4] + _some_items(world, rng.randint(1, 4))
+        rng.shuffle(items)
+    if rng.random() < 0.15:
+        items = [
+            f"{world.name()} {rng.choice(('saw', 'has', 'likes', 'wants', 'found'))} the",
+            *items,
+        ]
+    return rng.choice((" ", " ", ", ")).join(items)
+
+
+def listed(items: list[str]) -> str:
+    """As in a sentence: a, b and c."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+SKILLS: dict[str, Callable[[World], Exchange]] = {
+    "smalltalk": smalltalk,
+    "identity": identity,
+    "option": option,
+    "command": command,
+    "copy": copy,
+    "reverse": reverse,
+    "spell": spell,
+    "count": count,
+    "sort": sort,
+    "arithmetic": arithmetic,
+    "fact": fact,
+    "refusal": refusal,
+    "passage": passage,
+}
+
+
+def draw(world: World, skill: str) -> Exchange:
+    """An exchange of `skill` that belongs to this world."""
+    while True:
+        exchange = SKILLS[skill](world)
+        question, key = exchange.question, exchange.key
+        if key is None or (world.new_phrases and key == question):
+            return exchange  # its words, or its phrasing, are held out already
+        # Worn down, a question of the training may have become one that is held out.
+        belongs = is_held_out(key) if world.evaluates else not is_held_out(key, question)
+        if belongs:
+            if skill in CASELESS and world.rng.random() < world.noise:
+                lower = question.lower()
+                question = lower.rstrip("?.!") if world.rng.random() < 0.5 else lower
+            return Exchange(question, exchange.answer, key)

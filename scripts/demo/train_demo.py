@@ -1,0 +1,412 @@
+"""Trains the bundled demo model: `python scripts/demo/train_demo.py FOLDER`.
+
+A Qwen3 of 5.2 million parameters, trained from nothing on generated conversations (scripts/demo/)
+and written under the Hugging Face names. One GPU takes minutes, so the whole of it is one process:
+workers make shards of conversations ahead of need, the GPU does nothing but steps.
+
+The run can be done in pieces: after --minutes it leaves FOLDER/checkpoint.pt, and the same command
+goes on from there. On one machine the pieces give the same model as one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.pool import AsyncResult, Pool
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from demo_model.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo_model.data import END_ID, END_OF_TEXT_ID
+from demo_model.evaluation import (
+    FROZEN_HASH,
+    SPLITS,
+    TokenizedCase,
+    evaluation_hash,
+    tokenized_cases,
+)
+from demo_model.model import Model, Shape, hugging_face_config, named_weights
+from demo_model.muon import Muon
+from demo_model.tables import SNAPSHOT, snapshot
+from demo_model.tokenizer import make_tokenizer
+
+BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
+MUON_LR = 0.02
+ADAM_LR = 3e-3
+ADAM_BETAS = (0.9, 0.95)
+WARMUP = 0.01  # of the run
+COOLDOWN = 0.50
+
+REPORT_EVERY = 10  # shards
+SHARD_TIMEOUT_S = 600.0  # a worker that was killed never answers; this ends the wait
+
+CHECKPOINT = "checkpoint.pt"
+FINISHED = "training.json"  # written last: where it is, the model is finished
+
+Scores = dict[tuple[str, str], float]  # the share of right answers by (skill, split)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the weights depend on, besides the code. A checkpoint goes on only with the same."""
+
+    seed: int
+    shards: int
+    shard_tokens: int
+    batch_tokens: int
+    shape: Shape = field(default_factory=Shape)
+
+
+@dataclass
+class Progress:
+    next_shard: int = 0
+    num_tokens: int = 0
+    # spent on training, evaluation left out
+    seconds: float = 0.0
+    # the part of it in which there was no data
+    waited_s: float = 0.0
+    # one entry a shard
+    curve: list[dict[str, float]] = field(default_factory=list)
+
+
+# Data.
+
+
+class ShardQueue:
+    """The shards in order. Workers make the next ones while one is trained on."""
+
+    def __init__(
+        self, pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
+    ) -> None:
+        self.pool = pool
+        self.folder = folder
+        self.settings = settings
+        self.indices = iter(range(first, settings.shards))
+        self.pending: deque[AsyncResult[Shard]] = deque()
+        for _ in range(num_ahead):
+            self.request_next()
+
+    def request_next(self) -> None:
+        settings = self.settings
+        for index in self.indices:
+            arguments = (
+                self.folder, settings.seed, index, settings.shard_tokens, settings.batch_tokens
+            )  # fmt: skip
+            self.pending.append(self.pool.apply_async(make_batches, arguments))
+            return
+
+    def get(self) -> Shard:
+        self.request_next()
+        return self.pending.popleft().get(SHARD_TIMEOUT_S)
+
+
+# Training.
+
+
+def lr_scale(progress: float) -> float:
+    """The share of the full learning rate, `progress` going from 0 to 1 over the run."""
+    return min(1.0, progress / WARMUP, (1.0 - progress) / COOLDOWN)
+
+
+class Trainer:
+    """The model, its two optimizers, and how far they are."""
+
+    def __init__(self, settings: Settings, device: torch.device, compiles: bool = False) -> None:
+        self.settings = settings
+        self.device = device
+        self.progress = Progress()
+        # bfloat16 is slow on most CPUs. The weights stay in float32 either way.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = Model(settings.shape, settings.seed, dtype, compiles).to(device)
+        # Muon is for the matrices of the layers, which alone are stacked to three dimensions.
+        self.muon = Muon([p for p in self.model.parameters() if p.ndim == 3])
+        self.others = [p for p in self.model.parameters() if p.ndim < 3]
+        self.adam = torch.optim.AdamW(
+            self.others, lr=ADAM_LR, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+        )
+
+    def warm_up(self) -> None:
+        """Compiles, on a batch of nothing, while the workers make the first shards."""
+        nothing = torch.zeros(self.settings.batch_tokens, dtype=torch.int16, device=self.device)
+        self.model.loss(nothing, nothing, self.settings.shape.max_positions).backward()
+        self.model.zero_grad()
+
+    def train(self, shard: Shard) -> float:
+        """All steps of a shard; the mean loss. The GPU is waited for only at the end."""
+        ids, targets = self.upload(shard.ids), self.upload(shard.targets)
+        total = torch.zeros((), device=self.device)
+        num_batches = len(shard.lengths)
+        for start in range(0, num_batches, BATCHES_PER_STEP):
+            step = range(start, min(start + BATCHES_PER_STEP, num_batches))
+            num_learned = max(1, sum(shard.num_learned[batch] for batch in step))
+            for batch in step:
+                loss = self.model.loss(ids[batch], targets[batch], shard.lengths[batch])
+                (loss / num_learned).backward()
+                total += loss.detach()
+            # The middle of the step: neither the first nor the last one has a rate of zero.
+            self.step((start + len(step) / 2) / num_batches)
+        return total.item() / max(1, sum(shard.num_learned))
+
+    def upload(self, array: npt.NDArray[np.int16]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def step(self, shard_progress: float) -> None:
+        scale = lr_scale((self.progress.next_shard + shard_progress) / self.settings.shards)
+        self.muon.step(MUON_LR * scale)
+        nn.utils.clip_grad_norm_(self.others, 1.0)
+        for group in self.adam.param_groups:
+            group["lr"] = ADAM_LR * scale
+        self.adam.step()
+        self.adam.zero_grad()
+
+    def save(self, path: Path) -> None:
+        state = {
+            "settings": asdict(self.settings),
+            "progress": asdict(self.progress),
+            "model": self.model.state_dict(),
+            "muon": self.muon.momenta,
+            "adam": self.adam.state_dict(),
+        }
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["settings"] != asdict(self.settings):
+            raise SystemExit(
+                f"{path} is of a run with other settings; go on with those, or train in another "
+                f"folder: {state['settings']}"
+            )
+        self.progress = Progress(**state["progress"])
+        self.model.load_state_dict(state["model"])
+        self.muon.momenta = state["muon"]
+        self.adam.load_state_dict(state["adam"])
+
+
+def train_until(
+    deadline: float,
+    trainer: Trainer,
+    shards: ShardQueue,
+    cases: Sequence[TokenizedCase],
+    eval_every: int,
+) -> None:
+    """Trains until the last shard is done or the time is up, at least on one shard."""
+    progress, last = trainer.progress, trainer.settings.shards
+    while progress.next_shard < last:
+        started = time.monotonic()
+        shard = shards.get()
+        progress.waited_s += time.monotonic() - started
+        loss = trainer.train(shard)
+        if not math.isfinite(loss):
+            raise SystemExit(f"the loss of shard {progress.next_shard} is {loss}")
+        progress.seconds += time.monotonic() - started
+        progress.num_tokens += shard.num_tokens
+        progress.curve.append(
+            {
+                "shard": progress.next_shard,
+                "tokens": progress.num_tokens,
+                "loss": round(loss, 5),
+                "seconds": round(progress.seconds, 2),
+            }
+        )
+        progress.next_shard += 1
+        done = progress.next_shard
+        if done % REPORT_EVERY == 0 or done in (1, last):
+            report(progress, last)
+        if eval_every and done % eval_every == 0 and done < last:
+            print_scores(evaluate(trainer.model, cases, trainer.settings.batch_tokens))
+        if time.monotonic() > deadline:
+            return
+
+
+def report(progress: Progress, num_shards: int) -> None:
+    print(
+        f"shard {progress.next_shard:4d}/{num_shards}"
+        f"  {progress.num_tokens / 1e6:7.1f} M tokens"
+        f"  loss {progress.curve[-1]['loss']:.4f}"
+        f"  rate {MUON_LR * lr_scale(progress.next_shard / num_shards):.4f}"
+        f"  {progress.num_tokens / progress.seconds / 1e6:6.3f} M tokens/s"
+        f"  {progress.seconds:5.0f} s, {progress.waited_s:.0f} s of it without data",
+        flush=True,
+    )
+
+
+# Evaluation.
+
+
+def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
+    """By skill, and for `all` of them together."""
+    right: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    right_of_all: dict[tuple[str, str], list[bool]] = defaultdict(list)
+    predictions = predicted_answers(model, cases, batch_tokens)
+    for case, predicted in zip(cases, predictions, strict=True):
+        is_right = np.array_equal(predicted, case.ids[-case.num_answer :])
+        right[case.skill, case.split].append(is_right)
+        right_of_all["all", case.split].append(is_right)
+    return {group: sum(found) / len(found) for group, found in (right | right_of_all).items()}
+
+
+def predicted_answers(
+    model: Model, cases: Sequence[TokenizedCase], batch_tokens: int
+) -> list[npt.NDArray[np.int64]]:
+    """The likeliest token at each place of each answer, given all that is right before it.
+
+    Nothing is generated: greedy decoding gives the right answer exactly if, at each place of it,
+    the likeliest token after the right ones is the right one. One forward pass tells.
+    """
+    predicted: dict[int, npt.NDArray[np.int64]] = {}
+    for rows in plan_rows([len(case.ids) for case in cases], batch_tokens):
+        ids = np.full((len(rows.members), rows.length), END_OF_TEXT_ID, np.int64)
+        for row, member in zip(ids, rows.members, strict=True):
+            row[: len(cases[member].ids)] = cases[member].ids
+        likeliest = model.logits(torch.from_numpy(ids).to(model.embed.device)).argmax(-1)
+        for row, member in zip(likeliest.cpu().numpy(), rows.members, strict=True):
+            end = len(cases[member].ids) - 1  # the token at a place is predicted one before it
+            predicted[member] = row[end - cases[member].num_answer : end]
+    return [predicted[member] for member in range(len(cases))]
+
+
+def print_scores(scores: Scores) -> None:
+    for skill in dict.fromkeys(skill for skill, _ in scores):
+        shares = [f"{split} {scores[skill, split]:6.1%}" for split in SPLITS]
+        print(f"  {skill:12}{'  '.join(shares)}", flush=True)
+
+
+# The finished model.
+
+
+@torch.no_grad()
+def round_weights(model: Model) -> None:
+    """To bfloat16, as they are saved; so the last evaluation is that of the saved model."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16())
+
+
+def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
+    def write(name: str, content: object, indent: int | None = None) -> None:
+        (folder / name).write_text(json.dumps(content, indent=indent) + "\n", encoding="utf-8")
+        (folder / name).chmod(0o644)
+
+    weights = {
+        name: weight.bfloat16().cpu() for name, weight in named_weights(trainer.model).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    write("config.json", hugging_face_config(trainer.settings.shape), indent=2)
+    generation = {
+        "do_sample": False,
+        "eos_token_id": [END_ID, END_OF_TEXT_ID],
+        "pad_token_id": END_OF_TEXT_ID,
+    }
+    write("generation_config.json", generation, indent=2)
+    write(SNAPSHOT.name, snapshot() | {"evaluation": evaluation_hash()}, indent=1)
+    progress = trainer.progress
+    write(
+        FINISHED,
+        {
+            "settings": asdict(trainer.settings),
+            "tokens": progress.num_tokens,
+            "seconds": round(progress.seconds, 1),
+            "waited_s": round(progress.waited_s, 1),
+            "evaluation": evaluation_hash(),
+            "scores": [
+                {"skill": skill, "split": split, "accuracy": round(share, 4)}
+                for (skill, split), share in scores.items()
+            ],
+            "curve": progress.curve,
+        },
+    )
+    # Done with: it would give the same model again.
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+# The command.
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains the bundled demo model.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shards", type=int, default=200)
+    parser.add_argument("--shard-tokens", type=int, default=4_000_000)
+    parser.add_argument("--batch-tokens", type=int, default=8 * BATCH_UNIT)
+    parser.add_argument("--minutes", type=float, default=9.2, help="then leave a checkpoint")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--eval-every", type=int, default=50, help="shards; 0: only at the end")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
+    arguments = parser.parse_args()
+    if arguments.batch_tokens <= 0 or arguments.batch_tokens % BATCH_UNIT:
+        parser.error(f"--batch-tokens must be a multiple of {BATCH_UNIT}")
+    return arguments
+
+
+def main() -> None:
+    started = time.monotonic()
+    arguments = parse_arguments()
+    folder: Path = arguments.folder
+    if (folder / FINISHED).exists():
+        raise SystemExit(f"{folder} holds a finished model: train in another folder, or remove it")
+    if evaluation_hash() != FROZEN_HASH:
+        raise SystemExit("the evaluation has changed; freeze it first, in demo_model/evaluation.py")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "tokenizer.json").exists():
+        make_tokenizer(folder)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core is enough
+    # Forked, so that no worker spends seconds on importing torch, and before CUDA is touched.
+    with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
+        train(arguments, pool, deadline=started + 60 * arguments.minutes)
+
+
+def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
+    folder: Path = arguments.folder
+    settings = Settings(
+        arguments.seed, arguments.shards, arguments.shard_tokens, arguments.batch_tokens
+    )
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would compile for each shape of batch
+    trainer = Trainer(settings, torch.device(device), compiles=not arguments.no_compile)
+    checkpoint = folder / CHECKPOINT
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"going on from shard {trainer.progress.next_shard}")
+
+    shards = ShardQueue(pool, folder, settings, trainer.progress.next_shard, 2 * arguments.workers)
+    trainer.warm_up()
+    cases = tokenized_cases(folder)
+    print(f"ready to train on {trainer.device}", flush=True)
+    train_until(deadline, trainer, shards, cases, arguments.eval_every)
+    if trainer.progress.next_shard < settings.shards:
+        trainer.save(checkpoint)
+        print(f"{checkpoint}: run again to go on from shard {trainer.progress.next_shard}")
+        return
+
+    round_weights(trainer.model)
+    scores = evaluate(trainer.model, cases, settings.batch_tokens)
+    print_scores(scores)
+    write_model(folder, trainer, scores)
+    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    print(f"{folder}: {num_parameters / 1e6:.2f} M parameters")
+
+
+if __name__ == "__main__":
+    main()
