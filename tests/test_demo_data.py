@@ -76,7 +76,7 @@ def test_the_evaluation_is_the_frozen_one() -> None:
     assert evaluation_hash() == FROZEN_HASH, (
         "The questions of the evaluation, or the snapshot of options that they ask for, have "
         "changed: set FROZEN_HASH in scripts/demo/demo_model/evaluation.py and retrain the demo "
-        "model (see README.md)."
+        "model (see scripts/demo/README.md)."
     )
 
 

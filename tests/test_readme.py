@@ -48,7 +48,7 @@ def row(spec: Field[Any]) -> str:
     ("file", "heading", "config"),
     [
         (CLI, "Engine", EngineConfig),
-        ("README.md", "Server", ServerConfig),
+        ("minisgl/server/README.md", "Server", ServerConfig),
         (CLI, "Chat", ChatConfig),
         (BENCH, "Benchmark", BenchConfig),
         (BENCH, "Latency", LatencyConfig),
