@@ -41,7 +41,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import MinisglError
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process, bind, new_event_loop, start_engine
+from minisgl.server.process import ServerProcess, bind, new_event_loop, start_engine
 
 HOST = "127.0.0.1"
 TEMPERATURE = 0.6
@@ -110,7 +110,7 @@ def serve(config: EngineConfig, port: int, load: Load, connection: Connection) -
         return engine
 
     try:
-        sys.exit(Process(config, ServerConfig(host=HOST, port=port), start).run())
+        sys.exit(ServerProcess(config, ServerConfig(host=HOST, port=port), start).run())
     except MinisglError as error:
         connection.send(error)
 

@@ -30,7 +30,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.request import Request
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process, bind
+from minisgl.server.process import ServerProcess, bind
 
 HOST = "127.0.0.1"
 CLIENTS = Path(__file__).with_name("soak_clients.py")
@@ -83,7 +83,7 @@ class Soak:
     def run(self) -> int:
         with bind(ServerConfig(host=HOST, port=0)) as probe:
             port: int = probe.getsockname()[1]
-        return Process(ENGINE, ServerConfig(host=HOST, port=port), self._starter(port)).run()
+        return ServerProcess(ENGINE, ServerConfig(host=HOST, port=port), self._starter(port)).run()
 
     def _starter(self, port: int) -> Any:
         async def start(config: EngineConfig) -> Watched:

@@ -11,7 +11,7 @@ from test_engine import ScriptedRunner, loaded
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process
+from minisgl.server.process import ServerProcess
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -25,4 +25,4 @@ async def start(config: EngineConfig) -> AsyncEngine:
 
 if __name__ == "__main__":
     options = ServerConfig(**json.loads(sys.argv[1]))
-    sys.exit(Process(EngineConfig(), options, start).run())
+    sys.exit(ServerProcess(EngineConfig(), options, start).run())

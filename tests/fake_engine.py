@@ -32,7 +32,7 @@ from minisgl.request import (
 )
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process
+from minisgl.server.process import ServerProcess
 from minisgl.stats import EngineStats, Totals
 
 VOCAB_SIZE = 256
@@ -261,7 +261,7 @@ def main() -> int:
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     try:
         options = ServerConfig(**json.loads(sys.argv[2]))
-        return Process(EngineConfig(model="fake"), options, start).run()
+        return ServerProcess(EngineConfig(model="fake"), options, start).run()
     except MinisglError as error:
         print(error, file=sys.stderr)
         return error.exit_code

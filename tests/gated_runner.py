@@ -23,8 +23,8 @@ from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.server.service import Service
 from minisgl.tokenizer import Tokenizer
 
 # In the demo tokenizer these ids are single characters, but for the first three, which are special.
@@ -124,9 +124,9 @@ async def served(
     api_key: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[Server, int]]:
     """A server on the test's own loop, and its port. Looks at the engine's books at the end."""
-    service = Service(ServerConfig(port=0, api_key=api_key), engine)
-    with bind(service.config) as listener:
-        server = Server(http_settings(wrap(create_app(service))), service)
+    state = EngineState(ServerConfig(port=0, api_key=api_key), engine)
+    with bind(state.config) as listener:
+        server = Server(http_settings(wrap(create_app(state))), state)
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         yield server, listener.getsockname()[1]
         server.should_exit = True

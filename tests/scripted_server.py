@@ -16,7 +16,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import EngineStoppedError
 from minisgl.scheduler.plan import StepResult
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process
+from minisgl.server.process import ServerProcess
 
 SECONDS_A_STEP = 0.02  # so that no request ends before the last one has come
 
@@ -46,4 +46,4 @@ async def start(config: EngineConfig) -> AsyncEngine:
 
 if __name__ == "__main__":
     options = ServerConfig(**json.loads(sys.argv[2]))
-    sys.exit(Process(EngineConfig(), options, start).run())
+    sys.exit(ServerProcess(EngineConfig(), options, start).run())

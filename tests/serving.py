@@ -16,8 +16,8 @@ from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.server.service import Service
 
 AnyEngine = TypeVar("AnyEngine", bound=Any)
 
@@ -26,7 +26,7 @@ AnyEngine = TypeVar("AnyEngine", bound=Any)
 class Served(Generic[AnyEngine]):
     url: str
     engine: AnyEngine
-    service: Service
+    state: EngineState
     server: Server
     loop: asyncio.AbstractEventLoop
 
@@ -55,11 +55,11 @@ def served(
 
     async def serve() -> None:
         engine = await start()
-        service = Service(ServerConfig(port=0, **options), engine)
-        with bind(service.config) as listener:
-            server = Server(http_settings(create_app(service)), service)
+        state = EngineState(ServerConfig(port=0, **options), engine)
+        with bind(state.config) as listener:
+            server = Server(http_settings(create_app(state)), state)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            ready.set_result(Served(url, engine, service, server, asyncio.get_running_loop()))
+            ready.set_result(Served(url, engine, state, server, asyncio.get_running_loop()))
             await server.serve(sockets=[listener])
         if engine is not None:
             await engine.close()

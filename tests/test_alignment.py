@@ -15,7 +15,10 @@ from toy_tokenizers import BYTE_TOKENS, TEXTS, byte_level, spelled
 
 from minisgl.detokenizer import Detokenizer
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
-from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Job, Reply
+from minisgl.server.chat_reply import ChatReply
+from minisgl.server.completion_reply import CompletionReply
+from minisgl.server.jobs import GenerationJob
+from minisgl.server.replies import Reply
 from minisgl.tokenizer import Tokenizer
 
 TOKENIZERS = (byte_level(), spelled())
@@ -79,12 +82,12 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
 
 
 def answers(
-    kind: type[Choice], job: Job, tokenizer: Tokenizer, deltas: Sequence[OutputDelta]
+    kind: type[Reply[Any]], job: GenerationJob, tokenizer: Tokenizer, deltas: Sequence[OutputDelta]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The choice of the whole answer, and those of the chunks."""
 
-    def reply() -> Reply:
-        return Reply(kind, [job], model="m", tokenizer=tokenizer, include_usage=False)
+    def reply() -> Reply[Any]:
+        return kind([job], model="m", tokenizer=tokenizer, include_usage=False)
 
     whole, streamed = reply(), reply()
     for delta in deltas:
@@ -137,8 +140,8 @@ def test_the_logprobs_of_a_chat_are_of_its_content(
     answer: tuple[Tokenizer, list[int], list[OutputDelta], SamplingParams],
 ) -> None:
     tokenizer, prompt, deltas, params = answer
-    job = Job(index=0, k=0, prompt_token_ids=prompt, params=params)
-    whole, chunks = answers(ChatChoice, job, tokenizer, deltas)
+    job = GenerationJob(index=0, k=0, prompt_token_ids=prompt, params=params)
+    whole, chunks = answers(ChatReply, job, tokenizer, deltas)
     content = whole["message"]["content"]
     assert content == "".join(delta.text for delta in deltas)
     tokens = whole["logprobs"]["content"]
@@ -173,7 +176,7 @@ def test_the_offsets_of_a_completion_are_in_its_text(
 ) -> None:
     tokenizer, prompt, deltas, params = answer
     skip = params.skip_special_tokens
-    job = Job(index=0, k=0, prompt_token_ids=prompt, params=params)
+    job = GenerationJob(index=0, k=0, prompt_token_ids=prompt, params=params)
     ids = joined(delta.token_ids for delta in deltas)
     ended = isinstance(deltas[-1].stop_reason, int)
     silent = [False] * (len(ids) - ended) + [True] * ended
@@ -184,7 +187,7 @@ def test_the_offsets_of_a_completion_are_in_its_text(
         ids = [*prompt, *ids]
         hidden = [not tokenizer.decode([id], skip_special_tokens=True) for id in prompt]
         silent = [one and (prompt_is_text or skip) for one in hidden] + silent
-    whole, chunks = answers(CompletionChoice, job, tokenizer, deltas)
+    whole, chunks = answers(CompletionReply, job, tokenizer, deltas)
     text, logprobs = whole["text"], whole["logprobs"]
     assert text == (job.echo or "") + "".join(delta.text for delta in deltas)
     assert {len(values) for values in logprobs.values()} == {len(ids)}
@@ -209,10 +212,9 @@ def test_the_offsets_of_a_completion_are_in_its_text(
 
 def test_an_answer_that_is_aborted_before_its_prompt_was_scored() -> None:
     params = SamplingParams(logprobs=0, prompt_logprobs=0)
-    job = Job(index=0, k=0, prompt_token_ids=[5, 6, 7], params=params, echo="abc")
-    choice = Reply(
-        CompletionChoice, [job], model="m", tokenizer=byte_level(), include_usage=False
-    ).choices[0]
+    job = GenerationJob(index=0, k=0, prompt_token_ids=[5, 6, 7], params=params, echo="abc")
+    reply = CompletionReply([job], model="m", tokenizer=byte_level(), include_usage=False)
+    choice = reply.choices[0]
     choice.events(OutputDelta([], "", 0, 0, finish_reason=FinishReason.ABORT))
 
 
@@ -220,8 +222,8 @@ def chat_tokens(
     tokenizer: Tokenizer, ids: Sequence[int], **params: Any
 ) -> tuple[str, list[tuple[str, bytes]]]:
     asked = SamplingParams(logprobs=0, **params)
-    job = Job(index=0, k=0, prompt_token_ids=[0], params=asked)
-    whole, _ = answers(ChatChoice, job, tokenizer, generate(tokenizer, [0], ids, asked))
+    job = GenerationJob(index=0, k=0, prompt_token_ids=[0], params=asked)
+    whole, _ = answers(ChatReply, job, tokenizer, generate(tokenizer, [0], ids, asked))
     tokens = whole["logprobs"]["content"]
     return whole["message"]["content"], [(one["token"], bytes(one["bytes"])) for one in tokens]
 
@@ -285,8 +287,8 @@ def test_as_many_rivals_are_given_as_were_asked_for(tokenizer: Tokenizer, token_
     for sampled, num_given in ((rivals[3], 20), (ids_of(tokenizer, b"x")[0], 21)):
         logprobs = [TokenLogprobs(sampled, -0.5, top)]
         delta = OutputDelta([sampled], "x", 1, 0, logprobs, [], FinishReason.LENGTH)
-        job = Job(index=0, k=0, prompt_token_ids=[0], params=SamplingParams(logprobs=20))
-        whole, _ = answers(CompletionChoice, job, tokenizer, [delta])
+        job = GenerationJob(index=0, k=0, prompt_token_ids=[0], params=SamplingParams(logprobs=20))
+        whole, _ = answers(CompletionReply, job, tokenizer, [delta])
         (given_top,) = whole["logprobs"]["top_logprobs"]
         assert len(given_top) == num_given
         assert given_top[whole["logprobs"]["tokens"][0]] == -0.5
@@ -296,5 +298,5 @@ def test_as_many_rivals_are_given_as_were_asked_for(tokenizer: Tokenizer, token_
     parts = ids_of(tokenizer, b"\xf0")
     logprobs = [TokenLogprobs(parts[0], -0.5)]
     delta = OutputDelta(parts, "\ufffd", 1, 0, logprobs, [], FinishReason.LENGTH)
-    whole, _ = answers(CompletionChoice, job, tokenizer, [delta])
+    whole, _ = answers(CompletionReply, job, tokenizer, [delta])
     assert whole["logprobs"]["tokens"] == ["bytes:\\xf0"]

@@ -39,12 +39,12 @@ from minisgl.server.connection import (
     MAX_HEADERS,
     MAX_PIPELINED,
     PIECE_BYTES,
-    Connection,
     Phase,
+    ServerConnection,
     raise_file_limit,
 )
+from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.server.service import Service
 
 CHAT = "/v1/chat/completions"
 GET = b"GET /version HTTP/1.1\r\nhost: localhost\r\n"
@@ -129,7 +129,7 @@ class Site:
         for _ in range(seconds):
             self.server.server_state.sweep()
 
-    async def only(self, phase: Phase) -> Connection:
+    async def only(self, phase: Phase) -> ServerConnection:
         """The one connection that there is, when it is in this phase."""
         connections = self.server.server_state.connections
 
@@ -138,7 +138,7 @@ class Site:
 
         await until(found, 20)
         [connection] = connections
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ServerConnection)
         return connection
 
 
@@ -147,10 +147,10 @@ async def site(
     engine: FakeEngine | None = None, max_open: int = 100, **options: Any
 ) -> AsyncIterator[Site]:
     engine = engine or FakeEngine()
-    service = Service(ServerConfig(port=0, **options), engine)
-    app = create_app(service)
-    with bind(service.config) as listener:
-        server = Server(http_settings(app), service, max_open)
+    state = EngineState(ServerConfig(port=0, **options), engine)
+    app = create_app(state)
+    with bind(state.config) as listener:
+        server = Server(http_settings(app), state, max_open)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         await until(lambda: server.started)
         yield Site(server, app, engine, listener.getsockname()[1])
@@ -258,7 +258,7 @@ async def test_nothing_is_said_in_the_middle_of_an_answer() -> None:
         client.send(b"NONSENSE\r\n\r\n")
         await until(lambda: bool(here.server.server_state.connections), 20)
         [connection] = here.server.server_state.connections
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ServerConnection)
         await until(lambda: connection._is_deaf, 20)
         engine.gate.set()
         streamed = await client.answer()
@@ -340,7 +340,7 @@ async def test_a_body_that_stops_coming_ends_its_request(chunked: bool) -> None:
         assert not here.engine.submitted
 
 
-def has_arrived(connection: Connection, num_bytes: int) -> bool:
+def has_arrived(connection: ServerConnection, num_bytes: int) -> bool:
     return connection._num_body_bytes >= num_bytes
 
 

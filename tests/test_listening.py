@@ -24,9 +24,9 @@ from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.server.hosts import Hosts, hosts_of
-from minisgl.server.process import Process, Server, bind, http_settings
-from minisgl.server.service import Service
+from minisgl.server.process import Server, ServerProcess, bind, http_settings
 
 CHAT = "/v1/chat/completions"
 ASKED = {"messages": HELLO, "max_tokens": 2}
@@ -43,10 +43,10 @@ async def client(url: str = "http://localhost", **options: Any) -> AsyncIterator
     if "uds" not in options:
         options.setdefault("port", 0)
     config = ServerConfig(**options)
-    service = Service(config, FakeEngine())
+    state = EngineState(config, FakeEngine())
     with bind(config) as listener:
-        app = create_app(service, hosts_of(config, listener))
-        server = Server(http_settings(app, config.ssl_certfile, config.ssl_keyfile), service)
+        app = create_app(state, hosts_of(config, listener))
+        server = Server(http_settings(app, config.ssl_certfile, config.ssl_keyfile), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         if config.uds:
             transport = httpx.AsyncHTTPTransport(uds=config.uds)
@@ -234,7 +234,7 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_the_model_loads(
     async def start(config: EngineConfig) -> FakeEngine:
         pytest.fail("the model was loaded")
 
-    process = Process(EngineConfig(model="fake"), ServerConfig(port=0, **options), start)
+    process = ServerProcess(EngineConfig(model="fake"), ServerConfig(port=0, **options), start)
     with pytest.raises(ConfigError, match=message):
         process.run()
 

@@ -30,7 +30,7 @@ from minisgl.errors import (
     StepError,
 )
 from minisgl.request import SamplingParams
-from minisgl.server.access import log_failure
+from minisgl.server.access_log import log_failure
 
 __all__ = ["tiny_model"]  # a fixture
 
@@ -165,7 +165,7 @@ async def test_an_unforeseen_error_leaves_its_type_and_place_but_not_its_words(
     line, _, frames = record.getMessage().partition("\n")
     id = answer.headers["x-request-id"]
     assert line == f"request {id}: {answer.status_code} UnforeseenError"
-    assert "sse.py" in frames
+    assert "responses.py" in frames
     assert SECRET not in caplog.text
 
 

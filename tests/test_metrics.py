@@ -15,10 +15,10 @@ from test_server import http_client, until
 
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.service import Service
+from minisgl.server.engine_state import EngineState
 from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parent.parent / "minisgl/server/README.md").read_text()
 OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses"}
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -209,15 +209,15 @@ async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
 
 
 async def test_every_phase_answers_without_a_key() -> None:
-    service = Service(ServerConfig(api_key=("secret",)))
-    transport = httpx.ASGITransport(create_app(service))
+    state = EngineState(ServerConfig(api_key=("secret",)))
+    transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         loading = await scrape(client)
         assert loading.families.keys() == OF_THE_SERVER
         engine = FakeEngine()
-        service.start(engine)
+        state.start(engine)
         ready = await scrape(client)
-        service.drain()
+        state.drain()
         draining = await scrape(client)
         engine.fail(RuntimeError("the device is gone"))
         dead = await scrape(client)
@@ -244,7 +244,7 @@ async def test_names_have_their_units_and_are_those_of_the_readme() -> None:
             name += "_total"
         assert name.startswith("minisgl_")
         expected.append((name, kind))
-    section = README.partition("## Operating it\n")[2].partition("\n## ")[0]
+    section = README.partition("## Metrics\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `minisgl_")]
     documented = [(name.split("`")[1].partition("{")[0], kind.strip()) for name, kind in rows]
     assert documented == expected

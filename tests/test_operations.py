@@ -34,9 +34,10 @@ from test_server import (
     wait_for_health,
 )
 
-from minisgl.server.app import OPEN_PATHS, create_app
+from minisgl.server.app import create_app
+from minisgl.server.auth import OPEN_PATHS
 from minisgl.server.config import ServerConfig
-from minisgl.server.service import Service
+from minisgl.server.engine_state import EngineState
 
 __all__ = ["tiny_model"]  # a fixture
 
@@ -50,8 +51,8 @@ ENDLESS = {"messages": HELLO, "ignore_eos": True}
 
 
 async def test_only_probes_are_open_without_the_key() -> None:
-    service = Service(ServerConfig(api_key=("secret",)), FakeEngine())
-    app = create_app(service)
+    state = EngineState(ServerConfig(api_key=("secret",)), FakeEngine())
+    app = create_app(state)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         for route in app.routes:

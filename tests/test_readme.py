@@ -1,7 +1,8 @@
-"""The README's tables of options are what the dataclasses say."""
+"""The READMEs' tables of options and request fields are what the types say."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,20 @@ from minisgl.bench.load_config import LoadConfig
 from minisgl.bench.workload_config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.server.config import ServerConfig
+from minisgl.server.messages import Message
+from minisgl.server.openapi import ERRORS, OPERATIONS
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from minisgl_cli.config import ChatConfig
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
 
 
 def test_the_first_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +61,26 @@ def test_the_table_lists_every_option_as_it_is(heading: str, config: Any) -> Non
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     expected = [row(spec) for spec in fields(config)]
     assert rows == expected, "The table should be:\n" + "\n".join(expected)
+
+
+def test_the_reference_of_the_server_names_every_request_field() -> None:
+    section = SERVER_README.partition("## Request fields\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_.]+)", section))
+    named |= {name.rpartition(".")[2] for name in named}
+    # The bodies of requests, and StreamOptions and Message, which are inside them.
+    structs = (
+        *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+        *(StreamOptions, Message),
+    )
+    fields = {name for struct in structs for name in struct.__struct_fields__}
+    assert fields - named == {"role", "tokens"}  # said of `messages`, and of the endpoint
+
+
+def test_the_reference_of_the_server_names_every_endpoint_and_status() -> None:
+    section = SERVER_README.partition("## Endpoints\n")[2].partition("\n## ")[0]
+    for path, operation in OPERATIONS.items():
+        assert f"`{operation.method.upper()} {path.replace('{name}', 'NAME')}`" in section
+    section = SERVER_README.partition("## Errors\n")[2].partition("\n## ")[0]
+    firsts = [row.split("|")[1] for row in section.splitlines() if row.startswith(("| 4", "| 5"))]
+    documented = {int(status) for first in firsts for status in first.split(",")}
+    assert documented == {*ERRORS, 405}

@@ -11,7 +11,7 @@ import pytest
 from test_engine import ScriptedRunner, deltas_of, engine_on, params
 
 from minisgl.scheduler.scheduler import SchedulerCounters
-from minisgl.server.report import Interval, report
+from minisgl.server.stats_log import Interval, log_stats
 from minisgl.stats import EngineStats, Totals
 
 IDLE = EngineStats(
@@ -71,7 +71,7 @@ async def lines_of(snapshots: list[EngineStats], caplog: pytest.LogCaptureFixtur
             return snapshots[-1]
 
     with caplog.at_level(logging.INFO, "minisgl"):
-        reporting = asyncio.ensure_future(report(stats, interval_s=0.001))
+        reporting = asyncio.ensure_future(log_stats(stats, interval_s=0.001))
         await all_read.wait()
         reporting.cancel()
         with contextlib.suppress(asyncio.CancelledError):

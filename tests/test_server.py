@@ -23,11 +23,12 @@ from fake_engine import LETTERS, FakeEngine, FakeStream, FakeTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.errors import ConfigError, StepError
-from minisgl.server.app import MAX_BODY_BYTES, create_app
+from minisgl.server.app import create_app
+from minisgl.server.bodies import MAX_BODY_BYTES
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.server.service import Service
-from minisgl.server.sse import MANY_SCORED, MAX_TURN_S
+from minisgl.server.responses import MANY_SCORED, MAX_TURN_S
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
@@ -37,9 +38,9 @@ FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
 async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
     """A server on the test's own loop; gives its URL."""
     config = ServerConfig(port=0, **options)
-    service = Service(config, engine)
+    state = EngineState(config, engine)
     with bind(config) as listener:
-        server = Server(http_settings(create_app(service)), service)
+        server = Server(http_settings(create_app(state)), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
@@ -392,11 +393,11 @@ async def test_health_tells_the_phase() -> None:
         response = await client.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 503
     engine = FakeEngine()
-    service = Service(ServerConfig(), engine)
-    transport = httpx.ASGITransport(create_app(service))
+    state = EngineState(ServerConfig(), engine)
+    transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         assert (await client.get("/health")).json() == {"status": "ready"}
-        service.drain()
+        state.drain()
         assert error_of(await client.get("/health"))["code"] == "draining"
         engine.fail(RuntimeError("the device is gone"))
         response = await client.get("/health")

@@ -18,7 +18,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import Served, served
 
-from minisgl.server.app import MAX_BODY_BYTES, MAX_VALUES
+from minisgl.server.bodies import MAX_BODY_BYTES, MAX_VALUES
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"content-type": "application/json"}
@@ -346,7 +346,7 @@ def test_while_loading() -> None:
 
     with served(start) as loading, loading.http() as http:
         check_phase(http, "loading")
-        loading.on_loop(lambda: loading.service.start(FakeEngine(answer_length=1)))
+        loading.on_loop(lambda: loading.state.start(FakeEngine(answer_length=1)))
         assert http.get("/health").json() == {"status": "ready"}
         assert http.post(POSTS[1], json=BODIES[POSTS[1]]).status_code == 200
 
@@ -358,7 +358,7 @@ def test_while_draining_and_dead(scripted: Served[FakeEngine]) -> None:
 
 def check_draining_and_dead(scripted: Served[FakeEngine], http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "ready"}
-    scripted.service.drain()
+    scripted.state.drain()
     check_phase(http, "draining")
     with scripted.openai() as client, pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(model="fake", prompt="x")
@@ -435,7 +435,7 @@ def check_ids(scripted: Served[FakeEngine], http: httpx.Client) -> None:
     ]
     break_encoding(scripted)
     responses.append(http.post(POSTS[1], json=BODIES[POSTS[1]]))
-    scripted.service.drain()
+    scripted.state.drain()
     responses.append(http.get("/health"))
     ids = [response.headers.get_list("x-request-id") for response in responses]
     assert all(len(found) == 1 and len(found[0]) == 32 for found in ids)

@@ -13,16 +13,10 @@ from fake_engine import FakeEngine
 from serving import Served, served
 
 from minisgl.errors import CallerError, InvalidRequestError
-from minisgl.server.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    MAX_SCORES,
-    MAX_TEMPLATE_OPTIONS,
-    ChatRequest,
-    CompletionRequest,
-    StrictChatRequest,
-    decode,
-)
+from minisgl.server.decoding import decode
+from minisgl.server.jobs import MAX_SCORES
+from minisgl.server.messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
+from minisgl.server.protocol import ChatRequest, CompletionRequest, StrictChatRequest
 
 MAX_SEQ_LEN = 1000
 # A search that backtracks takes minutes, and what is done here some milliseconds.

@@ -25,12 +25,12 @@ from starlette.routing import Route
 from minisgl.engine import AsyncEngine
 from minisgl.models.config import CONFIG_FILE
 from minisgl.models.hub import DEMO_FOLDER
-from minisgl.server import shapes
+from minisgl.server import schemas
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import SAMPLER_DETAILS
-from minisgl.server.service import Service
 
 JSON = "application/json"
 MAX_SEQ_LEN = 64
@@ -50,7 +50,7 @@ SMALL = {
 
 
 def app_routes() -> list[Route]:
-    app = create_app(Service(ServerConfig()))
+    app = create_app(EngineState(ServerConfig()))
     return [route for route in app.routes if isinstance(route, Route)]
 
 
@@ -189,8 +189,8 @@ def test_answers_are_what_the_types_say(
         chat |= {"logprobs": True, "top_logprobs": 2}
         text |= {"logprobs": 2}
     cases: list[tuple[str, dict[str, Any], Any, Any]] = [
-        ("/v1/chat/completions", chat, shapes.ChatCompletion, shapes.ChatCompletionChunk),
-        ("/v1/completions", text, shapes.Completion, shapes.CompletionChunk),
+        ("/v1/chat/completions", chat, schemas.ChatCompletion, schemas.ChatCompletionChunk),
+        ("/v1/completions", text, schemas.Completion, schemas.CompletionChunk),
     ]
     for body in (chat, text):
         body["return_token_ids"] = scored
@@ -208,13 +208,13 @@ def test_answers_are_what_the_types_say(
 
 
 def test_the_other_answers_too(http: httpx.Client) -> None:
-    check_shape(http.get("/v1/models").content, shapes.ModelList)
-    check_shape(http.get("/v1/models/demo").content, shapes.Model)
-    check_shape(http.get("/health").content, shapes.Health)
-    check_shape(http.get("/version").content, shapes.Version)
-    check_shape(http.get("/v1/models/x").content, shapes.Error)
-    check_shape(http.post("/tokenize", json={"prompt": "a"}).content, shapes.Tokens)
-    check_shape(http.post("/detokenize", json={"tokens": [5]}).content, shapes.Text)
+    check_shape(http.get("/v1/models").content, schemas.ModelList)
+    check_shape(http.get("/v1/models/demo").content, schemas.Model)
+    check_shape(http.get("/health").content, schemas.Health)
+    check_shape(http.get("/version").content, schemas.Version)
+    check_shape(http.get("/v1/models/x").content, schemas.Error)
+    check_shape(http.post("/tokenize", json={"prompt": "a"}).content, schemas.Tokens)
+    check_shape(http.post("/detokenize", json={"tokens": [5]}).content, schemas.Text)
 
 
 def check_shape(body: bytes, type: Any) -> None:
@@ -373,7 +373,7 @@ def test_any_value_in_any_field(demo: Served[AsyncEngine], path: str) -> None:
         response = client.post(path, content=body.encode(), headers={"content-type": JSON})
         assert response.status_code in (200, 400, 404)
         if response.status_code != 200:
-            check_shape(response.content, shapes.Error)
+            check_shape(response.content, schemas.Error)
 
     with demo.http() as client:
         check()
@@ -388,7 +388,7 @@ def test_any_bytes() -> None:
     def check(body: bytes, type: str) -> None:
         response = client.post("/v1/completions", content=body, headers={"content-type": type})
         assert response.status_code == 400
-        check_shape(response.content, shapes.Error)
+        check_shape(response.content, schemas.Error)
 
     with served(start) as found, found.http() as client:
         check()

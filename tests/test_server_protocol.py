@@ -5,27 +5,29 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import FakeDefaults, FakeTokenizer
 
 from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.server.chat_reply import ChatReply
+from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process
+from minisgl.server.decoding import decode
+from minisgl.server.encoding import event
+from minisgl.server.jobs import MAX_SCORES, GenerationJob, fitted, for_choice, scored_room
+from minisgl.server.process import ServerProcess
 from minisgl.server.protocol import (
-    MAX_SCORES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     StrictChatRequest,
     StrictCompletionRequest,
-    decode,
-    fitted,
-    for_choice,
-    scored_room,
 )
-from minisgl.server.replies import ChatChoice, Choice, CompletionChoice, Job, Reply
+from minisgl.server.replies import Reply
+from minisgl.server.schemas import ChatCompletionChunk, CompletionChunk
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -451,22 +453,22 @@ def test_server_options_are_checked(options: dict[str, Any]) -> None:
 def test_a_model_whose_folder_is_not_utf_8_needs_another_name() -> None:
     engine = EngineConfig(model="caf\udce9")
     with pytest.raises(ConfigError, match="--served-model-name") as caught:
-        Process(engine, ServerConfig())
+        ServerProcess(engine, ServerConfig())
     assert caught.value.param == "--model"
     assert str(caught.value).isascii()
-    Process(engine, ServerConfig(served_model_name=("café",)))
+    ServerProcess(engine, ServerConfig(served_model_name=("café",)))
 
 
 # -- shapes of answers ----------------------------------------------------------------------------
 
 
-def job(**fields: Any) -> Job:
+def job(**fields: Any) -> GenerationJob:
     defaults: dict[str, Any] = {"index": 0, "k": 0, "params": SamplingParams()}
-    return Job(**{"prompt_token_ids": b"hi!", **defaults, **fields})
+    return GenerationJob(**{"prompt_token_ids": b"hi!", **defaults, **fields})
 
 
-def reply_of(kind: type[Choice], job: Job, *, include_usage: bool) -> Reply:
-    return Reply(kind, [job], model="m", tokenizer=FakeTokenizer(), include_usage=include_usage)
+def reply_of(kind: type[Reply[Any]], job: GenerationJob, *, include_usage: bool) -> Reply[Any]:
+    return kind([job], model="m", tokenizer=FakeTokenizer(), include_usage=include_usage)
 
 
 def delta(text: str, finish: FinishReason | None = None, **fields: Any) -> OutputDelta:
@@ -483,8 +485,30 @@ def events(reply: Reply, *deltas: OutputDelta) -> list[Any]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
 
 
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "chunk"), [(ChatReply, ChatCompletionChunk), (CompletionReply, CompletionChunk)]
+)
+def test_the_frequent_event_is_what_the_types_encode(
+    kind: type[Reply[Any]], chunk: type[msgspec.Struct], include_usage: bool
+) -> None:
+    """Byte for byte: a delta of text, which is put together from parts encoded beforehand."""
+    reply = kind(
+        [job(index=3)], model='a "m" ""', tokenizer=FakeTokenizer(), include_usage=include_usage
+    )
+    (choice,) = reply.choices
+    choice.events(delta("first"))
+    for text in ("a", '"', '""', 'a "quoted"\nline \u2028 ü \x00', "😀", "}\n\n"):
+        data = choice.events(delta(text))
+        decoded: Any = msgspec.json.decode(data.removeprefix(b"data: "), type=chunk)
+        assert event(decoded) == data
+        (part,) = decoded.choices
+        assert (part.delta.content if kind is ChatReply else part.text) == text
+        assert part.index == 3
+
+
 def test_chat_chunks() -> None:
-    reply = reply_of(ChatChoice, job(index=3), include_usage=True)
+    reply = reply_of(ChatReply, job(index=3), include_usage=True)
     text = 'a "quoted"\nline \u2028 ü'
     chunks = events(reply, delta(text), delta(""), delta("", FinishReason.LENGTH))
     assert [chunk["object"] for chunk in chunks] == ["chat.completion.chunk"] * 4
@@ -506,13 +530,13 @@ def test_chat_chunks() -> None:
 
 
 def test_chunks_mention_no_usage_unless_asked() -> None:
-    reply = reply_of(ChatChoice, job(), include_usage=False)
+    reply = reply_of(ChatReply, job(), include_usage=False)
     assert all("usage" not in chunk for chunk in events(reply, delta("a", FinishReason.STOP)))
 
 
 def test_held_back_text_makes_no_event_and_its_logprobs_come_with_it() -> None:
     scored = TokenLogprobs(ord("a"), -float("inf"), ((ord("b"), -0.25),))
-    reply = reply_of(ChatChoice, job(params=SamplingParams(logprobs=1)), include_usage=False)
+    reply = reply_of(ChatReply, job(params=SamplingParams(logprobs=1)), include_usage=False)
     assert reply.choices[0].events(delta("x", logprobs=[TokenLogprobs(ord("x"), -1.0)])) != b""
     assert reply.choices[0].events(delta("", logprobs=[scored])) == b""
     (chunk,) = events(reply, delta("a"))
@@ -538,7 +562,7 @@ def test_echo_scores_the_prompt_and_streams_the_same_offsets() -> None:
         ),
         delta("b", FinishReason.STOP, logprobs=[TokenLogprobs(ord("b"), -3.0)]),
     ]
-    reply = reply_of(CompletionChoice, echoing, include_usage=False)
+    reply = reply_of(CompletionReply, echoing, include_usage=False)
     for each in deltas:
         reply.choices[0].keep(each)
     (whole,) = json.loads(reply.whole())["choices"]
@@ -550,7 +574,7 @@ def test_echo_scores_the_prompt_and_streams_the_same_offsets() -> None:
         "top_logprobs": [None, {"i": -1.0}, {"!": -1.0}, {"b": -0.5, "a": -2.0}, {"b": -3.0}],
         "text_offset": [0, 1, 2, 3, 4],
     }
-    reply = reply_of(CompletionChoice, echoing, include_usage=False)
+    reply = reply_of(CompletionReply, echoing, include_usage=False)
     chunks = events(reply, *deltas)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi!ab"
     for key, values in whole["logprobs"].items():

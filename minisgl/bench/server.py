@@ -23,7 +23,7 @@ from minisgl.config import EngineConfig, ModelFacts
 from minisgl.errors import MinisglError
 from minisgl.keys import VARIABLE
 from minisgl.server.config import ServerConfig
-from minisgl.server.process import Process, bind, start_engine
+from minisgl.server.process import ServerProcess, bind, start_engine
 
 HOST = "127.0.0.1"
 STOP_SECONDS = 60
@@ -123,7 +123,7 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
     # Requests that are still running belong to a benchmark that was given up.
     server = ServerConfig(host=HOST, port=port, drain_timeout=0.0)
     try:
-        sys.exit(Process(config, server, start).run())
+        sys.exit(ServerProcess(config, server, start).run())
     except MinisglError as error:
         connection.send(Failed(str(error), error.exit_code))
 

@@ -12,16 +12,16 @@ from minisgl.server.config import ServerConfig
 def run(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal comes; from the main thread. Returns the exit code.
 
-    Raises MinisglError where the address or a key cannot be had or the engine does not start.
+    Raises MinisglError if the address or a key is unavailable or the engine does not start.
     """
-    # The command line imports this package for --help, which must be quick.
-    from minisgl.server.process import Process
+    # The command line imports this package for --help, which must be fast.
+    from minisgl.server.process import ServerProcess
 
-    return Process(engine, with_all_keys(server)).run()
+    return ServerProcess(engine, with_all_keys(server)).run()
 
 
 def with_all_keys(config: ServerConfig) -> ServerConfig:
-    """`config` with the keys of the environment and of its file among its own, each once.
+    """`config` with the keys of the environment and of its key file added, without duplicates.
 
     Raises ConfigError for a source without a key.
     """

@@ -1,7 +1,7 @@
-"""Which tokens a text is made of: the place and the part of each, while the text grows.
+"""Aligns tokens with their text: the position and the part of each token, while the text grows.
 
-The text is what a `Detokenizer` makes of the tokens: it lags behind them, U+FFFD stands for what is
-no UTF-8, and a stop string may cut it, in the middle of a token too.
+The text is the output of a `Detokenizer`: it lags behind the tokens, has U+FFFD for invalid UTF-8,
+and may be cut by a stop string, even inside a token.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.request import TokenLogprobs
-from minisgl.server.service import Tokenizer
+from minisgl.server.served_engine import ServedTokenizer
 
 
 @dataclass(slots=True)
 class PlacedToken:
-    """A token and what it has in the text.
+    """A token and its part of the text.
 
-    The `text` of all tokens of a text joined is that text, and so is their `data` once decoded.
+    The `text`s of all tokens joined are the whole text, and so are their `data` joined and decoded.
     """
 
     scored: TokenLogprobs | None  # None for the first token of a prompt
-    data: bytes  # its bytes in the text; b"" if it is hidden, or behind the end
-    text: str  # the characters that are complete with it
-    start: int  # characters of the text before the first that it has a part in
-    end: int  # characters up to the last of these
-    opening: bytes  # the bytes before it of a character that it goes on with
+    data: bytes  # its bytes in the text; b"" if it is hidden, or after the end
+    text: str  # the characters that it completes
+    start: int  # position of the first character that it has a part in
+    end: int  # position after the last of these characters
+    opening: bytes  # the earlier bytes of an incomplete character that it continues
 
     def cut(self, num_chars: int) -> None:
-        """End it where the text ends, after `num_chars`."""
+        """Cut the token at the end of the text, `num_chars` characters."""
         num_left = max(num_chars - self.start, 0)
         self.start = min(self.start, num_chars)
         data, end = self.opening + self.data, 0
@@ -41,27 +41,27 @@ class PlacedToken:
 
 
 class Alignment:
-    """Takes the tokens and the pieces of a text as they come; returns each token once."""
+    """Takes tokens and pieces of text as they arrive; returns each token once."""
 
     def __init__(self, *, start: int = 0, drops_first_space: bool = False) -> None:
-        """`start` characters are before the first token."""
-        self.num_chars = start  # complete with the tokens added
+        """`start`: number of characters before the first token."""
+        self.num_chars = start  # completed by the tokens added so far
         self._num_shown = start
         self._drops_first_space = drops_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending = b""  # of a character that is not complete yet
-        self._waiting: deque[PlacedToken] = deque()  # for the text that they are a part of
-        self._last: PlacedToken | None = None  # that has bytes
+        self._pending = b""  # the bytes of an incomplete character
+        self._waiting: deque[PlacedToken] = deque()  # whose text has not arrived yet
+        self._last: PlacedToken | None = None  # the last token with bytes
 
     def add(self, scored: TokenLogprobs | None, data: bytes) -> None:
-        """The next token; `data` are the bytes that it adds to the text."""
+        """Add the next token; `data` are the bytes that it adds to the text."""
         if self._drops_first_space and data:
             self._drops_first_space = False
             data = data.removeprefix(b" ")
         opening = self._pending
         text = self._decoder.decode(data)
         if self._last and opening and data and _char_end(opening + data[:4]) == len(opening):
-            # The character breaks off before this token, so that its U+FFFD is the last one's.
+            # The character breaks off before this token, so its U+FFFD belongs to the previous one.
             self._last.text += text[0]
             self.num_chars += 1
             opening, text = b"", text[1:]
@@ -75,9 +75,9 @@ class Alignment:
             self._last = token
 
     def show(self, text: str, *, finished: bool) -> list[PlacedToken]:
-        """The tokens that `text`, the next piece, is the last to have a part of.
+        """Take `text`, the next piece; returns the tokens whose text is now complete.
 
-        When it is the last piece these are all that are left, cut at its end.
+        With the last piece these are all remaining tokens, cut at its end.
         """
         self._num_shown += len(text)
         if finished and self._last:
@@ -92,21 +92,21 @@ class Alignment:
 
 
 def place_prompt(
-    tokenizer: Tokenizer | None,
+    tokenizer: ServedTokenizer | None,
     token_ids: Sequence[int],
     scored: Sequence[TokenLogprobs | None],
     text: str,
 ) -> list[PlacedToken]:
-    """The tokens of a prompt in its `text`, where special ones may be written out or not.
+    """Align the tokens of a prompt with its `text`, in which special tokens may be written out.
 
-    A text that the tokenizer changes before it takes it apart has them near their places only.
+    If the tokenizer normalizes the text first, positions are approximate.
     """
     if tokenizer is None:
         return [PlacedToken(score, b"", "", 0, 0, b"") for score in scored]
     written = tokenizer.byte_table(skip_special_tokens=False)
     visible = tokenizer.byte_table(skip_special_tokens=True)
     alignment = Alignment(drops_first_space=tokenizer.drops_first_space)
-    for token_id, score in zip(token_ids, scored, strict=False):  # fewer when it was aborted
+    for token_id, score in zip(token_ids, scored, strict=False):  # fewer if the request was aborted
         data = written[token_id]
         if data and not visible[token_id]:
             spelled = data.decode("utf-8", "replace")
@@ -117,7 +117,7 @@ def place_prompt(
 
 
 def _char_end(data: bytes, start: int = 0) -> int:
-    """Where the character ends that starts there; U+FFFD stands for as much as in `decode`."""
+    """End of the character that starts at `start`; U+FFFD covers as many bytes as in `decode`."""
     window = data[start : start + 4]
     try:
         char = window.decode()[0]

@@ -1,4 +1,4 @@
-"""Every option of the server, once. Imports nothing heavy, so that --help is fast."""
+"""The options of the server. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from minisgl.errors import ConfigError
 from minisgl.keys import check_key
 
 GROUP = "Server"
-# A name, or an IPv6 address with its brackets or without.
+# A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
 PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
 
 
 def check_utf8(option: str, name: str, hint: str = "") -> None:
-    """Refuse a model's name that no answer can hold: the shell passes any bytes on."""
+    """Refuse a model name that is not UTF-8: the shell passes any bytes, JSON does not."""
     if not name.isascii():
         try:
             name.encode()
@@ -27,7 +27,7 @@ def check_utf8(option: str, name: str, hint: str = "") -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+    """The options as the user gave them; raises ConfigError for an invalid value."""
 
     host: str = option("127.0.0.1", "Address to listen on.", group=GROUP)
     port: int = option(1919, "Port to listen on; 0 takes a free one.", group=GROUP)
@@ -35,43 +35,43 @@ class ServerConfig:
         "", "Path of a Unix socket to listen on, instead of an address and a port.", group=GROUP
     )
     ssl_certfile: str = option(
-        "", "Certificate (PEM, with its chain): the server then speaks HTTPS.", group=GROUP
+        "", "Certificate (PEM, with its chain); turns on HTTPS.", group=GROUP
     )
     ssl_keyfile: str = option(
         "", "Private key of the certificate (PEM), if it is not in the same file.", group=GROUP
     )
     root_path: str = option(
-        "", "Path below which a proxy offers the server, such as /llm.", group=GROUP
+        "", "Path prefix under which a proxy serves this server, such as /llm.", group=GROUP
     )
     allowed_host: tuple[str, ...] = option(
         (),
-        "Further host name that requests may be addressed to, *.NAME or *; repeatable.",
+        "Additional host name that requests may be addressed to, *.NAME or *; repeatable.",
         group=GROUP,
     )
     api_key: tuple[str, ...] = option(
         (),
-        "Key that requests must bring as their bearer token; repeat for several clients.",
+        "Key that requests must send as bearer token; repeat for several clients.",
         group=GROUP,
         secret=True,
     )
     api_key_file: str | None = option(
         None,
-        "File with more keys, one a line; a line that begins with # is a comment.",
+        "File with more keys, one per line; lines that begin with # are comments.",
         group=GROUP,
     )
     served_model_name: tuple[str, ...] = option(
         (), "Name of the model in requests and answers; repeat for aliases.", group=GROUP
     )
     drain_timeout: float = option(
-        30.0, "Seconds that running requests get to finish when the server stops.", group=GROUP
+        30.0, "Seconds that running requests have to finish when the server stops.", group=GROUP
     )
     cors_origin: tuple[str, ...] = option(
-        (), "Origin whose web pages may call the server, or *; repeatable.", group=GROUP
+        (), "Origin whose web pages may call the server (CORS), or *; repeatable.", group=GROUP
     )
     clamp_max_tokens: bool = option(
-        False, "Shorten max_tokens to the room left instead of refusing.", group=GROUP
+        False, "Shorten max_tokens to the room left instead of rejecting the request.", group=GROUP
     )
-    strict_fields: bool = option(False, "Refuse request fields that are not known.", group=GROUP)
+    strict_fields: bool = option(False, "Reject unknown request fields.", group=GROUP)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -102,9 +102,9 @@ class ServerConfig:
                 )
 
     def _check_socket(self) -> None:
-        """Refuse what does not go together in where and how to listen."""
+        """Refuse options of the listening socket that exclude each other."""
         if self.ssl_keyfile and not self.ssl_certfile:
-            refuse(self, "ssl_keyfile", "is of no use without --ssl-certfile")
+            refuse(self, "ssl_keyfile", "requires --ssl-certfile")
         if self.uds:
             for spec in fields(self):
                 value = getattr(self, spec.name)

@@ -1,8 +1,8 @@
-"""The connection of one client: what it may send, how slowly, and how much may wait for it.
+"""The connection of one client, with limits of size, time and buffered output.
 
-uvicorn's parser collects the head of a request, however long, and waits for the rest of one for
-ever. Here both have limits. What a client owes is counted in seconds by one sweep over all
-connections; a second that the event loop was stuck, or in which nothing was read, is not counted.
+uvicorn's parser collects the head of a request without a limit, and waits for the rest without a
+timeout. Here both are limited. One sweep over all connections counts the seconds that each has
+spent in its phase; seconds in which the event loop was blocked or nothing was read do not count.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from minisgl.server.faults import KEY, HTTPError
 
 logger = logging.getLogger(__name__)
 
-# Bytes that wait in this process, and again as many in the kernel, before `send` waits for the
-# reader. What the engine produces meanwhile is merged, at a few bytes a token.
+# Bytes buffered in this process, and as many in the kernel, before `send` waits for the reader.
+# Tokens that the engine produces meanwhile are merged, at a few bytes per token.
 MAX_UNSENT_BYTES = 16 << 10
 WANTED_FILES = 1 << 16
-OWN_FILES = 100  # that the process has open besides connections, where it cannot count them
-SPARE_FILES = 64  # for what it opens while it serves
+OWN_FILES = 100  # assumed open besides connections, if they cannot be counted
+SPARE_FILES = 64  # reserve for files opened while serving
 
 MAX_HEAD_BYTES = 64 << 10  # of the URL, the headers and the trailers of a request
 MAX_HEADERS = 100
 MAX_PIPELINED = 32  # requests that wait for the answer to an earlier one on their connection
-# The parser is fed with so much at a time, which bounds what it collects before we look.
+# The parser is fed in pieces of this size, which bounds what it collects between two checks.
 PIECE_BYTES = 16 << 10
 
 HEAD_SECONDS = 10
-BODY_SECONDS = 20  # a window of the body's transmission, in each of which it needs its rate
+BODY_SECONDS = 20  # the window over which the minimum rate of a body is measured
 BODY_BYTES_PER_SECOND = 1 << 10
-# Longer than the pools of clients keep a connection, so that none is closed under a new request.
+# Longer than client pools keep a connection, so that none is closed while a request is sent.
 KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS = 5
 
 
 class Phase(Enum):
-    """What is expected of a client, and for how many seconds at most."""
+    """What the server waits for; SECONDS has the maximum duration of each phase."""
 
-    HEAD = auto()  # of the first request, or the rest of a later one's
+    HEAD = auto()  # of the first request, or the rest of the head of a later one
     BODY = auto()
-    ANSWER = auto()  # nothing: it waits for us
+    ANSWER = auto()  # nothing: the client waits for the server
     IDLE = auto()
-    LINGER = auto()  # to read its last answer and to close
+    LINGER = auto()  # for the client to read the last answer and to close
 
 
 SECONDS = {
@@ -64,20 +64,20 @@ SECONDS = {
 
 
 class Connections(ServerState):
-    """All open connections of a server. When there are too many, those without a request go."""
+    """All open connections of a server. If there are too many, idle ones are closed."""
 
     def __init__(self, max_open: int) -> None:
         super().__init__()
         self.max_open = max_open
-        # The longest here first. All other connections have a request in flight.
-        self.new: dict[Connection, None] = {}  # have not sent a whole head yet
-        self.idle: dict[Connection, None] = {}  # have an answer to each of their requests
+        # Ordered by age. All other connections have a request in flight.
+        self.new: dict[ServerConnection, None] = {}  # have not sent a complete head yet
+        self.idle: dict[ServerConnection, None] = {}  # all their requests are answered
         self._num_shed = 0
 
     def sweep(self) -> None:
-        """Count one second for every connection, and close those that exceed their time."""
+        """Count one second for every connection, and close those that exceed their limit."""
         for connection in tuple(self.connections):
-            cast(Connection, connection).count_second()
+            cast(ServerConnection, connection).count_second()
         if self._num_shed:
             logger.warning(
                 "Closed %d connections without a request: more than %d at once would exceed the "
@@ -87,7 +87,7 @@ class Connections(ServerState):
             )
             self._num_shed = 0
 
-    def make_room(self, newcomer: Connection) -> None:
+    def make_room(self, newcomer: ServerConnection) -> None:
         """Close the least useful connection, `newcomer` at worst, if there are too many."""
         if len(self.connections) <= self.max_open:
             return
@@ -98,14 +98,14 @@ class Connections(ServerState):
         closed.transport.abort()
         self._num_shed += 1
 
-    def forget(self, connection: Connection) -> None:
-        """Take note that `connection` is neither new nor idle."""
+    def forget(self, connection: ServerConnection) -> None:
+        """Record that `connection` is neither new nor idle."""
         self.new.pop(connection, None)
         self.idle.pop(connection, None)
 
 
-class Connection(HttpToolsProtocol):
-    """uvicorn's own, with limits of size and time, and a small buffer."""
+class ServerConnection(HttpToolsProtocol):
+    """uvicorn's HTTP connection, with limits of size and time, and a small output buffer."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class Connection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_headers = 0
         self._num_body_bytes = 0  # in this window
-        self._num_unparsed = 0  # bytes in the parser that it has not reported
-        self._is_silent = True  # nothing has come since it was opened
-        self._is_deaf = False  # whatever comes is ignored
+        self._num_unparsed = 0  # bytes in the parser that it has not reported yet
+        self._is_silent = True  # nothing has arrived since it was opened
+        self._is_deaf = False  # further input is ignored
         self._is_upgrade = False  # the request asks for another protocol, which we ignore
         self._fault: HTTPError | None = None  # why a callback has stopped the parser
 
-    # -- what the transport calls ------------------------------------------------------------------
+    # -- called by the transport ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,7 +140,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        # The transport closes when it has sent what waits, which nobody may ever read.
+        # The transport would close only after sending its buffer, which may never be read.
         if self.flow.write_paused:
             self.transport.abort()
 
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(fault)
                 return
 
-    # -- what the parser calls ---------------------------------------------------------------------
+    # -- called by the parser ---------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._num_head_bytes = self._num_headers = self._num_unparsed = 0
@@ -171,7 +171,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count_head(len(name) + len(value))
-        # A trailer must not get among the headers, which the app has.
+        # A trailer must not be added to the headers, which the app already has.
         if self._phase is Phase.HEAD:
             super().on_header(name, value)
 
@@ -202,7 +202,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._enter(Phase.IDLE if self.cycle.response_complete else Phase.ANSWER)
 
-    # -- what uvicorn and the sweep call -----------------------------------------------------------
+    # -- called by uvicorn and by the sweep --------------------------------------------------------
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -212,7 +212,7 @@ class Connection(HttpToolsProtocol):
                 self._enter(Phase.IDLE)
 
     def count_second(self) -> None:
-        """Take note that a second has gone by, and act if it was the last of this phase."""
+        """Count a second, and act if the phase has reached its limit."""
         if self._phase is Phase.ANSWER or self.flow.read_paused:
             return
         self._seconds += 1
@@ -224,18 +224,18 @@ class Connection(HttpToolsProtocol):
         elif self._phase is Phase.IDLE or self._is_silent:
             self.transport.close()
         elif self._phase is Phase.HEAD:
-            message = f"The head of a request has to arrive within {HEAD_SECONDS} seconds."
+            message = f"The head of a request must arrive within {HEAD_SECONDS} seconds."
             self._refuse(HTTPError(408, message, "request_timeout"))
         elif self._num_body_bytes >= BODY_SECONDS * BODY_BYTES_PER_SECOND:
             self._num_body_bytes = 0
         else:
-            message = f"The body came at less than {BODY_BYTES_PER_SECOND} bytes a second."
+            message = f"The body arrived at less than {BODY_BYTES_PER_SECOND} bytes per second."
             self._refuse(HTTPError(408, message, "request_timeout"))
 
     def linger(self) -> None:
-        """Say that nothing more will come, and let the client read it before closing.
+        """Send EOF, and give the client time to read before closing.
 
-        Closed at once, with something unread, a connection is reset and its last answer lost.
+        Closing at once, with unread input, would reset the connection and lose the last answer.
         """
         self._enter(Phase.LINGER)
         if self.transport.can_write_eof():
@@ -253,7 +253,7 @@ class Connection(HttpToolsProtocol):
         self._seconds = 0
 
     def _feed(self, piece: bytes) -> HTTPError | None:
-        """Parse `piece`; returns what is wrong with it."""
+        """Parse `piece`; returns its fault, if any."""
         self._num_unparsed += len(piece)
         try:
             self.parser.feed_data(piece)
@@ -267,9 +267,9 @@ class Connection(HttpToolsProtocol):
         return _head_too_large() if too_much else None
 
     def _ignore_upgrade(self, rest: bytes) -> HTTPError | None:
-        """Parse the request again as if it asked for no other protocol.
+        """Parse the request again without its Upgrade header.
 
-        The parser would take the body for that protocol. Java's client asks for HTTP/2 this way.
+        The parser would treat the body as the other protocol. Java's client offers HTTP/2 so.
         """
         self._is_upgrade = False
         version = self.parser.get_http_version().encode()
@@ -289,15 +289,15 @@ class Connection(HttpToolsProtocol):
             self._stop(_head_too_large())
 
     def _stop(self, fault: HTTPError) -> None:
-        """Called within the parser, which an exception ends."""
+        """Stop the parser, from within one of its callbacks, by an exception."""
         self._fault = fault
         raise fault
 
     def _refuse(self, fault: HTTPError) -> None:
-        """Answer `fault`, in its turn, and close. Whatever else comes is ignored."""
+        """Answer `fault`, after earlier requests, and close. Further input is ignored."""
         self._is_deaf = True
         if self._phase is not Phase.BODY:
-            # There is no request that it would be the answer to.
+            # No request is open; make one for the answer to belong to.
             self._renew_parser()
             self.parser.feed_data(b"GET / HTTP/1.1\r\n\r\n")
         elif self.cycle.response_started:
@@ -316,9 +316,9 @@ class Connection(HttpToolsProtocol):
 
 
 class LingeringTransport(asyncio.Transport):
-    """What the last answer of a connection is written to when the client may still be sending."""
+    """The transport of the last answer of a connection whose client may still be sending."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ServerConnection) -> None:
         super().__init__()
         self._connection = connection
 
@@ -333,9 +333,9 @@ class LingeringTransport(asyncio.Transport):
 
 
 class AnyLength(int):
-    """What uvicorn takes for the length of an answer to HTTP/1.0, which closing ends.
+    """The Content-Length that uvicorn expects of an HTTP/1.0 answer, which ends by closing.
 
-    Bodies of every length agree with it.
+    It equals every length.
     """
 
     def __lt__(self, other: object) -> bool:
@@ -357,13 +357,13 @@ def _head_too_large() -> HTTPError:
 
 
 def limit_unsent(listener: socket.socket) -> None:
-    """Let the kernel keep little of what a reader does not take. Its connections inherit it."""
+    """Limit the unsent bytes that the kernel buffers; accepted connections inherit the limit."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
 def raise_file_limit() -> int:
-    """Let this process open as many connections as the system allows it; returns the limit."""
+    """Raise the limit of open files as far as the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     wanted = WANTED_FILES if hard == unlimited else min(WANTED_FILES, hard)
@@ -374,7 +374,7 @@ def raise_file_limit() -> int:
 
 
 def room_for_connections(num_open: int) -> int:
-    """Connections that this process may have, where it has `num_open` of them now."""
+    """Number of connections that this process may have, given that `num_open` are open now."""
     try:
         others = len(os.listdir("/dev/fd")) - num_open
     except OSError:

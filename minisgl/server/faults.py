@@ -1,8 +1,8 @@
-"""Faults of HTTP itself, rather than of a field in a request, and how they get their answers.
+"""Faults of the HTTP request, rather than of a field in its body, and how they are answered.
 
-A connection that sends what is no request gets an answer all the same. The connection puts the
-fault into the state of a scope that the app answers like any other, so that the answer has an id,
-a line in the log and a place in the metrics.
+A connection with malformed input gets an answer, too. The connection puts the fault into the state
+of a scope that the app answers like any other, so that the answer has an id, a line in the log and
+is counted in the metrics.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl.errors import CallerError
-from minisgl.server.access import log_failure, request_id
+from minisgl.server.access_log import log_failure, request_id
 
 KEY = "fault"  # in the state of a scope
 
@@ -27,14 +27,14 @@ class HTTPError(CallerError):
 
 
 def raise_fault(scope: Scope) -> None:
-    """Raise what the connection found wrong with the request so far, if anything."""
+    """Raise the fault that the connection has found in the request so far, if any."""
     fault: HTTPError | None = scope.get("state", {}).get(KEY)
     if fault is not None:
         raise fault
 
 
 class AnswerFaults:
-    """Middleware that answers requests whose head is wrong already."""
+    """Middleware that answers requests whose head is faulty."""
 
     def __init__(self, app: ASGIApp, error_response: Callable[[Exception], ASGIApp]) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Which names a server answers to.
+"""The host names that a server answers to.
 
-A web page can have its own name resolve to 127.0.0.1 (DNS rebinding), and then talk to a server
-there as if it had come from it. Its name in the header Host gives it away.
+The owner of a web page can let its name resolve to 127.0.0.1 (DNS rebinding), and the page can then
+call a server there as its own origin. The header Host has the name of the page.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.server.access import log_failure, request_id
+from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.config import ServerConfig
 from minisgl.server.faults import HTTPError
 
 
 class Hosts:
-    """Loopback names and addresses, and `names`, where `*.NAME` stands for all below it."""
+    """A set of the loopback names and addresses and `names`; `*.NAME` is all names below NAME."""
 
     def __init__(self, names: Iterable[str]) -> None:
         lowered = {_normal(name) for name in names}
@@ -32,9 +32,9 @@ class Hosts:
 
 
 def hosts_of(config: ServerConfig, listener: socket.socket) -> Hosts | None:
-    """The names that a server on `listener` answers to; None: all.
+    """The names that a server on `listener` answers to; None for all.
 
-    A server that asks for a key, or that is not on loopback alone, is guarded only by options.
+    A server with a key, or not on loopback only, is restricted only by --allowed-host.
     """
     on_loopback = listener.family != socket.AF_UNIX and is_loopback(listener.getsockname()[0])
     if not config.allowed_host and (config.api_key or not on_loopback):
@@ -50,7 +50,7 @@ def is_loopback(name: str) -> bool:
 
 
 class CheckHost:
-    """Middleware that lets only requests to `hosts` pass, and those to the server's address."""
+    """Middleware that rejects requests neither to `hosts` nor to the server's own address."""
 
     def __init__(
         self, app: ASGIApp, hosts: Hosts, error_response: Callable[[Exception], ASGIApp]
@@ -74,7 +74,7 @@ class CheckHost:
         await app(scope, receive, send)
 
     def _allows(self, value: str, scope: Scope) -> bool:
-        """Whether a header Host with this value may pass. HTTP/1.0 has none, which is as good."""
+        """Whether this value of the header Host is allowed; an empty one is, as in HTTP/1.0."""
         name = without_port(value)
         own = scope["server"]
         return not name or name in self._hosts or (own is not None and name == own[0])

@@ -1,6 +1,6 @@
-"""/metrics: the numbers that the engine and the routes keep, in Prometheus' text format.
+"""/metrics: the counters of the engine and the routes, in Prometheus' text format.
 
-Nothing of prometheus_client runs until someone asks, so a token costs nothing here.
+prometheus_client runs only during a scrape, so metrics cost nothing per token.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.server.service import Service
+from minisgl.server.engine_state import EngineState
 from minisgl.stats import EngineStats, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Answered(NamedTuple):
-    """What HTTP responses are counted by."""
+    """The labels by which HTTP responses are counted."""
 
     route: str
     status: int
 
 
 class Metrics(Collector):
-    """Of one server. Those of the engine are there once it has started."""
+    """The metrics of one server. Those of the engine appear once it has started."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, state: EngineState) -> None:
         self.responses: Counter[Answered] = Counter()
-        self._service = service
-        # One of its own: the library's is global, and would add up the servers of a process.
+        self._state = state
+        # Not the library's global registry, which would add up the servers of a process.
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -49,14 +49,14 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Called at registration, where it keeps the library from collecting."""
+        """Called at registration; an empty list keeps the library from collecting then."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yield all metrics; called by the registry at each scrape."""
         yield self._info()
         yield self._responses()
-        stats = self._service.stats()
+        stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)
             yield from _counters(stats)
@@ -65,14 +65,14 @@ class Metrics(Collector):
     def _info(self) -> Metric:
         labels = {
             "version": metadata.version("minisgl"),
-            "model": self._service.first_name() or "",
+            "model": self._state.first_name() or "",
         }
         return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
 
     def _responses(self) -> Metric:
         family = CounterMetricFamily(
             "minisgl_http_responses",
-            "HTTP responses begun; status 499: the client left before.",
+            "HTTP responses started; status 499: the client disconnected before.",
             labels=Answered._fields,
         )
         for answered, count in self.responses.items():
@@ -82,14 +82,14 @@ class Metrics(Collector):
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        "minisgl_running_requests", "Requests that steps are computed for.", stats.num_running
+        "minisgl_running_requests", "Number of requests currently running.", stats.num_running
     )
     yield GaugeMetricFamily(
-        "minisgl_queued_requests", "Requests that wait to run.", stats.num_queued
+        "minisgl_queued_requests", "Number of requests waiting to run.", stats.num_queued
     )
     yield GaugeMetricFamily(
         "minisgl_token_usage_ratio",
-        "Share of the KV cache's pages that requests hold, 0 to 1.",
+        "Fraction of the KV cache's pages held by requests, 0 to 1.",
         stats.token_usage,
     )
 
@@ -101,7 +101,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "minisgl_cached_prompt_tokens",
-        "Those of them that were found in the prefix cache.",
+        "Prompt tokens found in the prefix cache.",
         counters.num_cached_tokens,
     )
     yield CounterMetricFamily(
@@ -109,7 +109,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "minisgl_retractions",
-        "Times that a running request went back to the queue because the KV cache was full.",
+        "Number of times that a running request was requeued because the KV cache was full.",
         counters.num_retractions,
     )
     yield CounterMetricFamily(
@@ -126,7 +126,9 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
 def _histograms(stats: EngineStats) -> Iterator[Metric]:
     totals = stats.totals
     yield _histogram(
-        "minisgl_step_seconds", "Time of a step, from its launch to its tokens.", totals.step_s
+        "minisgl_step_seconds",
+        "Duration of a step, from its launch or the end of the previous step.",
+        totals.step_s,
     )
     yield _histogram(
         "minisgl_time_to_first_token_seconds",

@@ -1,4 +1,4 @@
-"""What the server says of itself at /openapi.json, made from the types that it decodes with."""
+"""The OpenAPI description, generated from the types of requests and answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
-from minisgl.server import shapes
+from minisgl.server import schemas
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -24,16 +24,16 @@ EVENTS = "text/event-stream"
 SCHEMA = "#/components/schemas/{name}"
 
 ERRORS = {
-    400: "A field that is wrong or not supported, which `param` names, or no JSON at all.",
+    400: "A field is wrong or not supported (`param` names it), or the body is not JSON.",
     401: "The API key is missing or wrong.",
     404: "No such model.",
-    403: "The header Host has a name that the server does not answer to.",
-    408: "The request came too slowly.",
+    403: "The server does not answer to the name in the header Host.",
+    408: "The request arrived too slowly.",
     413: "The body is too large.",
-    429: "Too many requests or too much text wait; the header Retry-After says when to try again.",
+    429: "Too many requests or too much text are waiting; Retry-After says when to try again.",
     431: "The URL and the headers are too large.",
-    500: "Something failed here.",
-    503: "Loading, draining, dead or short of memory; `code` says which.",
+    500: "An internal error.",
+    503: "Loading, draining, dead, stalled or short of memory; `code` says which.",
 }
 ANYWHERE = (403, 431)
 READING = (400, 404, 408, 413, 429, 500, 503)
@@ -41,13 +41,13 @@ READING = (400, 404, 408, 413, 429, 500, 503)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What a route takes and gives; what is None is no JSON."""
+    """The types of a route's request and answer; None for what is not JSON."""
 
     summary: str
     method: str = "get"
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
-    chunk: type[Struct] | None = None  # of the stream that it answers with if asked to
+    chunk: type[Struct] | None = None  # of the events, if it can stream
     errors: tuple[int, ...] = ()
 
 
@@ -56,41 +56,41 @@ OPERATIONS: Mapping[str, Operation] = {
         summary="Answer a conversation.",
         method="post",
         body=ChatRequest,
-        answer=shapes.ChatCompletion,
-        chunk=shapes.ChatCompletionChunk,
+        answer=schemas.ChatCompletion,
+        chunk=schemas.ChatCompletionChunk,
         errors=READING,
     ),
     "/v1/completions": Operation(
         summary="Continue one or more prompts.",
         method="post",
         body=CompletionRequest,
-        answer=shapes.Completion,
-        chunk=shapes.CompletionChunk,
+        answer=schemas.Completion,
+        chunk=schemas.CompletionChunk,
         errors=READING,
     ),
     "/v1/models": Operation(
-        summary="The model, under each of its names.", answer=shapes.ModelList, errors=(503,)
+        summary="The model, under each of its names.", answer=schemas.ModelList, errors=(503,)
     ),
-    "/v1/models/{name}": Operation(summary="The model.", answer=shapes.Model, errors=(404, 503)),
+    "/v1/models/{name}": Operation(summary="The model.", answer=schemas.Model, errors=(404, 503)),
     "/tokenize": Operation(
         summary="The token ids of a text or of a conversation.",
         method="post",
         body=TokenizeRequest,
-        answer=shapes.Tokens,
+        answer=schemas.Tokens,
         errors=READING,
     ),
     "/detokenize": Operation(
         summary="The text of token ids.",
         method="post",
         body=DetokenizeRequest,
-        answer=shapes.Text,
+        answer=schemas.Text,
         errors=READING,
     ),
     "/health": Operation(
-        summary="Whether requests are taken.", answer=shapes.Health, errors=(503,)
+        summary="Whether requests are taken.", answer=schemas.Health, errors=(503,)
     ),
     "/metrics": Operation(summary="Figures for Prometheus."),
-    "/version": Operation(summary="The version of the server.", answer=shapes.Version),
+    "/version": Operation(summary="The version of the server.", answer=schemas.Version),
     "/openapi.json": Operation(summary="This description."),
 }
 
@@ -98,9 +98,9 @@ OPERATIONS: Mapping[str, Operation] = {
 def describe(
     routes: Iterable[BaseRoute], *, open_paths: Iterable[str], with_key: bool, root_path: str = ""
 ) -> dict[str, Any]:
-    """The description of `routes`, in OpenAPI 3.1. Raises KeyError for one that is not known here.
+    """Describe `routes` in OpenAPI 3.1; raises KeyError for one without an entry in OPERATIONS.
 
-    With a key, all but `open_paths` need it. Clients find the routes below `root_path`.
+    With a key, all but `open_paths` need it. Clients see the routes below `root_path`.
     """
     paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
     locked = set(paths) - set(open_paths) if with_key else set()
@@ -111,8 +111,8 @@ def describe(
         for struct in (found.body, found.answer, found.chunk)
         if struct is not None
     ]
-    _, schemas = msgspec.json.schema_components([*structs, shapes.Error], ref_template=SCHEMA)
-    components: dict[str, Any] = {"schemas": schemas}
+    _, described = msgspec.json.schema_components([*structs, schemas.Error], ref_template=SCHEMA)
+    components: dict[str, Any] = {"schemas": described}
     if with_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
@@ -141,7 +141,7 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
         success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
     errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
-        str(status): {"description": ERRORS[status], "content": {JSON: _schema(shapes.Error)}}
+        str(status): {"description": ERRORS[status], "content": {JSON: _schema(schemas.Error)}}
         for status in sorted(errors)
     }
     if locked:
@@ -158,11 +158,11 @@ def _reference(struct: type[Struct]) -> dict[str, Any]:
 
 
 def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
-    """Of each event of a stream."""
+    """The schema of each event of a stream."""
     payload = {
         "type": "string",
         "contentMediaType": JSON,
-        "contentSchema": {"anyOf": [_reference(chunk), _reference(shapes.Error)]},
+        "contentSchema": {"anyOf": [_reference(chunk), _reference(schemas.Error)]},
     }
     return {
         "type": "object",

@@ -29,21 +29,22 @@ from minisgl.server.connection import (
     KEEP_ALIVE_SECONDS,
     OWN_FILES,
     WANTED_FILES,
-    Connection,
     Connections,
+    ServerConnection,
     limit_unsent,
     raise_file_limit,
     room_for_connections,
 )
+from minisgl.server.engine_state import EngineState
 from minisgl.server.hosts import hosts_of
-from minisgl.server.report import report
-from minisgl.server.service import Engine, Service
+from minisgl.server.served_engine import ServedEngine
+from minisgl.server.stats_log import log_stats
 from minisgl.server.tls import check_certificate
 from minisgl.server.unix_socket import OwnPath, bind_unix
 
 logger = logging.getLogger(__name__)
 
-# What a connection gets to take its last events, when all requests have ended.
+# Time for connections to take their last events, after all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
 UNIX = "unix:"  # before the path of a socket
@@ -51,10 +52,10 @@ UNIX = "unix:"  # before the path of a socket
 Progress = Callable[[str, float], None]
 
 
-async def start_engine(config: EngineConfig) -> Engine:
-    """Importing the engine imports torch, which takes seconds: not on the loop."""
+async def start_engine(config: EngineConfig) -> ServedEngine:
+    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds."""
 
-    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[Engine]]:
+    def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
         from minisgl.engine import AsyncEngine
 
         return AsyncEngine.start
@@ -66,35 +67,37 @@ async def start_engine(config: EngineConfig) -> Engine:
     return engine
 
 
-class Process:
+class ServerProcess:
     def __init__(
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        start: Callable[[EngineConfig], Awaitable[Engine]] = start_engine,
+        start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
     ) -> None:
         if not config.served_model_name:
             check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
         self._start = start
-        self._service = Service(config)
+        self._state = EngineState(config)
 
     def run(self) -> int:
-        """Serve until a signal comes or the engine dies; returns the exit code.
+        """Serve until a signal arrives or the engine dies; returns the exit code.
 
-        Raises ConfigError for the address, the certificate and whatever keeps the engine from
-        starting.
+        Raises ConfigError for the address and the certificate, and the errors of starting the
+        engine.
         """
         if self._config.ssl_certfile:
             check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
-        most = self._engine_config.max_running_requests + self._engine_config.max_queued_requests
-        if (limit := raise_file_limit()) < most + OWN_FILES:
+        max_requests = (
+            self._engine_config.max_running_requests + self._engine_config.max_queued_requests
+        )
+        if (limit := raise_file_limit()) < max_requests + OWN_FILES:
             logger.warning(
                 "This process may open %d files, and %d requests need one each: raise the hard "
                 "limit (ulimit -Hn), or lower --max-queued-requests.",
                 limit,
-                most,
+                max_requests,
             )
         with contextlib.ExitStack() as leaving:
             listener = leaving.enter_context(bind(self._config))
@@ -105,18 +108,18 @@ class Process:
 
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         config = self._config
-        app = create_app(self._service, hosts_of(config, listener))
+        app = create_app(self._state, hosts_of(config, listener))
         settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
-        server = Server(settings, self._service, room_for_connections(0))
+        server = Server(settings, self._state, room_for_connections(0))
         stopping = asyncio.ensure_future(_first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
-        engine: Engine | None = None
+        engine: ServedEngine | None = None
         reporting: asyncio.Future[None] | None = None
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
-                # A thread that loads weights cannot be ended, and joining it would take minutes.
+                # A thread that loads weights cannot be stopped, and joining it takes minutes.
                 leaving.close()
                 os._exit(0)
             engine = loading.result()
@@ -125,11 +128,11 @@ class Process:
             )
             self._begin(engine, listener)
             with_graphs = engine.capacity.max_graph_batch > 0
-            reporting = asyncio.ensure_future(report(engine.stats, with_graphs=with_graphs))
+            reporting = asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
-                self._service.drain()
+                self._state.drain()
                 await engine.drain(self._config.drain_timeout)
         finally:
             stopping.cancel()
@@ -143,23 +146,23 @@ class Process:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    def _begin(self, engine: Engine, listener: socket.socket) -> None:
-        self._service.start(engine)
-        # What was loaded stays for good; the collector need not look at it again.
+    def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
+        self._state.start(engine)
+        # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
         place = _place(listener, self._config)
-        logger.info("Serving %s at %s", ", ".join(self._service.model_names()), place)
+        logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
         logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
 
 
 def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
-    """Settings of uvicorn, which speaks HTTPS if it has a certificate."""
+    """The settings of uvicorn; HTTPS if there is a certificate."""
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=ServerConnection,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -175,26 +178,26 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
 
 
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves the signals to the process.
+    """uvicorn that stops when the engine is dead, and leaves signals to ServerProcess.
 
-    Its own handlers would close connections before they are drained.
+    uvicorn's own handlers would close connections before they are drained.
     """
 
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, max_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, state: EngineState, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
         self.server_state = Connections(max_connections)
-        self._service = service
+        self._state = state
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        # As uvicorn has it, but for the time that a silent client gets to begin with TLS.
-        connect = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        # As in uvicorn, but with a timeout for the TLS handshake.
+        connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(
@@ -209,10 +212,10 @@ class Server(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; True stops the server."""
+        """Called ten times per second; True stops the server."""
         if counter % 10 == 0:
             self.server_state.sweep()
-        return await super().on_tick(counter) or self._service.dead
+        return await super().on_tick(counter) or self._state.dead
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -220,7 +223,7 @@ class Server(uvicorn.Server):
 
 
 async def _first_signal() -> None:
-    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is stuck."""
+    """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -235,7 +238,7 @@ async def _first_signal() -> None:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed: it writes to sockets for less."""
+    """A loop of uvloop if it is installed: its socket writes are cheaper."""
     try:
         import uvloop
     except ImportError:
@@ -244,7 +247,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket; raises ConfigError where the address cannot be had."""
+    """Open a listening socket; raises ConfigError if the address is unavailable."""
     if config.uds:
         listener = bind_unix(config.uds)
         listener.listen(BACKLOG)
@@ -255,7 +258,7 @@ def bind(config: ServerConfig) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError("--host", config.host, f"not an address ({error.strerror})") from error
-    # localhost has two addresses; what people type and what we print is the older one.
+    # localhost has two addresses; prefer IPv4, which users type and the log prints.
     found.sort(key=lambda candidate: candidate[0] != socket.AF_INET)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

@@ -1,22 +1,20 @@
-"""The bodies of requests: their types are what is honoured, anything else is refused by name.
+"""The bodies of requests as types: supported fields, and unsupported ones, rejected by name.
 
-A field declared as `None` is known and not supported: null passes, a value gets a 400. A field
-that is not declared at all is ignored, unless the server runs with --strict-fields.
+A field of type `None` (Unsupported) is known and not supported: null passes, a value gets a 400.
+A field that is not declared is ignored, unless the server runs with --strict-fields.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from reprlib import repr as short_repr
-from types import NoneType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
-import msgspec
 from msgspec import Meta, Struct
 
-from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     EVERYONE,
     MAX_INTEGER,
@@ -27,23 +25,16 @@ from minisgl.request import (
     SamplingParams,
     Tenant,
 )
-from minisgl.server.service import Defaults
-from minisgl.server.wording import GOT_FLOAT, NOT_SUPPORTED, field_error
+from minisgl.server.messages import Effort, Messages, Templated, TemplateOptions, Unsupported
+from minisgl.server.served_engine import SamplingDefaults
+from minisgl.server.validation_errors import NOT_SUPPORTED
 
 MAX_N = 128
 MAX_CHOICES = 1024  # of one request: prompts times n
-MAX_SCORES = 1 << 19  # logprobs in an answer: of each token, and of its alternatives
 MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its own
-# What a chat template is given: rendering takes its time from the event loop.
-MAX_MESSAGES = 8192
-MAX_PARTS = 8192  # of all messages together
-MAX_TEMPLATE_OPTIONS = 256
 MAX_ID_DIGITS = len(str(MAX_INTEGER))
-SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
-Body = TypeVar("Body", bound=Struct)
-Unsupported: TypeAlias = None
 Ignored: TypeAlias = Any
 Detail: TypeAlias = Any  # of a sampler: see SAMPLER_DETAILS
 Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
@@ -51,26 +42,20 @@ PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-# What a template knows besides its own options: a field of the request says it, or nobody.
-TEMPLATE_FIELDS = frozenset(
-    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-)
-TemplateOptions = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _range(low: float, high: float) -> Meta:
-    """For the description only: SamplingParams checks it, in words for people."""
+    """Bounds for the OpenAPI description only: SamplingParams checks them, with better messages."""
     return Meta(extra_json_schema={"minimum": low, "maximum": high})
 
 
 Share = Annotated[float, _range(0, 1)]
 Penalty = Annotated[float, _range(-2, 2)]
-# Known and honoured where it says no, which some clients do in every request.
+# Accepted at the value that turns the feature off, which some clients send in every request.
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 OffAt0 = Annotated[float, Meta(ge=0, le=0)]
 OffAt1 = Annotated[float, Meta(ge=1, le=1)]
-# What these say of a sampler means nothing where the client turns it off, and is refused else.
+# Parameters of a sampler: ignored if the request turns that sampler off, and rejected otherwise.
 SAMPLER_DETAILS = {
     "mirostat": ("mirostat_tau", "mirostat_eta"),
     "xtc_probability": ("xtc_threshold",),
@@ -78,7 +63,7 @@ SAMPLER_DETAILS = {
         *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     ),
 }
-# By token id. JSON's keys are texts, and stay so until they are known to be few: anybody can make
+# By token id. Keys stay texts until their number is known to be small: a client could send many
 # integers that collide in a hash table.
 LogitBias = Annotated[
     dict[str, Any],
@@ -99,11 +84,11 @@ class TextFormat(Struct):
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers; none is sent
+    include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
 
 
 class GenerationRequest(Struct, kw_only=True):
-    """What the two endpoints have in common."""
+    """The fields that chats and completions have in common."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
@@ -166,7 +151,7 @@ class GenerationRequest(Struct, kw_only=True):
     dry_penalty_last_n: Detail = None
     dry_sequence_breakers: Detail = None
 
-    user: Any = None  # tells the users of a client apart, where it is a text
+    user: Any = None  # separates the users of a client, if it is a text
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
@@ -192,39 +177,39 @@ class GenerationRequest(Struct, kw_only=True):
                         raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
     def tenant(self, client: str) -> Tenant:
-        """Whom the request is from, given the client; it alone says which of its users asks."""
+        """The tenant of a request of `client`: the client, and the user that the request names."""
         if not client:
             return EVERYONE
         user = self.user if isinstance(self.user, str) else ""
-        # Clients choose what they call their users, so the queue keeps a short form.
+        # User names may be long, so the queue keeps a digest.
         return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
     @property
     def num_choices(self) -> int:
-        """For each prompt."""
+        """The number of choices for each prompt."""
         return self.n or 1
 
     @property
     def include_usage(self) -> bool:
-        """Whether a last chunk has the usage."""
+        """Whether a last chunk reports the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has the usage so far."""
+        """Whether every chunk reports the usage so far."""
         return self.include_usage and bool(
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
     def sampling_fields(self) -> dict[str, Any]:
-        """What the request says about sampling, by the names of SamplingParams."""
+        """The sampling fields that the request sets, by their names in SamplingParams."""
         given = {name: getattr(self, name) for name in SHARED_FIELDS}
         given["logit_bias"] = _by_token_id(self.logit_bias or {}) or None
         given["include_stop"] = self.include_stop_str_in_output
         return {name: value for name, value in given.items() if value is not None}
 
 
-# What a request and SamplingParams call by the same name means the same.
+# The fields that have the same name, and meaning, in a request and in SamplingParams.
 SHARED_FIELDS = tuple(
     spec.name for spec in fields(SamplingParams) if spec.name in GenerationRequest.__struct_fields__
 )
@@ -237,9 +222,9 @@ def _check_off(**values: bool | None) -> None:
 
 
 def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
-    """SamplingParams checks the values."""
+    """`bias` with integer keys; raises InvalidRequestError. SamplingParams checks the values."""
     for key in bias:
-        # In one spelling alone, so that no token has two.
+        # Only the canonical spelling, so that no token appears twice.
         if not key.isdecimal() or str(int(key[:MAX_ID_DIGITS])) != key:
             raise InvalidRequestError(
                 "logit_bias", f"each key must be a token id, which {short_repr(key)} is not."
@@ -247,83 +232,12 @@ def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
     return {int(key): value for key, value in bias.items()}
 
 
-REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
-
-
-class ContentPart(Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refusal"}):
-    """What an assistant who refused has said, in a list of parts."""
-
-    text: str
-
-
-class Message(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ContentPart | RefusalPart], Meta(min_length=1)] | None = None
-    name: str | None = None
-    tool_calls: Unsupported = None
-    tool_call_id: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    refusal: str | None = None  # what an assistant said instead of its content
-
-    def for_template(self, path: str) -> dict[str, Any]:
-        named = {} if self.name is None else {"name": self.name}
-        if self.role != "assistant":
-            self._check_said(path)
-        return {"role": self.role, "content": self._text(), **named}
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.content) if isinstance(self.content, list) else 0
-
-    def _text(self) -> str:
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-        return text + (self.refusal or "")
-
-    def _check_said(self, path: str) -> None:
-        """Only an assistant may refuse, or say nothing at all."""
-        if self.refusal is not None:
-            raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)
-        if self.content is None:
-            raise InvalidRequestError(
-                f"{path}.content", "must be a text or at least one text part."
-            )
-        if isinstance(self.content, list):
-            for index, part in enumerate(self.content):
-                if isinstance(part, RefusalPart):
-                    raise InvalidRequestError(f"{path}.content.{index}.type", REFUSAL_IS_ANSWER)
-
-
-Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    if sum(message.num_parts for message in messages) > MAX_PARTS:
-        raise InvalidRequestError(
-            "messages", f"must have at most {MAX_PARTS} content parts in all."
-        )
-    return [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
-
-
-def _template_options(chosen: dict[str, Any] | None, **fields: object) -> dict[str, Any]:
-    """What goes to the chat template besides the messages: null says nothing."""
-    chosen = chosen or {}
-    for name in chosen.keys() & TEMPLATE_FIELDS:
-        raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
-    return {name: value for name, value in fields.items() if value is not None} | chosen
-
-
-class ChatRequest(GenerationRequest, kw_only=True):
+class ChatRequest(GenerationRequest, Templated, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
     max_completion_tokens: PositiveCount | None = None
-    max_tokens: PositiveCount | None = None  # its older name
+    max_tokens: PositiveCount | None = None  # the older name of max_completion_tokens
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
 
@@ -337,7 +251,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Ignored = None  # limits the calls that there may be, and there are none
+    parallel_tool_calls: Ignored = None  # limits tool calls, which are never made
     functions: Unsupported = None
     function_call: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -357,30 +271,19 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @property
     def limit_field(self) -> str:
-        """The name by which the client limits its answer."""
+        """The name of the field that limits the answer."""
         return "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
-
-    def template_messages(self) -> list[dict[str, Any]]:
-        return _template_messages(self.messages)
 
     @property
     def echoed(self) -> str | None:
-        """What the answer begins with: the last message, where the answer is by the same role."""
+        """The text that the answer begins with: the last message, if of the same role."""
         *_, last = self.template_messages()
         same_role = last["role"] == "assistant" or self.add_generation_prompt is False
         if self.echo and (same_role or self.continue_final_message):
             return str(last["content"])
         return None
 
-    def template_options(self) -> dict[str, Any]:
-        return _template_options(
-            self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message or None,
-        )
-
-    def sampling(self, defaults: Defaults) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         return defaults.sampling(
             **self.sampling_fields(),
             max_tokens=self.asked_max_tokens,
@@ -415,7 +318,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return "max_tokens"
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """One or more texts or lists of token ids."""
+        """The prompts, each a text or a list of token ids; raises InvalidRequestError."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
@@ -430,9 +333,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
             )
         return cast("list[str] | list[list[int]]", given)
 
-    def sampling(self, defaults: Defaults) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        # A request for no tokens has to ask for something: the scores of the prompt.
+        # A request for no tokens must ask for something: the logprobs of the prompt.
         scored = self.echo and (self.logprobs is not None or max_tokens == 0)
         wanted = [self.prompt_logprobs, (self.logprobs or 0) if scored else None]
         given = self.sampling_fields() | {
@@ -443,8 +346,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return defaults.sampling(**given)
 
 
-class TokenizeRequest(Struct, kw_only=True):
-    """POST /tokenize: of a text, or of a conversation under the model's chat template."""
+class TokenizeRequest(Struct, Templated, kw_only=True):
+    """POST /tokenize: tokenizes a text, or a conversation under the model's chat template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -468,17 +371,6 @@ class TokenizeRequest(Struct, kw_only=True):
                 "add_special_tokens", "is not allowed with messages; their template adds its own."
             )
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        return _template_messages(self.messages or ())
-
-    def template_options(self) -> dict[str, Any]:
-        return _template_options(
-            self.chat_template_kwargs,
-            reasoning_effort=self.reasoning_effort,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message or None,
-        )
-
 
 class DetokenizeRequest(Struct, kw_only=True):
     """POST /detokenize"""
@@ -488,101 +380,16 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class StrictChatRequest(ChatRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictCompletionRequest(CompletionRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictTokenizeRequest(TokenizeRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
+    """The request with --strict-fields: unknown fields are errors."""
 
 
 class StrictDetokenizeRequest(DetokenizeRequest, forbid_unknown_fields=True):
-    """With --strict-fields."""
-
-
-def for_choice(params: SamplingParams, k: int) -> SamplingParams:
-    """Parameters of choice k of n. Choice 0 keeps the seed, so that n = 1 is the first of n = 2."""
-    if params.seed is None or k == 0:
-        return params
-    digest = hashlib.blake2b(f"{params.seed} {k}".encode(), digest_size=8).digest()
-    return replace(params, seed=int.from_bytes(digest, signed=True))
-
-
-def scored_room(params: SamplingParams, num_prompt_tokens: int, num_choices: int) -> int:
-    """How many tokens a choice may have, so that the answer holds at most MAX_SCORES logprobs.
-
-    `num_prompt_tokens` are those of all choices. Raises InvalidRequestError if they are too many.
-    """
-    room = MAX_SCORES
-    if params.prompt_logprobs is not None:
-        room -= num_prompt_tokens * (1 + params.prompt_logprobs)
-        if room < 0:
-            raise InvalidRequestError(
-                "logprobs",
-                f"{SCORES_LIMIT}, and those of the prompts alone would be {MAX_SCORES - room}; "
-                "send fewer prompts at once or ask for fewer logprobs.",
-            )
-    return MAX_INTEGER if params.logprobs is None else room // (num_choices * (1 + params.logprobs))
-
-
-def fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """`params` with max_tokens shortened to `room`. Without room they are left as they are."""
-    if params.max_tokens is None or params.max_tokens <= room or room < 1:
-        return params
-    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-
-
-def truncated(prompt: list[int], num_kept: int | None, most: int) -> list[int]:
-    """The last `num_kept` tokens of a prompt, for -1 the last `most`, or one at least."""
-    if num_kept is None:
-        return prompt
-    return prompt[-(max(most, 1) if num_kept == -1 else num_kept) :]
-
-
-def decode(body: bytes, kind: type[Body]) -> Body:
-    """Raises InvalidRequestError with the dotted path of the field, or CallerError."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        return _decode_again(body, kind, str(error))
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
-
-
-def _decode_again(body: bytes, kind: type[Body], complaint: str) -> Body:
-    """Look at all of a body, of which the decoder names the first thing that it dislikes.
-
-    A field that is not supported explains more than what comes with it, as `tools` with
-    `tool_choice`; and 5.0 is an integer to JSON Schema.
-    """
-    refusal = field_error(complaint, kind)
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for field in msgspec.structs.fields(kind):
-            if field.type is NoneType and bytes(fields.get(field.name, b"null")) != b"null":
-                raise InvalidRequestError(field.name, f"{NOT_SUPPORTED}.")
-        if GOT_FLOAT not in complaint:
-            raise refusal
-        values = {name: _with_integers(msgspec.json.decode(raw)) for name, raw in fields.items()}
-    except msgspec.ValidationError:  # no object, or a number beyond all bounds
-        raise refusal from None
-    except (ValueError, RecursionError) as error:
-        raise _not_json(error) from None
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise field_error(str(error), kind) from None
-
-
-def _with_integers(value: object) -> object:
-    """With whole numbers as integers, in lists too. No object has a field for an integer."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
-    return [*map(_with_integers, value)] if isinstance(value, list) else value
-
-
-def _not_json(error: Exception) -> CallerError:
-    return CallerError(f"The body is not valid JSON: {error}")
+    """The request with --strict-fields: unknown fields are errors."""

@@ -1,4 +1,4 @@
-"""Every request has an id: it is in the header x-request-id of the answer, and in the logs."""
+"""Gives every request an id, which is in the header x-request-id of its answer and in the log."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = "x-request-id"
-# What may be repeated in a header and in a line of a log.
+# Ids of clients that are safe to repeat in a header and in a log line.
 SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 KEY = "minisgl.reply_id"  # in the scope
 
 
 class RequestIds:
-    """Middleware, outside of all others, so that no answer goes without."""
+    """Outermost middleware, so that every answer has an id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,7 +28,7 @@ class RequestIds:
         made = uuid.uuid4().hex
         given = Headers(scope=scope).get(HEADER, "")
         shown = given if SANE.fullmatch(given) else made
-        # A client may give one id to several requests, and the engine tells them apart.
+        # A client may use one id for several requests; the engine needs distinct ones.
         scope[KEY] = made if shown is made else f"{shown}-{made[:8]}"
         scope.setdefault("state", {})["request_id"] = shown  # for the log
         header = (HEADER.encode(), shown.encode())
@@ -42,6 +42,6 @@ class RequestIds:
 
 
 def reply_id(scope: Scope) -> str:
-    """An id that no other request has, and that contains the one of the header."""
+    """A unique id, which contains the one in the header."""
     found: str = scope[KEY]
     return found

@@ -1,4 +1,4 @@
-"""Routes below a prefix that a proxy in front has, whether it passes the prefix on or not."""
+"""Serves the routes below the path prefix of a proxy, whether the proxy strips it or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """Middleware that puts every path below `prefix`, where ASGI wants it to be."""
+    """Middleware that puts every path below `prefix`, as ASGI specifies for root_path."""
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app = app
@@ -20,6 +20,6 @@ class RootPath:
 
 
 def route_path(scope: Scope) -> str:
-    """The path of a request as the routes have it."""
+    """The path of a request without the prefix, as the routes declare it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

@@ -1,4 +1,4 @@
-"""The certificate of a server, looked at before anything slow begins."""
+"""Checks the certificate of a server before anything slow starts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from minisgl.errors import ConfigError
 
 
 def check_certificate(certfile: str, keyfile: str) -> None:
-    """Raise ConfigError unless the server can use these files; without `keyfile` one has both."""
+    """Raise ConfigError unless the files are usable; without `keyfile`, `certfile` has both."""
     _check_readable("--ssl-certfile", certfile)
     if keyfile:
         _check_readable("--ssl-keyfile", keyfile)
 
-    def refuse_password() -> str:  # which would be asked for at the terminal
+    def refuse_password() -> str:  # OpenSSL would ask for it at the terminal
         raise ConfigError(
             "--ssl-keyfile", keyfile or certfile, "has a password; allowed: a key without one"
         )

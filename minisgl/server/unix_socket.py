@@ -1,4 +1,4 @@
-"""Listening on a path of the file system, for a proxy on the same machine."""
+"""Listens on a Unix socket, for a proxy on the same machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ OPTION = "--uds"
 
 
 def bind_unix(path: str) -> socket.socket:
-    """A socket at `path` that only this user may connect to. Raises ConfigError.
+    """Bind a socket at `path` that only this user may connect to; raises ConfigError.
 
-    What a server that is gone has left there is replaced.
+    The socket file of a server that has ended is replaced.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -54,7 +54,7 @@ def _remove_stale(path: str) -> None:
 
 
 class OwnPath:
-    """The file of a listening socket, to be removed at the end unless it is another's by then."""
+    """The file of a listening socket; removed at exit unless another server has replaced it."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The lines of the log that tell how the engine is doing."""
+"""The log lines that report the progress of the engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happened from one snapshot to a later one."""
+    """The difference between two snapshots of the statistics."""
 
     before: EngineStats
     after: EngineStats
     seconds: float
-    with_graphs: bool = True  # whether there are CUDA graphs to speak of
+    with_graphs: bool = True  # whether CUDA graphs are in use
 
     @property
     def num_steps(self) -> int:
@@ -37,27 +37,27 @@ class Interval:
         return bool(self.num_steps or self.after.num_running or self.after.num_queued)
 
     def describe(self) -> str:
-        """A share of nothing is shown as a dash."""
+        """The log line; `-` for a ratio whose denominator is zero."""
         before, after = self.before, self.after
         num_tokens = after.num_output_tokens - before.num_output_tokens
         num_graph_steps = after.totals.num_graph_steps - before.totals.num_graph_steps
-        graphs = f"graph steps: {_share(num_graph_steps, self.num_steps)}, "
+        graphs = f"graph steps: {_ratio(num_graph_steps, self.num_steps)}, "
         num_cached = after.counters.num_cached_tokens - before.counters.num_cached_tokens
         num_prompt = after.counters.num_prompt_tokens - before.counters.num_prompt_tokens
         return (
             f"running: {after.num_running}, queued: {after.num_queued}, "
             f"token usage: {after.token_usage:.2f}, "
-            f"cache hit rate: {_share(num_cached, num_prompt)}, "
+            f"cache hit rate: {_ratio(num_cached, num_prompt)}, "
             f"{graphs if self.with_graphs else ''}"
             f"generation: {num_tokens / self.seconds:.1f} tok/s"
         )
 
 
-def _share(part: int, whole: int) -> str:
+def _ratio(part: int, whole: int) -> str:
     return f"{part / whole:.2f}" if whole else "-"
 
 
-async def report(
+async def log_stats(
     stats: Callable[[], EngineStats],
     interval_s: float = SECONDS_BETWEEN_LINES,
     *,
@@ -65,7 +65,7 @@ async def report(
 ) -> None:
     """Log a line every `interval_s` seconds while there is or was work. Runs until cancelled.
 
-    A full KV cache gets a line of its own, at most one in each interval.
+    A full KV cache is a warning of its own, at most once per interval.
     """
     before, began = stats(), time.monotonic()
     while True:
@@ -76,8 +76,9 @@ async def report(
             logger.info("%s", interval.describe())
         if interval.num_retractions:
             logger.warning(
-                "The KV cache was full: %d times a running request went back to the queue. It goes "
-                "on later; fewer --max-running-requests or more --num-pages make that rarer.",
+                "The KV cache was full: %d times a running request went back to the queue. It "
+                "resumes later; a lower --max-running-requests or a higher --num-pages makes that "
+                "rarer.",
                 interval.num_retractions,
             )
         before, began = after, now

@@ -1,4 +1,4 @@
-"""The bodies of answers as types: what /openapi.json says of them, and tests hold them to."""
+"""The bodies of answers as types: answers are built from them, and /openapi.json describes them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from typing import Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
 
+EndReason: TypeAlias = Literal["stop", "length"]
+
 
 class ErrorDetails(Struct):
     message: str
     type: str
-    param: str | None  # the field of the request that is at fault, as a dotted path
+    param: str | None  # the dotted path of the field that is wrong
     code: str | None
 
 
 class Error(Struct):
-    """Every answer that is not a success, and the event that ends a stream that failed."""
+    """The body of every error, and the event that ends a failed stream."""
 
     error: ErrorDetails
 
@@ -25,11 +27,11 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    reasoning_tokens: int  # reported apart from the answer: none are
+    reasoning_tokens: int  # always 0: thinking is part of the answer
 
 
 class Usage(Struct):
-    """A prompt counts once, however many choices it has. In a chunk: that choice's, so far."""
+    """Token counts. A prompt counts once, however many choices it has. In a chunk: those so far."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,11 +42,11 @@ class Usage(Struct):
 
 class PromptToken(Struct):
     logprob: float
-    rank: int | None  # 1 for the likeliest; null for a token of the prompt that is not in the top
+    rank: int | None  # 1 for the likeliest; null for a prompt token that is not among the requested
     decoded_token: str
 
 
-# Of each token of the prompt but the first: it and the likeliest at its place, by token id.
+# For each prompt token (null for the first): it and the likeliest at its position, by token id.
 PromptLogprobs: TypeAlias = list[dict[str, PromptToken] | None]
 
 
@@ -62,7 +64,7 @@ class ScoredToken(RankedToken):
 
 
 class ChatLogprobs(Struct):
-    """Of exactly the tokens that the content is made of, their part in it."""
+    """The logprobs of exactly the tokens that the content consists of."""
 
     content: list[ScoredToken]
     refusal: None
@@ -78,7 +80,7 @@ class ChatAnswerChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: EndReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -102,12 +104,12 @@ class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: EndReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
-    """An event of a stream. The last one before [DONE] has the usage, if that was asked for."""
+    """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -115,26 +117,26 @@ class ChatCompletionChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
 
 
 # -- completions ----------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Struct):
-    """Of every token. Those that are no text of their own are called by their bytes or their id."""
+    """The logprobs of every token. Tokens without a text of their own are named by bytes or id."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]  # where each begins in the text, in characters
+    text_offset: list[int]  # position of each token in the text, in characters
 
 
 class CompletionAnswerChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: EndReason
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
@@ -153,13 +155,13 @@ class CompletionChunkChoice(Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first of each choice
+    finish_reason: EndReason | None
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
     token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(Struct):
-    """An event of a stream. The last one before [DONE] has the usage, if that was asked for."""
+    """An event of a stream. The last one before [DONE] has the usage, if requested."""
 
     id: str
     object: Literal["text_completion"]
@@ -189,7 +191,7 @@ class Model(Struct):
     created: int
     owned_by: str
     max_model_len: int  # tokens of prompt and answer together
-    vocab_size: int  # token ids are below it
+    vocab_size: int  # token ids are less than this
 
 
 class ModelList(Struct):

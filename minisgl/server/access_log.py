@@ -1,7 +1,7 @@
-"""What is counted and logged of HTTP requests: ids, statuses and times, never what was said.
+"""Counts and logs HTTP requests: ids, statuses and times, never prompts or answers.
 
-Messages to clients quote what they sent. They do not go to the log, and neither does the text of
-an unforeseen error, which may hold a piece of a prompt.
+Messages to clients quote what they sent. They are not logged, and neither is the text of an
+unexpected error, which may contain a piece of a prompt.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
-from minisgl.server import protocol
+from minisgl.server import messages, protocol
 from minisgl.server.metrics import Answered, Metrics
 
 logger = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499  # nginx's number for a request that nobody waits for any more
-UNROUTED = (
-    "other"  # no such path, or refused before the routes; a path of its own would be free text
-)
+CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
+UNROUTED = "other"  # an unknown path, or refused before routing; the path itself would be free text
 
-# What a parameter may be called in the log: a client can put anything into an unknown field's name.
+# Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for kind in vars(protocol).values()
+    for kind in (*vars(protocol).values(), *vars(messages).values())
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )
 
 
 class Observe:
-    """Middleware that counts responses, and turns what nobody foresaw into one."""
+    """Middleware that counts responses, and answers unexpected exceptions with a 500."""
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, error_response: Callable[[Exception], ASGIApp]
@@ -75,7 +73,7 @@ class Observe:
 
 
 def _route(scope: Scope) -> str:
-    """The pattern of the path, of which there are few."""
+    """The pattern that the path matches; there are few patterns."""
     endpoint = scope.get("endpoint")
     if endpoint is None:
         return UNROUTED
@@ -84,15 +82,15 @@ def _route(scope: Scope) -> str:
 
 
 def request_id(scope: Scope) -> str:
-    """What the request is called in the log; RequestIds has made it."""
+    """The id of the request in the log, set by RequestIds."""
     known: str = scope["state"]["request_id"]
     return known
 
 
 def log_failure(request_id: str, status: int, error: Exception) -> None:
-    """One line on a request that got an error instead of an answer, or at the end of one.
+    """Log one line about a request that failed, before or during its answer.
 
-    `status` is what the client got, 200 where the answer had begun.
+    `status` is the status that the client got: 200 if the answer had begun.
     """
     if not isinstance(error, MinisglError):
         logger.error("request %s: %d %s", request_id, status, without_words(error))
@@ -102,7 +100,7 @@ def log_failure(request_id: str, status: int, error: Exception) -> None:
 
 
 def _reason(error: MinisglError) -> str:
-    """In our words alone."""
+    """The reason without anything that the client sent."""
     if not isinstance(error, CallerError) or isinstance(error, ContextLengthError):
         return str(error)
     reason = error.code or type(error).__name__

@@ -1,4 +1,4 @@
-"""What msgspec finds wrong with a body, in words for people."""
+"""Rewrites the errors that msgspec finds in a body as readable messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEPARATORS = str.maketrans("$[].`", "     ")
 FIELD_OPENINGS = ("Object missing required field `", "Object contains unknown field `")
 GOT_FLOAT = ", got `float`"  # in a message of the decoder
 NOT_SUPPORTED = "is not supported; leave it out"
-# By msgspec's names.
+# Names of JSON types, by msgspec's names.
 KINDS = {
     "array": "a list",
     "bool": "true or false",
@@ -26,20 +26,20 @@ KINDS = {
     "str": "a text",
 }
 PARTS = {"array": "entries", "object": "keys", "str": "characters"}
-# They match messages in the decoder's words alone, never one that quotes the client.
+# These match only fixed messages of the decoder, never one that quotes the client.
 TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`(, got `(?P<got>\w+)`)?")
 BOUND = re.compile(
     r"Expected `(?P<kind>\w+)` (?P<length>of length )?(?P<sign>[<>]=) (?P<bound>\S+)"
 )
-# Of what many clients ask for, and a list of values would not explain.
+# Messages for common requests that a list of values would not explain.
 ENUM_WORDS = {
     "response_format.type": "JSON mode and structured output are not supported; allowed: text"
 }
 
 
 def field_error(message: str, kind: type[Struct]) -> CallerError:
-    """From msgspec's words: "Expected `int`, got `str` - at `$.messages[0].role`"."""
-    # Both may quote the client, who can write at length, and much like the decoder.
+    """Translate a message such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    # Both may quote the client, whose text may be long and may resemble a message of the decoder.
     what, found, where = message.rpartition(" - at `")
     if not found:
         what, where = where, ""
@@ -54,7 +54,7 @@ def field_error(message: str, kind: type[Struct]) -> CallerError:
 
 
 def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
-    """What follows the name of the field."""
+    """The message after the name of the field."""
     if what.startswith("Expected `null`"):
         return NOT_SUPPORTED
     if what.startswith("Object missing required field"):
@@ -75,16 +75,16 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
 
 
 def _wrong_type(wanted: Sequence[str], got: str | None) -> str:
-    # null stands for a field that is not given.
+    # null means that the field is not given.
     must_be = " or ".join(KINDS.get(name, name) for name in wanted if name != "null")
-    # Where an integer is wanted, it would be odd to hear of a number.
+    # "must be an integer, not a number" would be confusing.
     if got is None or got == "float":
         return f"must be {must_be}"
     return f"must be {must_be}, not {KINDS.get(got, got)}"
 
 
 def _out_of_bounds(found: re.Match[str]) -> str:
-    """Of a number, or of the length of something."""
+    """The message for a number or a length out of bounds."""
     if found["length"] and found["sign"] == ">=" and found["bound"] == "1":
         return "must not be empty"
     limit = "at most" if found["sign"] == "<=" else "at least"
@@ -94,7 +94,7 @@ def _out_of_bounds(found: re.Match[str]) -> str:
 
 
 def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
-    """The literals that a field allows."""
+    """The literal values that a field allows."""
     types = _types_at(kind, path)
     return [
         value for type in types if isinstance(type, inspect.LiteralType) for value in type.values
@@ -102,7 +102,7 @@ def _values_at(kind: type[Struct], path: Sequence[str]) -> list[object]:
 
 
 def _types_at(kind: type[Struct], path: Sequence[str]) -> list[inspect.Type]:
-    """What a field may be."""
+    """The types that a field may have."""
     types = _alternatives(inspect.type_info(kind))
     for name in path:
         types = [inner for outer in types for inner in _members(outer, name)]
@@ -125,7 +125,7 @@ def _members(type: inspect.Type, name: str) -> list[inspect.Type]:
 
 
 def _is_off(type: inspect.Type) -> TypeGuard[inspect.FloatType]:
-    """Whether one number alone is allowed: the one that turns the field off."""
+    """Whether only one number is allowed: the one that turns the feature off."""
     return isinstance(type, inspect.FloatType) and type.ge is not None and type.ge == type.le
 
 

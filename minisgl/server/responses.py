@@ -1,7 +1,8 @@
-"""Answers that run on the engine. Whatever ends one, its requests are aborted before it returns.
+"""ASGI responses that generate on the engine, and abort their requests however they end.
 
-The abort stands in the `finally` of the response itself: a client that leaves while an event is
-being sent would not close an async generator, so a `finally` there runs at garbage collection.
+The abort is in the `finally` of the response itself: a client that disconnects while an event is
+being sent would not close an async generator, so a `finally` there would run only at garbage
+collection.
 """
 
 from __future__ import annotations
@@ -10,35 +11,39 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ContextLengthError, EngineStoppedError
-from minisgl.server.access import log_failure, request_id
-from minisgl.server.replies import DONE, Choice, Reply, error_body, event
-from minisgl.server.service import Engine, OutputStream
+from minisgl.server.access_log import log_failure, request_id
+from minisgl.server.encoding import DONE, error_body, event
+from minisgl.server.replies import Reply, ReplyChoice
+from minisgl.server.served_engine import ServedEngine, ServedStream
 
-MAX_TURN_S = 0.005  # that the choices of one answer may keep the loop, all submitted together
-# Tokens whose logprobs are written in a thread; with 20 rivals each takes some 10 µs.
+MAX_TURN_S = 0.005  # for which submitting the choices of one answer may block the loop
+# From this many tokens on, logprobs are encoded in a thread: some 10 µs each with 20 alternatives.
 MANY_SCORED = 256
 
 
-class Answer(ABC):
+class ReplyResponse(ABC):
     """An ASGI response that generates the choices of `reply`."""
 
-    def __init__(self, engine: Engine, reply: Reply, *, limit_field: str = "max_tokens") -> None:
+    def __init__(
+        self, engine: ServedEngine, reply: Reply[Any], *, limit_field: str = "max_tokens"
+    ) -> None:
         """`limit_field` is the client's name for max_tokens."""
         self._engine = engine
         self._reply = reply
         self._limit_field = limit_field
-        self._left = False  # the client, before its answer was complete
+        self._left = False  # whether the client disconnected before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        streams: list[OutputStream] = []
+        streams: list[ServedStream] = []
         self._request_id = request_id(scope)
         watching: asyncio.Task[None] | None = None
         try:
-            # All of it is submitted before the first byte, so that a refusal has its own status.
+            # Submit everything before the first byte, so that a rejection has its own status.
             turn_began_s = time.monotonic()
             for choice in self._reply.choices:
                 job = choice.job
@@ -57,12 +62,12 @@ class Answer(ABC):
             watching = asyncio.ensure_future(self._abort_on_disconnect(receive, streams))
             await self._respond(streams, send)
         except ContextLengthError as error:
-            prompt_field = self._reply.kind.prompt_field
+            prompt_field = self._reply.prompt_field
             raise error.with_names(
                 prompt_field=prompt_field, limit_field=self._limit_field
             ) from None
         except EngineStoppedError:
-            if not self._left:  # else nobody is there to be told
+            if not self._left:  # otherwise the client is gone
                 raise
         finally:
             if watching is not None:
@@ -70,8 +75,8 @@ class Answer(ABC):
             for stream in streams:
                 stream.abort()
 
-    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[OutputStream]) -> None:
-        """When the client leaves, end its requests: a stream that has ended ends its writer."""
+    async def _abort_on_disconnect(self, receive: Receive, streams: Sequence[ServedStream]) -> None:
+        """Abort the requests when the client disconnects, which ends their streams."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True
@@ -79,13 +84,13 @@ class Answer(ABC):
             stream.abort()
 
     @abstractmethod
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None: ...
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None: ...
 
 
-class WholeAnswer(Answer):
-    """One JSON object, when everything is there."""
+class WholeResponse(ReplyResponse):
+    """One JSON object, sent when all choices are complete."""
 
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
         choices = self._reply.choices
         await _all_or_none(map(_keep, choices, streams))
         many = sum(choice.num_scored for choice in choices) > MANY_SCORED
@@ -98,16 +103,16 @@ class WholeAnswer(Answer):
         await send({"type": "http.response.body", "body": body})
 
 
-class StreamedAnswer(Answer):
+class StreamedResponse(ReplyResponse):
     """Server-sent events, one for each delta."""
 
     HEADERS = (
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # tells nginx to pass events on at once
+        (b"x-accel-buffering", b"no"),  # nginx then forwards events without buffering
     )
 
-    async def _respond(self, streams: Sequence[OutputStream], send: Send) -> None:
+    async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.HEADERS})
         try:
             choices = self._reply.choices
@@ -116,19 +121,19 @@ class StreamedAnswer(Answer):
         except Exception as error:
             if self._left:
                 raise
-            # The status is long sent, so the error travels as an event.
+            # The status has been sent, so the error is an event.
             log_failure(self._request_id, 200, error)
             last = event(error_body(error)) + DONE
         await send({"type": "http.response.body", "body": last})
 
 
-async def _keep(choice: Choice, stream: OutputStream) -> None:
+async def _keep(choice: ReplyChoice[Any], stream: ServedStream) -> None:
     async for delta in stream:
         choice.keep(delta)
     choice.check_finished()
 
 
-async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
+async def _write(choice: ReplyChoice[Any], stream: ServedStream, send: Send) -> None:
     async for delta in stream:
         many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
         events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)
@@ -138,8 +143,8 @@ async def _write(choice: Choice, stream: OutputStream, send: Send) -> None:
 
 
 async def _all_or_none(work: Iterable[Coroutine[None, None, None]]) -> None:
-    """Run all at once. The first failure ends the others and is raised."""
-    # In tasks of their own, even one: a wake-up here runs through a dozen coroutines of frameworks.
+    """Run all concurrently. The first failure cancels the others and is raised."""
+    # Use tasks even for one: waking this coroutine goes through a dozen coroutines of frameworks.
     tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,0 +1,52 @@
+"""API keys: which requests may pass, and which client each comes from."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from minisgl.server.access_log import log_failure, request_id
+from minisgl.server.faults import HTTPError
+from minisgl.server.root_path import route_path
+
+CLIENT = "client"  # in the state of a scope
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version"))  # for probes, which send no key
+
+
+class RequireKey:
+    """Middleware that rejects requests without a valid key, and marks which of several it was."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        error_response: Callable[[Exception, Mapping[str, str]], ASGIApp],
+    ) -> None:
+        self._app = app
+        self._error_response = error_response
+        self._expected = [b"bearer " + key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+        if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, space, key = given.partition(b" ")
+            # The case of a scheme's name does not matter (RFC 9110, 11.1).
+            given = scheme.lower() + space + key
+            # Compare all keys, so that the time does not reveal which one matched.
+            found = [hmac.compare_digest(given, expected) for expected in self._expected]
+            if len(found) > 1 and True in found:
+                scope["state"][CLIENT] = str(found.index(True))
+            if True not in found:
+                error = HTTPError(401, "The API key is missing or wrong.", "invalid_api_key")
+                log_failure(request_id(scope), 401, error)
+                app = self._error_response(error, {"www-authenticate": "Bearer"})
+        await app(scope, receive, send)
+
+
+def client_of(scope: Scope) -> str:
+    """The index of the key that a request came with; empty unless there are several keys."""
+    client: str = scope["state"].get(CLIENT, "")
+    return client

@@ -1,0 +1,72 @@
+"""The phase of the engine behind the routes: loading, ready, draining or dead."""
+
+from __future__ import annotations
+
+from minisgl.errors import EngineStoppedError, ModelNotFoundError
+from minisgl.server.config import ServerConfig
+from minisgl.server.served_engine import ServedEngine
+from minisgl.stats import EngineStats
+
+
+class NotReadyError(EngineStoppedError):
+    """The engine accepts no requests: it is loading, draining, dead or stalled (`code`)."""
+
+    def __init__(self, phase: str, message: str) -> None:
+        super().__init__(message)
+        self.code = phase
+
+
+class EngineState:
+    """The engine and its phase. The process changes the phase; the routes only read it."""
+
+    def __init__(self, config: ServerConfig, engine: ServedEngine | None = None) -> None:
+        self.config = config
+        self._engine = engine
+        self._draining = False
+
+    def start(self, engine: ServedEngine) -> None:
+        self._engine = engine
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def engine(self) -> ServedEngine:
+        """The engine, if it accepts requests; raises NotReadyError."""
+        if self._engine is None:
+            raise NotReadyError("loading", "The model is still loading.")
+        if self._engine.failure is not None:
+            raise NotReadyError("dead", f"The engine has failed: {self._engine.failure}")
+        if self._draining:
+            raise NotReadyError("draining", "The server is shutting down.")
+        return self._engine
+
+    def stats(self) -> EngineStats | None:
+        """Statistics of the engine in any phase; None while it is loading."""
+        return None if self._engine is None else self._engine.stats()
+
+    @property
+    def dead(self) -> bool:
+        return self._engine is not None and self._engine.failure is not None
+
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model; the first is used if a request gives none."""
+        return self.config.served_model_name or (self.engine().model_name,)
+
+    def first_name(self) -> str | None:
+        """The first name of the model, in any phase; None while it is unknown."""
+        if self.config.served_model_name:
+            return self.config.served_model_name[0]
+        return None if self._engine is None else self._engine.model_name
+
+    def model_name(self, wanted: str | None) -> str:
+        """The model name for the answer to a request for `wanted`; raises ModelNotFoundError."""
+        names = self.model_names()
+        if wanted is None:
+            return names[0]
+        if wanted not in names:
+            error = ModelNotFoundError(
+                f"The model {wanted!r} does not exist; available: {', '.join(names)}."
+            )
+            error.param = "model"
+            raise error
+        return wanted

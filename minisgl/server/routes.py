@@ -1,0 +1,243 @@
+"""The handlers of the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import ASGIApp
+
+from minisgl.errors import InvalidRequestError
+from minisgl.request import check_token_ids
+from minisgl.server import schemas
+from minisgl.server.auth import OPEN_PATHS, client_of
+from minisgl.server.bodies import read_body
+from minisgl.server.chat_reply import ChatReply
+from minisgl.server.completion_reply import CompletionReply
+from minisgl.server.engine_state import EngineState, NotReadyError
+from minisgl.server.error_responses import json_response
+from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.metrics import CONTENT_TYPE, Metrics
+from minisgl.server.openapi import describe
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StrictChatRequest,
+    StrictCompletionRequest,
+    StrictDetokenizeRequest,
+    StrictTokenizeRequest,
+    TokenizeRequest,
+)
+from minisgl.server.replies import Reply
+from minisgl.server.request_ids import reply_id
+from minisgl.server.responses import StreamedResponse, WholeResponse
+from minisgl.server.served_engine import ServedEngine, ServedTokenizer
+
+MANY_TOKENS = 4096  # from which on texts are assembled in a thread
+
+Put = TypeVar("Put")
+
+
+class Routes:
+    """The handlers. Each request reads the engine state again, because its phase changes."""
+
+    def __init__(self, state: EngineState, metrics: Metrics) -> None:
+        self._state = state
+        self._metrics = metrics
+        strict = state.config.strict_fields
+        self._chat_request = StrictChatRequest if strict else ChatRequest
+        self._completion_request = StrictCompletionRequest if strict else CompletionRequest
+        self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
+        self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
+        self._since = int(time.time())
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        body = await read_body(request, self._chat_request)
+        model = self._state.model_name(body.model)
+        cut = body.truncate_prompt_tokens is not None
+        prompt = await engine.encode_chat(body.template_messages(), cut, **body.template_options())
+        jobs = self._jobs(request, engine, body, [prompt])
+        echo = body.echoed
+        for job in jobs:
+            job.echo = echo
+        for job in jobs[1:]:  # the prompt is reported once
+            job.params = replace(job.params, prompt_logprobs=None)
+        return _answer(request, engine, body, model, ChatReply, jobs)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        body = await read_body(request, self._completion_request)
+        model = self._state.model_name(body.model)
+        prompts = body.prompts()
+        special = body.add_special_tokens is not False
+        cut = body.truncate_prompt_tokens is not None
+        token_ids = []
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                token_ids.append(
+                    await engine.encode(prompt, add_special_tokens=special, any_length=cut)
+                )
+                await asyncio.sleep(0)  # short texts are encoded on the loop, and there may be many
+            else:
+                if (
+                    len(prompts) > 1
+                ):  # the engine checks each prompt too, but does not know its index
+                    of = f" of prompt {index}"
+                    check_token_ids("prompt", prompt, engine.vocab_size, of=of)
+                token_ids.append(prompt)
+        jobs = self._jobs(request, engine, body, token_ids)
+        if body.echo:
+            shown = _visible_text if body.skip_special_tokens is not False else _full_text
+            for start, prompt in enumerate(prompts):
+                first, *others = jobs[start * body.num_choices :][: body.num_choices]
+                ids = first.prompt_token_ids
+                if isinstance(prompt, str) and len(ids) == len(token_ids[start]):
+                    first.echo = prompt
+                else:
+                    first.echo = await _text(engine, shown, ids)
+                for job in others:
+                    job.echo = first.echo
+        return _answer(request, engine, body, model, CompletionReply, jobs)
+
+    async def models(self, request: Request) -> Response:
+        data = [self._model(name) for name in self._state.model_names()]
+        return json_response(schemas.ModelList(object="list", data=data))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        # As Starlette redirects paths with a trailing slash. It treats "\n" as an empty name too.
+        if not name and request.scope["path"].endswith("/"):
+            path = request.url.path.removesuffix("/")
+            return RedirectResponse(str(request.url.replace(path=path)))
+        return json_response(self._model(self._state.model_name(name)))
+
+    async def tokenize(self, request: Request) -> Response:
+        engine = self._state.engine()
+        body = await read_body(request, self._tokenize_request)
+        self._state.model_name(body.model)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            token_ids = await engine.encode(
+                body.prompt, add_special_tokens=special, any_length=True
+            )
+        else:
+            token_ids = await engine.encode_chat(
+                body.template_messages(), True, **body.template_options()
+            )
+        answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
+        if body.return_token_strs and engine.tokenizer is not None:
+            answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        engine = self._state.engine()
+        body = await read_body(request, self._detokenize_request)
+        self._state.model_name(body.model)
+        if engine.tokenizer is None:
+            raise InvalidRequestError("tokens", "the model has no tokenizer.")
+        check_token_ids("tokens", body.tokens, engine.vocab_size)
+        text = await _put_together(_full_text, engine.tokenizer, body.tokens)
+        return json_response(schemas.Text(text))
+
+    async def health(self, request: Request) -> Response:
+        stalled = self._state.engine().stalled
+        if stalled is not None:
+            raise NotReadyError("stalled", stalled)
+        return json_response(schemas.Health(status="ready"))
+
+    async def version(self, request: Request) -> Response:
+        return json_response(schemas.Version(metadata.version("minisgl")))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        with_key = bool(self._state.config.api_key)
+        routes = request.app.routes
+        root_path = self._state.config.root_path
+        return json_response(
+            describe(routes, open_paths=OPEN_PATHS, with_key=with_key, root_path=root_path)
+        )
+
+    def _model(self, name: str) -> schemas.Model:
+        engine = self._state.engine()
+        return schemas.Model(
+            id=name,
+            object="model",
+            created=self._since,
+            owned_by="minisgl",
+            max_model_len=engine.capacity.max_seq_len,
+            vocab_size=engine.vocab_size,
+        )
+
+    def _jobs(
+        self,
+        request: Request,
+        engine: ServedEngine,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+    ) -> list[GenerationJob]:
+        tenant = body.tenant(client_of(request.scope))
+        clamp = self._state.config.clamp_max_tokens
+        return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp)
+
+
+def _answer(
+    request: Request,
+    engine: ServedEngine,
+    body: ChatRequest | CompletionRequest,
+    model: str,
+    kind: type[Reply[Any]],
+    jobs: Sequence[GenerationJob],
+) -> ASGIApp:
+    reply = kind(
+        jobs,
+        model=model,
+        tokenizer=engine.tokenizer,
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        id=reply_id(request.scope),
+    )
+    answer = StreamedResponse if body.stream else WholeResponse
+    return answer(engine, reply, limit_field=body.limit_field)
+
+
+def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_ids)
+
+
+def _full_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def _token_texts(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> list[str]:
+    return [tokenizer.token_text(token_id) for token_id in token_ids]
+
+
+async def _text(
+    engine: ServedEngine,
+    shown: Callable[[ServedTokenizer, Sequence[int]], str],
+    token_ids: Sequence[int],
+) -> str:
+    """The text of a prompt; empty if the model has no tokenizer."""
+    if engine.tokenizer is None:
+        return ""
+    return await _put_together(shown, engine.tokenizer, token_ids)
+
+
+async def _put_together(
+    texts: Callable[[ServedTokenizer, Sequence[int]], Put],
+    tokenizer: ServedTokenizer,
+    token_ids: Sequence[int],
+) -> Put:
+    if len(token_ids) <= MANY_TOKENS:
+        return texts(tokenizer, token_ids)
+    return await asyncio.to_thread(texts, tokenizer, token_ids)
