@@ -56,7 +56,7 @@ def load_runner(
     ranks: connects this rank with the others. local_rank: its number on this machine.
     Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
     """
-    report = report or (lambda phase, share: None)
+    report = report or (lambda phase, fraction: None)
     device = rank_device(config, local_rank)
     lanes = Lanes(device)
     lanes.enter_thread()

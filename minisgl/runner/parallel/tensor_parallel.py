@@ -47,11 +47,14 @@ def load_ranks(
     """
     if reason := spawn_obstacle() or _group_obstacle():
         raise ConfigError("--tp", config.tp, reason)
-    report = report or (lambda phase, share: None)
+    report = report or (lambda phase, fraction: None)
     try:
         rendezvous = FileRendezvous.create()
     except OSError as obstacle:
-        reason = f"the ranks meet through a temporary file, and none can be made: {obstacle}"
+        reason = (
+            "the ranks exchange addresses through a temporary file, which cannot be created: "
+            f"{obstacle}"
+        )
         raise ConfigError("--tp", config.tp, reason) from obstacle
     context = multiprocessing.get_context("spawn")
     launcher = SpawnLauncher(context)
@@ -71,7 +74,7 @@ def load_ranks(
         if isinstance(error, Exception):
             raise others.lose(error)
         own = loading.result()
-        others.wait_ready(lambda share: report("waiting for the other ranks", share))
+        others.wait_ready(lambda fraction: report("waiting for the other ranks", fraction))
         if not others.on_gpu:
             others.close_rendezvous()
     except BaseException:

@@ -86,8 +86,8 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
     config = spec.config
     if config.device == "cpu":
         # More threads than cores slow all ranks down.
-        share = max(1, (os.cpu_count() or 1) // spec.num_local_ranks)
-        torch.set_num_threads(min(torch.get_num_threads(), share))
+        num_threads = max(1, (os.cpu_count() or 1) // spec.num_local_ranks)
+        torch.set_num_threads(min(torch.get_num_threads(), num_threads))
     device = rank_device(config, spec.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
