@@ -49,7 +49,7 @@ def _range(low: float, high: float) -> Meta:
     return Meta(extra_json_schema={"minimum": low, "maximum": high})
 
 
-Share = Annotated[float, _range(0, 1)]
+Probability = Annotated[float, _range(0, 1)]
 Penalty = Annotated[float, _range(-2, 2)]
 # Accepted at the value that turns the feature off, which some clients send in every request.
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
@@ -96,9 +96,9 @@ class GenerationRequest(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
 
     temperature: Annotated[float, _range(0, 2)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, _range(-1, MAX_INTEGER)] | None = None
-    min_p: Share | None = None
+    min_p: Probability | None = None
     min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
