@@ -21,7 +21,7 @@ from raw_server import HEAD, again, raw_server, redirect
 from minisgl.bench.config import BenchConfig, ReportConfig
 from minisgl.bench.online.client import post
 from minisgl.bench.online.config import LoadConfig
-from minisgl.bench.online.metrics_poller import watch
+from minisgl.bench.online.metrics_poller import poll_metrics
 from minisgl.bench.online.run import OnlineRunError, run_online
 from minisgl.bench.online.target import Target
 from minisgl.bench.serve import bench_serve
@@ -328,9 +328,9 @@ async def test_metrics_that_never_end_are_as_good_as_none() -> None:
     for metrics in (again(b"x", pause_s=0.05), HEAD + samples, redirect("http://evil.example")):
         async with raw_server({"/metrics": metrics}) as server:
             target = Target(url=f"{server.url}/v1", document_s=0.3)
-            async with watch(target, interval_s=0.01) as watched:
+            async with poll_metrics(target, interval_s=0.01) as polled:
                 await asyncio.sleep(0.05)
-        assert (watched.samples, watched.counts) == ([], None)
+        assert (polled.samples, polled.counts) == ([], None)
 
 
 async def test_ctrl_c_ends_a_benchmark_that_waits_for_metrics() -> None:

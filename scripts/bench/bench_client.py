@@ -1,7 +1,7 @@
-"""How many events the benchmarks' client takes on one core: `python scripts/bench/bench_client.py`.
+"""Events a second that the benchmarks' client reads: `python scripts/bench/bench_client.py`.
 
 A server in another process writes events of the usual size to 256 connections, one at a time and as
-fast as it can. `one core` is what the client's CPU time for an event comes to; when several events
+fast as it can. `one core` is the rate by the client's CPU time; when several events
 arrive before the client looks, it takes them at once, as it would under such a load.
 """
 

@@ -1,10 +1,10 @@
-"""How long the sums between GPUs take that a tensor-parallel model needs, in CUDA graphs:
+"""Times the all-reduces and gathers of a tensor-parallel model, in CUDA graphs:
 
 python scripts/bench/bench_collectives.py --tp 2
 
 
-For rows of --hidden bfloat16, by their number: a sum with the norm behind it, what sampling gathers
-and exchanges. Our results are compared with NCCL's first.
+By the number of rows of --hidden bfloat16: an all-reduce with the norm after it, and the
+collectives of sampling. The results are first compared with NCCL's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The CPU bounds, on the bundled demo model: `python scripts/bench/bench_cpu.py`.
+"""Checks the CPU bounds on the bundled demo model: `python scripts/bench/bench_cpu.py`.
 
 1. While 32 streams run, nothing blocks the event loop for more than 50 ms.
-2. 32 requests together make at least six times the tokens per second of one alone.
+2. 32 requests together reach at least six times the tokens per second of one.
 
 Run it on a quiet machine; each figure is the best of five, greedy and sampled.
 """

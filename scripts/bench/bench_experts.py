@@ -1,4 +1,4 @@
-"""Times a layer's experts on a GPU, with the choice of them.
+"""Times the experts of an MoE layer on a GPU, routing included.
 
 python scripts/bench/bench_experts.py                 # the tiles in use
 python scripts/bench/bench_experts.py --tune          # candidates, too; the best three of each kind

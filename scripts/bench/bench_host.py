@@ -1,8 +1,8 @@
-"""What the host spends on a step, with no model behind it: `python scripts/bench/bench_host.py`.
+"""Times the host's work for a step, without a model: `python scripts/bench/bench_host.py`.
 
 1. plan + settle at 256 running requests, with a runner that returns at once. Limit: 1.5 µs a
    request and step.
-2. Telling three other ranks a step's plan, and reading it there, at 256 running requests. Limit:
+2. Sending a step's plan to three other ranks, and reading it there, at 256 running requests. Limit:
    50 µs.
 3. The radix cache at a million cached tokens: matching, inserting and evicting, against a small
    cache. Neither may grow with the size of the cache.

@@ -1,11 +1,11 @@
-"""What one kernel costs on a GPU, beside the torch code that it stands for.
+"""Times single kernels on a GPU, beside the torch code that they replace.
 
 python scripts/bench/bench_kernels.py
 python scripts/bench/bench_kernels.py --models Qwen3-0.6B --rows 1 256 --only norm --no-pdl
 
 Each figure is a median over replays of a CUDA graph of 20 calls, so the host's time is not in it. A
 call follows another of its kind on the same tensors: up to some 50 MB they stay in the L2 cache,
-and the figure is what launching and latency cost; above, it is a bandwidth. `limit` is the time
+and the figure is the cost of launch and latency; above, it is a bandwidth. `limit` is the time
 that the bytes take at 4.28 TB/s, or the operations at 800 TFLOP/s, as measured on an H200.
 
 A kernel is added as a function from `Problem` to cases, named in FAMILIES.

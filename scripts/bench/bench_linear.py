@@ -1,5 +1,5 @@
-"""Times linear maps on a GPU: Triton's beside cuBLAS's, with the algorithm that it takes first, and
-`tuned`: with the one that the engine takes.
+"""Times linear layers on a GPU: Triton's, cuBLAS's with its default algorithm, and `tuned`, which
+is cuBLAS's with the algorithm that the engine chooses.
 
 python scripts/bench/bench_linear.py                  # the tiles in use
 python scripts/bench/bench_linear.py --tune           # candidates, too; the best two of each case
@@ -192,7 +192,7 @@ def start(problem: Problem, cublas_s: float) -> str:
 
 
 def candidates(shape: Shape, m: int) -> list[LinearTiles]:
-    """Those worth a try; the tiles in use come first."""
+    """Candidate tiles; those in use come first."""
     from minisgl.kernels.linear.config import LinearTiles, choose_tiles, workspace_size
     from minisgl.kernels.tuning import tuning_of
 
@@ -202,7 +202,7 @@ def candidates(shape: Shape, m: int) -> list[LinearTiles]:
     block_m = max(16, 1 << (m - 1).bit_length())
 
     def add(how: LinearTiles, *waves: float) -> None:
-        """With k split so that there are so many programs for each multiprocessor."""
+        """The tiles with k split to give this many programs per multiprocessor."""
         how = replace(how, prefetch=how.block_k * 4)
         num_tiles = math.ceil(n / how.block_n) * math.ceil(m / how.block_m)
         for wave in waves:
@@ -253,7 +253,7 @@ def candidates(shape: Shape, m: int) -> list[LinearTiles]:
 
 @dataclass(frozen=True)
 class Variant:
-    """What is compiled once for all shapes that use it."""
+    """The key of a kernel that is compiled once for all its shapes."""
 
     how: LinearTiles
     k: int

@@ -1,8 +1,10 @@
-"""How much arriving prompts delay running answers: `python scripts/bench/bench_mixed.py FOLDER`.
+"""Measures how much arriving prompts delay running answers.
 
-32 streams decode steadily. The time between two tokens of a stream (ITL) is taken without and with
-requests that arrive meanwhile, 20 a second, with prompts of 100 to 500 tokens and 32 tokens out.
-The streams run in rounds of limited length, so that their contexts are alike in both cases; a
+    python scripts/bench/bench_mixed.py FOLDER
+
+32 streams decode steadily. The time between two tokens of a stream (ITL) is measured without and
+with requests that arrive meanwhile, 20 a second, with prompts of 100 to 500 tokens and 32 tokens
+out. The streams run in rounds of limited length, so that their contexts are alike in both cases; a
 round counts from the moment when all of them decode. The last line compares the p99 with arrivals
 to the median without. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
@@ -34,7 +36,7 @@ MAX_WARM_UP_S = 3.0
 
 @dataclass(slots=True)
 class Phase:
-    """What was measured, over all rounds."""
+    """The measurements of all rounds."""
 
     seconds: float = 0.0
     num_arrived: int = 0

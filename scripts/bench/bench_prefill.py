@@ -1,10 +1,10 @@
-"""How much of the hardware's arithmetic prefill uses.
+"""Measures the share of the hardware's arithmetic that prefill uses.
 
     python scripts/bench/bench_prefill.py FOLDER
 
 Sixteen prompts of 2,048 tokens at once, for one token each, so that nothing but prefill runs; the
-prefix cache is off. Counted are matrix products and causal attention: no padding, no masked score,
-and logits of the last token of a prompt only. The figures are of the second repetition, which has
+prefix cache is off. GEMMs and causal attention are counted: no padding, no masked scores,
+and logits of a prompt's last token only. The figures are of the second repetition, which has
 prompts of its own. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
 

@@ -1,7 +1,7 @@
 """Time of sampling on the device: `python scripts/bench/bench_sampling.py`, with a GPU.
 
 Each figure is the median over replays of a CUDA graph that samples several times in a row, so that
-no launch is timed. TB/s counts each row of logits once: the first pass, which nobody can avoid.
+no launch is timed. TB/s counts each row of logits once: the first pass, which is unavoidable.
 Nearly uniform logits are the worst case (dummy weights); peaked ones resemble a trained model.
 """
 
@@ -49,7 +49,7 @@ INNER = 8  # times a graph samples
 
 
 def microseconds(work: Callable[[], None], repeats: int) -> float:
-    """Of one call of `work`, inside a graph."""
+    """Microseconds of one call of `work`, inside a CUDA graph; the median."""
     work()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,14 +1,14 @@
-"""What HTTP costs: `python scripts/bench/bench_serve.py [FOLDER]`.
+"""Measures the cost of HTTP: `python scripts/bench/bench_serve.py [FOLDER]`.
 
 Sends the standard workload to a server in a process of its own, every request at once and streamed,
-and runs the same requests offline on the very same engine, in turns. The prefix cache is off, so
-that no run finds what another has left. On a GPU, FOLDER holds a config.json and a tokenizer (see
+and runs the same requests offline on the very same engine, alternating. The prefix cache is off,
+so that no run finds prefixes of another. On a GPU, FOLDER holds a config.json and a tokenizer (see
 scripts/tools/dummy_config.py and dummy_tokenizer.py beside it), and --load-format is dummy. With
---step-ms a clock takes the place of the model, and shows what the host can keep up with. For other
-loads there is `minisgl bench serve`.
+--step-ms a clock replaces the model, which shows what the host can keep up with. For other loads
+there is `minisgl bench serve`.
 
-One column for each repetition. ITL: between one event with text and the next. one token: at least
-this share of the events has one token alone. CPU: of the process, all threads, for each token.
+One column for each repetition. ITL: between one event with text and the next. one token: a lower
+bound of the share of events with a single token. CPU: of the process, all threads, for each token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ STOP_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked for; what is not depends on the device."""
+    """The given sizes; those not given depend on the device."""
 
     num_requests: int
     input: tuple[int, int] | None
@@ -77,7 +77,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the server's process says when the engine is there."""
+    """Message of the server's process when its engine has started."""
 
     description: list[str]
     device: str
@@ -133,7 +133,7 @@ async def answer(engine: AsyncEngine, load: Load, loaded: Loaded, connection: Co
 
 
 def receive(connection: Connection) -> Any:
-    """What comes next; None where nothing will."""
+    """The next message; None at the end of the connection."""
     try:
         return connection.recv()
     except EOFError:

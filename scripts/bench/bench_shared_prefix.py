@@ -1,8 +1,8 @@
-"""What the prefix cache is worth: `python scripts/bench/bench_shared_prefix.py FOLDER`.
+"""Measures the gain of the prefix cache: `python scripts/bench/bench_shared_prefix.py FOLDER`.
 
-256 requests at once that begin with the same 2,000 tokens, as behind one long system prompt, and go
+256 requests at once that begin with the same 2,000 tokens, as after one long system prompt, and go
 on with 100 of their own, for 64 tokens each. Measured with the radix cache and with none ("naive"),
-each on an engine of its own whose cache has none of it yet; a warm-up with other, short prompts has
+each on its own engine with an empty cache; a warm-up with other, short prompts has
 compiled the kernels. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
 """
 

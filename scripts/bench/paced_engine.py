@@ -1,6 +1,6 @@
 """An engine whose model is a clock: every step takes the same time, whatever is in it.
 
-Scheduling, detokenization and all behind them are real, so it shows what the host can keep up with.
+Scheduling, detokenization and everything after them are real: it shows what the host can sustain.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PacedRunner:
 
 
 def start_paced_engine(config: EngineConfig, step_s: float) -> AsyncEngine:
-    """With the dimensions and the tokenizer of the demo model, on the running loop."""
+    """An engine with the dimensions and the tokenizer of the demo model, on the running loop."""
     facts = read_model_config(DEMO_FOLDER).facts()
     config = replace(config, device="cpu", num_pages=config.num_pages or 1 << 16)
     resolved = resolve(config, facts, device_facts(facts), overlap=overlap_enabled())

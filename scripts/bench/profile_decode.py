@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes on a GPU:
+"""Shows which kernels the time of a decode step on a GPU goes to:
 
 python scripts/bench/profile_decode.py FOLDER --batch 1
 
@@ -63,7 +63,7 @@ OTHERS = "others"
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Of one step, in microseconds."""
+    """The times of one step, in microseconds."""
 
     by_kind: dict[str, float]
     launches: dict[str, float]

@@ -1,11 +1,11 @@
-"""Serves everything that clients do to servers, and then looks whether anything is left of it.
+"""Runs a server under all kinds of clients, and then checks that no resource has leaked.
 
     python scripts/bench/soak.py [--minutes 10]
 
 The server runs in this process, with few pages and a short queue; its clients run in another one
 (scripts/bench/soak_clients.py), for as long as --minutes says. At the end: every page is free or
-cached and the books are right, every accepted request has ended once, the same questions got the
-same answers, what was refused was refused as it should be, memory did not grow (in runs of two
+cached and the audit passes, every accepted request has ended once, the same questions got the
+same answers, rejections had the expected errors, memory did not grow (in runs of two
 minutes and more), and the server stops when it is told to.
 """
 

@@ -1,8 +1,8 @@
 """The clients of scripts/bench/soak.py: `python scripts/bench/soak_clients.py PORT MINUTES`.
 
 Each does one thing after another: streams, waits for whole answers, leaves in the middle, reads
-slowly, sends what is no request or what is too long. Ends with a line of JSON: how often they did
-what, and every answer that was not as it should be.
+slowly, sends malformed or too long requests. Ends with a line of JSON: how often they did
+what, and every answer that was not as expected.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MALFORMED = [
 
 @dataclass
 class Tally:
-    """What the clients saw."""
+    """The observations of the clients."""
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

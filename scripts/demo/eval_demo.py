@@ -1,7 +1,7 @@
-"""How well the demo model answers what it was not trained on: `python scripts/demo/eval_demo.py`.
+"""Evaluates the demo model on held-out questions: `python scripts/demo/eval_demo.py`.
 
 Asks it the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
-counts only if it is the right one letter for letter.
+counts only if it is right letter for letter.
 """
 
 from __future__ import annotations

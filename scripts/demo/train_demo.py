@@ -60,7 +60,7 @@ Scores = dict[tuple[str, str], float]  # the share of right answers by (skill, s
 
 @dataclass(frozen=True)
 class Settings:
-    """What the weights depend on, besides the code. A checkpoint goes on only with the same."""
+    """The inputs of the weights besides the code; a checkpoint continues only with equal ones."""
 
     seed: int
     shards: int

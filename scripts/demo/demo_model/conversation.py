@@ -35,7 +35,7 @@ class Conversation:
     system: str = ""
 
     def messages(self) -> list[dict[str, str]]:
-        """As an API takes them, with all answers."""
+        """The messages in the API's form, with all answers."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             messages.append({"role": "user", "content": exchange.question})

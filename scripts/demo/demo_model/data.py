@@ -44,7 +44,7 @@ def make_shard(folder: Path, seed: int, index: int, num_tokens: int) -> list[Tok
 
 
 def tokenize(folder: Path, conversations: Iterable[Conversation]) -> list[Tokenized]:
-    """As the chat template has it, up to the last <|im_end|>."""
+    """The conversation in the chat template's form, up to the last <|im_end|>."""
     tokenizer = load_tokenizer(folder)
     whole = [item.messages() for item in conversations]
     contents = list({message["content"] for messages in whole for message in messages})

@@ -490,7 +490,7 @@ def _some_text(world: World) -> str:
 
 
 def listed(items: list[str]) -> str:
-    """As in a sentence: a, b and c."""
+    """Joins items as in a sentence: a, b and c."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 

@@ -114,7 +114,7 @@ class Phrase:
 
 @dataclass
 class World:
-    """Where all chance comes from.
+    """The source of all random choices.
 
     `evaluates` chooses names, places, words and numbers from the lists of the evaluation, which
     training never sees, and of what has no such list the instances that are held out.
