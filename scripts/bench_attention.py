@@ -29,15 +29,15 @@ from minisgl.attention.backends import make_attention
 from minisgl.attention.base import (
     Attention,
     AttentionShape,
-    ChunkRows,
-    DecodeRows,
+    DecodeBatch,
+    ForwardBatch,
     LayerKV,
-    StepInputs,
+    PrefillBatch,
 )
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.attention.triton_backend import TritonAttention
-    from minisgl.kernels.triton_attention import DecodeTiles, PrefillTiles
+    from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 # Much more than L2, so that each layer finds the cache as cold as it does between the weights.
@@ -137,19 +137,19 @@ def random_queries(case: Case, num_rows: int) -> Tensor:
     return torch.randn(size, dtype=DTYPE, device=DEVICE)
 
 
-def begin(attention: Attention, decodes: DecodeRows, chunks: ChunkRows) -> None:
+def begin(attention: Attention, decodes: DecodeBatch, chunks: PrefillBatch) -> None:
     """Let the backends plan, of which they need the rows alone."""
     nothing = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    attention.begin(StepInputs(nothing, nothing, nothing, decodes, chunks))
+    attention.prepare(ForwardBatch(nothing, nothing, nothing, decodes, chunks))
 
 
-def no_decodes() -> DecodeRows:
+def no_decodes() -> DecodeBatch:
     empty = torch.empty((0, 1), dtype=torch.int32, device=DEVICE)
-    return DecodeRows(empty, empty[:, 0], 0, ())
+    return DecodeBatch(empty, empty[:, 0], 0, ())
 
 
-def no_chunks() -> ChunkRows:
-    return ChunkRows.of(torch.empty((0, 1), dtype=torch.int32, device=DEVICE), (), ())
+def no_chunks() -> PrefillBatch:
+    return PrefillBatch.of(torch.empty((0, 1), dtype=torch.int32, device=DEVICE), (), ())
 
 
 # -- clocks ----------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class DecodeClock:
         self._layers, table = random_layers(case, num_layers)
         lengths = [case.context] * case.num_rows
         on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        self._rows = DecodeRows(table, on_device, case.context, lengths)
+        self._rows = DecodeBatch(table, on_device, case.context, lengths)
         self._q = random_queries(case, case.num_rows)
 
     def seconds(self, attention: Attention) -> float:
@@ -203,7 +203,7 @@ class PrefillClock:
     def __init__(self, case: Case, replays: int = REPLAYS) -> None:
         self._case, self._replays = case, replays
         [self._layer], table = random_layers(case, 1)
-        self._rows = ChunkRows.of(table, (0,) * case.num_rows, (case.context,) * case.num_rows)
+        self._rows = PrefillBatch.of(table, (0,) * case.num_rows, (case.context,) * case.num_rows)
         self._q = random_queries(case, self._rows.num_rows)
 
     def seconds(self, attention: Attention) -> float:
@@ -274,10 +274,10 @@ def tune_decode(jobs: int) -> None:
 
 
 def decode_candidates() -> list[DecodeTiles]:
-    from minisgl.kernels.triton_attention import DecodeTiles
+    from minisgl.kernels.tuning import DecodeTiles
 
     return [
-        DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_share)
+        DecodeTiles(block_n, num_warps, num_stages, programs_per_sm, min_split)
         for block_n, num_warps, num_stages in (
             (32, 2, 4),
             (32, 4, 3),
@@ -289,14 +289,14 @@ def decode_candidates() -> list[DecodeTiles]:
             (128, 8, 2),
         )
         for programs_per_sm in (1, 2, 3, 4, 8, 16, 32)
-        for min_share in (64, 128, 256)
+        for min_split in (64, 128, 256)
     ]
 
 
 def num_splits(case: Case, tiles: DecodeTiles, num_sms: int) -> int:
     """Of each row, as the kernel comes to them."""
-    num_shares = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
-    share = max(-(-case.num_rows * case.context // num_shares), tiles.min_share)
+    target_splits = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
+    share = max(-(-case.num_rows * case.context // target_splits), tiles.min_split)
     even = -(-case.context // -(-case.context // share))
     whole_tiles = -(-even // tiles.block_n) * tiles.block_n
     return -(-case.context // whole_tiles)
@@ -310,7 +310,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
     for num_rows in (1,) if tiles else (1, 256):
         case = Case(num_rows, 1, heads, page_size)
         [layer], table = random_layers(case, 1)
-        rows = DecodeRows(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
+        rows = DecodeBatch(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
         with suppress_too_large():
             q = random_queries(case, num_rows)
             TritonAttention(tiles).decode(q, layer, rows, case.scale)
@@ -331,7 +331,7 @@ def tune_prefill(jobs: int) -> None:
 
 
 def prefill_candidates() -> list[PrefillTiles]:
-    from minisgl.kernels.triton_attention import PrefillTiles
+    from minisgl.kernels.tuning import PrefillTiles
 
     return [
         PrefillTiles(block_m, block_n, num_warps, num_stages)
@@ -357,7 +357,7 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
     heads, tiles = kind
     case = Case(1, 16, heads, 16)
     [layer], table = random_layers(case, 1)
-    rows = ChunkRows.of(table, (0,), (16,))
+    rows = PrefillBatch.of(table, (0,), (16,))
     with suppress_too_large():
         q = random_queries(case, 16)
         TritonAttention(prefill=tiles).prefill(q, layer, rows, case.scale)

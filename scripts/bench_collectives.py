@@ -20,7 +20,7 @@ from torch.distributed import FileStore
 
 from minisgl.distributed.communicator import Communicator, GroupCommunicator
 from minisgl.distributed.peers import over_peer_memory
-from minisgl.kernels.fused import add_rms_norm
+from minisgl.kernels.dispatch import add_rms_norm
 
 ROWS = (1, 8, 32, 64, 128, 256, 512, 1024, 8192)
 REPEATS = 40  # sums in a graph
@@ -72,40 +72,40 @@ def time_sums(way: Communicator, num_rows: int, hidden: int, nccl: GroupCommunic
     torch.manual_seed(nccl.rank + num_rows)
     atol = 1e-1 if way is nccl else 2e-2
     # Rounded once, which NCCL's sums of halves are not.
-    total = nccl.sum(part.float()).bfloat16()
+    total = nccl.all_reduce(part.float()).bfloat16()
     wanted = add_rms_norm(total, rows.clone(), weight, EPS)
     for _ in range(3):
-        found = way.sum_norm(part.clone(), rows.clone(), weight, EPS)
+        found = way.all_reduce_norm(part.clone(), rows.clone(), weight, EPS)
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-2, atol=atol)
-    torch.testing.assert_close(way.sum(part.clone()), total, rtol=2e-2, atol=atol)
+    torch.testing.assert_close(way.all_reduce(part.clone()), total, rtol=2e-2, atol=atol)
 
     def work() -> None:
         own = part
         for _ in range(REPEATS):
-            own, _rows = way.sum_norm(own, rows, weight, EPS)
+            own, _rows = way.all_reduce_norm(own, rows, weight, EPS)
 
     return time_graph(work, nccl) / REPEATS
 
 
 def time_gathers(way: Communicator, num_rows: int, width: int, nccl: GroupCommunicator) -> float:
     part = torch.randn(num_rows, width, device=nccl.device).bfloat16()
-    assert torch.equal(way.gather(part), nccl.gather(part))
+    assert torch.equal(way.all_gather(part), nccl.all_gather(part))
 
     def work() -> None:
         for _ in range(4):
-            way.gather(part)
+            way.all_gather(part)
 
     return time_graph(work, nccl) / 4
 
 
 def time_maxima(way: Communicator, num_rows: int, nccl: GroupCommunicator) -> float:
     values = torch.randint(-(2**55), 2**55, (num_rows, 40), device=nccl.device)
-    assert torch.equal(way.maximum(values), nccl.maximum(values))
+    assert torch.equal(way.all_reduce_max(values), nccl.all_reduce_max(values))
 
     def work() -> None:
         for _ in range(REPEATS):
-            way.maximum(values)
+            way.all_reduce_max(values)
 
     return time_graph(work, nccl) / REPEATS
 
@@ -121,7 +121,7 @@ def time_graph(work: Callable[[], None], nccl: GroupCommunicator) -> float:
             work()
         times: list[float] = []
         for _ in range(6):
-            nccl.smallest(0)
+            nccl.host_min(0)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(5):

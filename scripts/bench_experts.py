@@ -23,13 +23,13 @@ import torch
 from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
 from torch import Tensor
 
-from minisgl.kernels.experts import ExpertWeights, Routing, choose_reference
+from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles
 
 HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
-ROUTING = Routing(num_chosen=8, normalize=True)
+ROUTING = Routing(top_k=8, normalize=True)
 MAX_FEW_ROWS = 8
 NUM_CALLS = 12
 
@@ -54,24 +54,26 @@ class Problem:
     @property
     def limit_s(self) -> float:
         num_weights = 3 * HIDDEN_SIZE * SIZE
-        chosen = [choose_reference(logits, ROUTING)[0].unique().numel() for logits in self.logits]
+        chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
         num_bytes = 2 * (sum(chosen) / len(chosen) * num_weights + 2 * self.num_rows * HIDDEN_SIZE)
-        operations = 2 * self.num_rows * ROUTING.num_chosen * num_weights
+        operations = 2 * self.num_rows * ROUTING.top_k * num_weights
         return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
 
-    def mix(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
-        from minisgl.kernels import triton_experts
+    def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
+        from minisgl.kernels.moe import launch
 
-        return triton_experts.mix(x, logits, self.weights, ROUTING, how=how)[0]
+        return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
     def time_of(self, how: FewTiles | ManyTiles | None) -> float:
-        return self.time_s(partial(self.mix, how=how))
+        return self.time_s(partial(self.fused_experts, tiles=how))
 
     def is_right(self, how: FewTiles | ManyTiles) -> bool:
-        out, wanted = (self.mix(self.rows[0], self.logits[0], tiles) for tiles in (how, None))
+        out, wanted = (
+            self.fused_experts(self.rows[0], self.logits[0], tiles) for tiles in (how, None)
+        )
         return bool((out - wanted).norm() < 0.01 * wanted.norm())
 
 
@@ -86,22 +88,22 @@ def make_weights() -> ExpertWeights:
 
 
 def few_candidates() -> Iterator[FewTiles]:
-    from minisgl.kernels.triton_experts import FewTiles, Tiles
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles
 
     plain = FewTiles()
     yield plain
     for block_n in (16, 32, 64):
         for block_k, num_stages in ((64, 6), (128, 3), (128, 4), (128, 6), (256, 3), (256, 4)):
             if 2 * block_n * block_k * 2 * num_stages <= 200 << 10:
-                yield replace(plain, inner=Tiles(block_n, 16, block_k, 4, num_stages))
+                yield replace(plain, inner=ExpertTiles(block_n, 16, block_k, 4, num_stages))
     for block_n, num_warps in [(2, 4), (4, 2), (4, 4), (4, 8), (8, 4), (8, 8), (16, 8), (16, 16)]:
         yield replace(plain, block_n=block_n, num_warps=num_warps)
 
 
-def many_candidates(num_rows: int) -> list[Tiles]:
-    from minisgl.kernels.triton_experts import Tiles
+def many_candidates(num_rows: int) -> list[ExpertTiles]:
+    from minisgl.kernels.tuning import ExpertTiles
 
-    pairs = num_rows * ROUTING.num_chosen / NUM_EXPERTS
+    pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
     found = []
     for block_m in sizes:
@@ -111,17 +113,17 @@ def many_candidates(num_rows: int) -> list[Tiles]:
                 # The gated product has two tiles of W in flight.
                 if (2 * block_n + block_m) * block_k * 2 * num_stages <= 220 << 10:
                     places = 1 if pairs <= 16 else 2 if pairs <= 96 else 8
-                    found.append(Tiles(block_n, block_m, block_k, warps, num_stages, places))
+                    found.append(ExpertTiles(block_n, block_m, block_k, warps, num_stages, places))
     return found
 
 
 def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
     """The tiles in use with those of one of both products changed."""
-    from minisgl.kernels.triton_experts import ManyTiles, tiles
-    from minisgl.kernels.triton_launch import shared_bytes_of
+    from minisgl.kernels.moe.config import choose_tiles
+    from minisgl.kernels.tuning import ManyTiles, tuning_of
 
     found = many_candidates(num_rows)
-    now = tiles(num_rows, weights, ROUTING, shared_bytes_of(weights.down.device))
+    now = choose_tiles(num_rows, weights, ROUTING, tuning_of(weights.down.device))
     if not isinstance(now, ManyTiles):
         now = ManyTiles(found[0], found[0])
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
@@ -135,7 +137,7 @@ def compile_variant(how: FewTiles | ManyTiles) -> str:
     )
     try:
         problem = Problem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
-        problem.mix(problem.rows[0], problem.logits[0], how)
+        problem.fused_experts(problem.rows[0], problem.logits[0], how)
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, most likely; the case is left out
         return f"{how}: {str(error)[:100]}"
@@ -179,7 +181,7 @@ Timed = list[tuple[float, "FewTiles | ManyTiles"]]
 
 
 def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
@@ -194,7 +196,7 @@ def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
 
 
 def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
-    from minisgl.kernels.triton_experts import FewTiles, ManyTiles
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     t = how.inner
     if isinstance(how, FewTiles) and kind == "few outer":

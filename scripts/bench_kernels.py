@@ -22,7 +22,8 @@ import torch
 from dummy_config import MODELS
 from torch import Tensor
 
-from minisgl.kernels import reference
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.layers.rope import RotaryEmbedding
 
 CALLS, REPLAYS, WARM_UP = 20, 25, 3
@@ -63,7 +64,7 @@ class Case:
 
 
 def embedding_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_embedding import embed
+    from minisgl.kernels.elementwise.embedding import embed
 
     weight = problem.random(problem.size("vocab_size"), problem.size("hidden_size"))
     token_ids = torch.randint(len(weight), (problem.num_rows,), device="cuda")
@@ -76,7 +77,7 @@ def embedding_cases(problem: Problem) -> Iterator[Case]:
 
 
 def norm_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 
     size, pdl = problem.size("hidden_size"), problem.pdl
     weight = problem.random(size)
@@ -97,7 +98,7 @@ def norm_cases(problem: Problem) -> Iterator[Case]:
 
 
 def activation_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_activation import silu_mul
+    from minisgl.kernels.elementwise.activation import silu_mul
 
     gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
     yield Case(
@@ -109,25 +110,26 @@ def activation_cases(problem: Problem) -> Iterator[Case]:
 
 
 def heads_cases(problem: Problem) -> Iterator[Case]:
-    from minisgl.kernels.triton_heads import turn_and_store
+    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
     num_kv_heads = problem.size("num_key_value_heads")
     num_heads = problem.size("num_attention_heads") + 2 * num_kv_heads
     qkv = problem.random(num_rows, num_heads * head_dim)
     positions = torch.arange(num_rows, device="cuda") + 1000
-    kv_index = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
+    slot_mapping = torch.randperm(num_rows, device="cuda") + PAGE_SIZE
     pages = (num_rows // PAGE_SIZE + 2, PAGE_SIZE, num_kv_heads, head_dim)
     frequencies = torch.logspace(0, -6, head_dim // 2, device="cuda")
     table = RotaryEmbedding(frequencies, MAX_SEQ_LEN).table
     weights = [problem.random(head_dim) for _ in range(2)] if problem.normed_heads else []
     caches = [problem.random(*pages) for _ in range(2)]
-    given = (qkv, positions, table, kv_index, *caches, *weights)
+    norm_rope = NormRope(table, *weights, eps=EPS)
+    given = (qkv, positions, slot_mapping, *caches, norm_rope)
     yield Case(
-        "turn_and_store",
-        lambda: turn_and_store(*given, eps=EPS, pdl=problem.pdl),
-        lambda: reference.turn_and_store(*given, eps=EPS),
-        nbytes(qkv, qkv, positions, kv_index) + num_rows * head_dim * 4,
+        "qk_norm_rope_store_kv",
+        lambda: qk_norm_rope_store_kv(*given, pdl=problem.pdl),
+        lambda: reference.qk_norm_rope_store_kv(*given),
+        nbytes(qkv, qkv, positions, slot_mapping) + num_rows * head_dim * 4,
     )
 
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:  # --help works without Triton
-    from minisgl.kernels.triton_linear import LinearWorkspace, Tiles
+    from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 800e12, 132
@@ -83,7 +83,7 @@ SHAPES = {
 }
 
 
-def spelled(how: Tiles) -> str:
+def spelled(how: LinearTiles) -> str:
     """Such as 64x16x128 w4 s2 st4 p512."""
     text = f"{how.block_n}x{how.block_m}x{how.block_k} w{how.num_warps}"
     text += f" g{how.groups}" if how.groups > 1 else ""
@@ -136,22 +136,22 @@ class Problem:
         weights = [self.weights[i % len(self.weights)] for i in range(count)]
         return [partial(call, self.x, weight) for weight in weights]
 
-    def run(self, x: Tensor, weight: Tensor, how: Tiles | None, pdl: bool) -> Tensor:
-        from minisgl.kernels.triton_linear import linear, linear_silu_mul
+    def run(self, x: Tensor, weight: Tensor, how: LinearTiles | None, pdl: bool) -> Tensor:
+        from minisgl.kernels.linear.launch import linear, linear_silu_mul
 
         function = linear_silu_mul if self.shape.gated else linear
-        return function(x, weight, workspace=self.workspace, how=how, pdl=pdl)
+        return function(x, weight, workspace=self.workspace, tiles=how, pdl=pdl)
 
-    def time_s(self, how: Tiles | None, pdl: bool) -> float:
+    def time_s(self, how: LinearTiles | None, pdl: bool) -> float:
         return time_s(self.calls(lambda x, weight: self.run(x, weight, how, pdl)))
 
     def cublas(self, x: Tensor, weight: Tensor) -> Tensor:
-        from minisgl.kernels.triton_activation import silu_mul
+        from minisgl.kernels.elementwise.activation import silu_mul
 
         out = F.linear(x, weight)
         return silu_mul(out) if self.shape.gated else out
 
-    def is_right(self, how: Tiles | None) -> bool:
+    def is_right(self, how: LinearTiles | None) -> bool:
         out, expected = self.run(self.x, self.weights[0], how, True), self.cublas_out
         return bool((out - expected).norm() < 0.01 * expected.norm())
 
@@ -168,15 +168,15 @@ def problems(shape: Shape, rows: list[int], workspace: LinearWorkspace) -> Itera
 
 
 def make_workspace() -> LinearWorkspace:
-    from minisgl.kernels.triton_linear import LinearWorkspace
+    from minisgl.kernels.linear.config import LinearWorkspace
 
     return LinearWorkspace(
         partials=torch.empty(WORKSPACE_FLOATS, device=DEVICE),
-        arrivals=torch.zeros(1 << 20, dtype=torch.int32, device=DEVICE),
+        semaphores=torch.zeros(1 << 20, dtype=torch.int32, device=DEVICE),
     )
 
 
-def result(problem: Problem, took_s: float, how: Tiles) -> str:
+def result(problem: Problem, took_s: float, how: LinearTiles) -> str:
     m, shape = len(problem.x), problem.shape
     num_bytes = shape.weight_bytes + 2 * m * (shape.k + shape.n // (2 if shape.gated else 1))
     return f"{took_s * 1e6:7.2f} {num_bytes / took_s / 1e12:4.2f}T {spelled(how)}"
@@ -191,17 +191,17 @@ def start(problem: Problem, cublas_s: float) -> str:
 # -- the tuner -------------------------------------------------------------------------------------
 
 
-def candidates(shape: Shape, m: int) -> list[Tiles]:
+def candidates(shape: Shape, m: int) -> list[LinearTiles]:
     """Those worth a try; the tiles in use come first."""
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_linear import Tiles, tiles, workspace_size
+    from minisgl.kernels.linear.config import LinearTiles, choose_tiles, workspace_size
+    from minisgl.kernels.tuning import tuning_of
 
     halves = 2 if shape.gated else 1
     n, k = shape.n // halves, shape.k
-    found = [tiles(m, shape.n, k, shared_bytes_of(DEVICE), gated=shape.gated)]
+    found = [choose_tiles(m, shape.n, k, tuning_of(DEVICE), gated=shape.gated)]
     block_m = max(16, 1 << (m - 1).bit_length())
 
-    def add(how: Tiles, *waves: float) -> None:
+    def add(how: LinearTiles, *waves: float) -> None:
         """With k split so that there are so many programs for each multiprocessor."""
         how = replace(how, prefetch=how.block_k * 4)
         num_tiles = math.ceil(n / how.block_n) * math.ceil(m / how.block_m)
@@ -215,34 +215,34 @@ def candidates(shape: Shape, m: int) -> list[Tiles]:
             for block_k in (1024, 2048) if k > 1024 else (1024,):
                 held = math.ceil(k / block_k) * block_k
                 if (block_n * halves + rows_m) * held * 2 <= groups * 25 << 10:
-                    how = Tiles(block_n, rows_m, block_k, 1, groups, groups, burst=True)
+                    how = LinearTiles(block_n, rows_m, block_k, 1, groups, groups, burst=True)
                     found.append(how)
     if m <= 64 and shape.weight_bytes <= 40 << 20:
-        add(Tiles(16, block_m, 256, groups=4, num_warps=4, num_stages=4), 1, 2)
-        add(Tiles(16, block_m, 512, groups=8, num_warps=8, num_stages=4), 1)
-        add(Tiles(32, block_m, 256, groups=4, num_warps=4, num_stages=4), 1)
+        add(LinearTiles(16, block_m, 256, groups=4, num_warps=4, num_stages=4), 1, 2)
+        add(LinearTiles(16, block_m, 512, groups=8, num_warps=8, num_stages=4), 1)
+        add(LinearTiles(32, block_m, 256, groups=4, num_warps=4, num_stages=4), 1)
     if m <= 64:
-        add(Tiles(64, block_m, 128, num_stages=4), 1, 2, 3)
-        add(Tiles(64, block_m, 64, num_stages=6), 2, 3)
-        add(Tiles(64, block_m, 128, num_stages=6), 1)
+        add(LinearTiles(64, block_m, 128, num_stages=4), 1, 2, 3)
+        add(LinearTiles(64, block_m, 64, num_stages=6), 2, 3)
+        add(LinearTiles(64, block_m, 128, num_stages=6), 1)
         if not shape.gated or m <= 32:
-            add(Tiles(128, block_m, 64, num_stages=4), 1, 2, 3)
-        add(Tiles(128, block_m, 128, num_warps=8, num_stages=3), 1, 2)
+            add(LinearTiles(128, block_m, 64, num_stages=4), 1, 2, 3)
+        add(LinearTiles(128, block_m, 128, num_warps=8, num_stages=3), 1, 2)
     else:
-        add(Tiles(64, 64, 64, num_stages=5), 2, 3)
-        add(Tiles(64, 128, 64, num_stages=4), 1, 2)
-        add(Tiles(128, 64, 64, num_stages=4), 1, 2)
-        add(Tiles(128, 128, 64, num_warps=8, num_stages=4), 1, 2)
-        add(Tiles(128, 128, 64, num_warps=8, num_stages=6), 1)
-        add(Tiles(128, 128, 128, num_warps=8, num_stages=3), 1)
+        add(LinearTiles(64, 64, 64, num_stages=5), 2, 3)
+        add(LinearTiles(64, 128, 64, num_stages=4), 1, 2)
+        add(LinearTiles(128, 64, 64, num_stages=4), 1, 2)
+        add(LinearTiles(128, 128, 64, num_warps=8, num_stages=4), 1, 2)
+        add(LinearTiles(128, 128, 64, num_warps=8, num_stages=6), 1)
+        add(LinearTiles(128, 128, 128, num_warps=8, num_stages=3), 1)
         if not shape.gated:
-            add(Tiles(64, 256, 64, num_warps=4, num_stages=4), 1)
-            add(Tiles(64, 256, 64, num_warps=8, num_stages=4), 1)
-            add(Tiles(128, 256, 64, num_warps=8, num_stages=3), 1)
-            add(Tiles(128, 256, 64, num_warps=8, num_stages=4), 1)
-            add(Tiles(256, 128, 64, num_warps=8, num_stages=4), 1)
+            add(LinearTiles(64, 256, 64, num_warps=4, num_stages=4), 1)
+            add(LinearTiles(64, 256, 64, num_warps=8, num_stages=4), 1)
+            add(LinearTiles(128, 256, 64, num_warps=8, num_stages=3), 1)
+            add(LinearTiles(128, 256, 64, num_warps=8, num_stages=4), 1)
+            add(LinearTiles(256, 128, 64, num_warps=8, num_stages=4), 1)
 
-    def fits(how: Tiles) -> bool:
+    def fits(how: LinearTiles) -> bool:
         tile = (how.block_n * halves + how.block_m) * how.block_k * 2
         room, _ = workspace_size(m, shape.n, k, how, gated=shape.gated)
         in_flight = tile if how.burst else tile * how.num_stages
@@ -255,25 +255,28 @@ def candidates(shape: Shape, m: int) -> list[Tiles]:
 class Variant:
     """What is compiled once for all shapes that use it."""
 
-    how: Tiles
+    how: LinearTiles
     k: int
     gated: bool
 
     @classmethod
-    def of(cls, shape: Shape, how: Tiles) -> Variant:
+    def of(cls, shape: Shape, how: LinearTiles) -> Variant:
         k = shape.k if how.burst or shape.k % how.block_k else how.block_k * 16
         return cls(replace(how, splits=min(how.splits, 2), prefetch=0), k, shape.gated)
 
 
 def compile_variant(variant: Variant) -> str:
     """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    from minisgl.kernels.triton_linear import linear, linear_silu_mul
+    from minisgl.kernels.linear.launch import linear, linear_silu_mul
 
     function = linear_silu_mul if variant.gated else linear
     n = variant.how.block_n * (4 if variant.gated else 2)
     try:
         function(
-            random(16, variant.k), random(n, variant.k), workspace=make_workspace(), how=variant.how
+            random(16, variant.k),
+            random(n, variant.k),
+            workspace=make_workspace(),
+            tiles=variant.how,
         )
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, most likely; the case is left out
@@ -327,9 +330,9 @@ def tune(shapes: list[Shape], rows: list[int]) -> None:
 
 
 def compare(shapes: list[Shape], rows: list[int]) -> None:
-    from minisgl.kernels.cublaslt import load_products
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_linear import tiles
+    from minisgl.kernels.linear.config import choose_tiles
+    from minisgl.kernels.linear.cublaslt import load_products
+    from minisgl.kernels.tuning import tuning_of
 
     workspace, products = make_workspace(), load_products(DTYPE, DEVICE)
     for shape in shapes:
@@ -341,7 +344,7 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
                 line += f" tuned {time_s(problem.calls(products)) * 1e6:6.2f}"
             if len(problem.x) <= 256:
                 size = (len(problem.x), shape.n, shape.k)
-                how = tiles(*size, shared_bytes_of(DEVICE), gated=shape.gated)
+                how = choose_tiles(*size, tuning_of(DEVICE), gated=shape.gated)
                 right = "" if problem.is_right(how) else " WRONG"
                 alone_s, took_s = (problem.time_s(how, pdl) for pdl in (False, True))
                 line += f" no pdl {alone_s * 1e6:6.2f} pdl {result(problem, took_s, how)}{right}"
@@ -352,11 +355,12 @@ def compare(shapes: list[Shape], rows: list[int]) -> None:
 def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     """All launches of a layer, many layers one behind the other, each on what the last one wrote.
     Attention is a norm of the heads."""
-    from minisgl.kernels import triton_linear as ours
-    from minisgl.kernels.triton_activation import silu_mul
-    from minisgl.kernels.triton_heads import turn_and_store
-    from minisgl.kernels.triton_launch import shared_bytes_of
-    from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+    from minisgl.kernels.elementwise.reference import NormRope
+    from minisgl.kernels.linear import launch as ours
+    from minisgl.kernels.tuning import tuning_of
 
     shapes = {shape.name: shape for shape in SHAPES[model] if shape.name not in ("head", "gate_up")}
     layer_bytes = sum(shape.weight_bytes for shape in shapes.values())
@@ -367,12 +371,13 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     ]
     size, head_dim, eps = shapes["qkv"].k, 128, 1e-6
     norm, head_norm, table = random(size), random(head_dim), torch.rand(4096, head_dim).to(DEVICE)
+    norm_rope = NormRope(table, head_norm, head_norm, eps)
     caches = torch.zeros(2, 64, 16, 8, head_dim, device=DEVICE, dtype=DTYPE)
     workspace = make_workspace()
 
     def attend(qkv: Tensor) -> Tensor:
         place = places[: len(qkv)]
-        q = turn_and_store(qkv, place, table, place, *caches, head_norm, head_norm, eps)
+        q = qk_norm_rope_store_kv(qkv, place, place, *caches, norm_rope)
         return rms_norm(q.view(-1, head_dim), head_norm, eps).view(len(qkv), -1)
 
     def cublas(residual: Tensor) -> None:
@@ -396,26 +401,26 @@ def chain(model: str, rows: list[int], prefetches: list[int]) -> None:
     def fused(residual: Tensor, prefetch: int | None = None) -> None:
         m = len(residual)
         how = {
-            name: ours.tiles(m, shape.n, shape.k, shared_bytes_of(DEVICE), gated=shape.gated)
+            name: ours.choose_tiles(m, shape.n, shape.k, tuning_of(DEVICE), gated=shape.gated)
             for name, shape in shapes.items()
         }
         if prefetch is not None:
             how = {name: replace(tiles, prefetch=prefetch) for name, tiles in how.items()}
         squares = residual.float().square().sum(1, keepdim=True)
         for weights in layers:
-            its_norm = ours.Norm(norm, eps, squares)
+            its_norm = ours.FusedNorm(norm, eps, squares)
             qkv = ours.linear(
-                residual, weights["qkv"], norm=its_norm, workspace=workspace, how=how["qkv"]
+                residual, weights["qkv"], norm=its_norm, workspace=workspace, tiles=how["qkv"]
             )
             squares = ours.linear_add(
-                attend(qkv), weights["o"], None, residual, workspace=workspace, how=how["o"]
+                attend(qkv), weights["o"], None, residual, workspace=workspace, tiles=how["o"]
             )
-            its_norm = ours.Norm(norm, eps, squares)
+            its_norm = ours.FusedNorm(norm, eps, squares)
             x = ours.linear_silu_mul(
-                residual, weights["gated"], norm=its_norm, workspace=workspace, how=how["gated"]
+                residual, weights["gated"], norm=its_norm, workspace=workspace, tiles=how["gated"]
             )
             squares = ours.linear_add(
-                x, weights["down"], None, residual, workspace=workspace, how=how["down"]
+                x, weights["down"], None, residual, workspace=workspace, tiles=how["down"]
             )
 
     kinds: dict[str, Callable[[Tensor], None]] = {

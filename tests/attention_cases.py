@@ -15,11 +15,11 @@ from layer_cases import EPS, assert_rounded_alike
 from paged import UNDEFINED_PAGE
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, DecodesQKV, LayerKV
+from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernels import reference
-from minisgl.kernels.fused import NormRope
-from minisgl.kernels.slots import kv_index_of
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.slots.state import slot_mapping_of
 from minisgl.layers.rope import RotaryEmbedding
 
 # Relative to the largest output; half precision rounds weights and outputs to 11 or 8 bits.
@@ -90,7 +90,7 @@ def check_decode(
 ) -> Tensor:
     kv, table = paged_cache(shape, lengths, seed)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
-    rows = DecodeRows(table, on_device, max(lengths))
+    rows = DecodeBatch(table, on_device, max(lengths))
     q = shape.queries(len(lengths))
     out = backend.decode(q, kv, rows, shape.scale)
     assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
@@ -98,13 +98,13 @@ def check_decode(
 
 
 def check_decode_qkv(
-    backend: DecodesQKV, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
+    backend: FusedDecode, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
 ) -> None:
     """Twice, to the bit: the second time the rows' own tokens are in the cache already."""
     kv, table = paged_cache(shape, lengths, seed)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
     longest = max(1, *lengths)
-    rows = DecodeRows(table, on_device, longest)
+    rows = DecodeBatch(table, on_device, longest)
     qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
     forget_own(kv, rows)
     expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
@@ -115,33 +115,32 @@ def check_decode_qkv(
     assert_stored(kv, expected_kv, rows)
 
 
-def own_places(kv: LayerKV, rows: DecodeRows) -> tuple[Tensor, Tensor, Tensor]:
+def own_places(kv: LayerKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that are not empty; the position of each one's own token, and where it is cached."""
     live = rows.lengths.nonzero().flatten()
     positions = rows.lengths[live].long() - 1
-    return live, positions, kv_index_of(rows.page_table, live, positions, kv.page_size)
+    return live, positions, slot_mapping_of(rows.page_table, live, positions, kv.page_size)
 
 
-def forget_own(kv: LayerKV, rows: DecodeRows) -> None:
+def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
     for cache in (kv.k, kv.v):
         cache.flatten(0, 1)[own_places(kv, rows)[2]] = torch.nan
 
 
 def turned_and_attended(
-    qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, shape: Shape
+    qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, shape: Shape
 ) -> tuple[Tensor, LayerKV]:
     """What is to come of a decode that turns: its result in float32, and the cache."""
     live, positions, slots = own_places(kv, rows)
     kv = LayerKV(kv.k.clone(), kv.v.clone())
-    table, *norms = norm_rope
-    q = reference.turn_and_store(qkv[live], positions, table, slots, kv.k, kv.v, *norms)
-    live_rows = DecodeRows(rows.page_table[live], rows.lengths[live], rows.longest)
+    q = reference.qk_norm_rope_store_kv(qkv[live], positions, slots, kv.k, kv.v, norm_rope)
+    live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
     out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
     out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.scale)
     return out, kv
 
 
-def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeRows) -> None:
+def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
     """Own keys but for their rounding; all else to the bit, and so what is not a number."""
     slots = own_places(kv, rows)[2]
     own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
@@ -157,7 +156,7 @@ def check_prefill(
     """chunks: (tokens before it, tokens in it)."""
     kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed)
     starts, lengths = zip(*chunks, strict=True)
-    rows = ChunkRows.of(table, starts, lengths)
+    rows = PrefillBatch.of(table, starts, lengths)
     q = shape.queries(rows.num_rows)
     out = backend.prefill(q, kv, rows, shape.scale)
     assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.scale), shape)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels import experts, triton_experts
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles
-from minisgl.kernels.triton_launch import shared_bytes_of
+from minisgl.kernels.moe import launch
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.config import choose_tiles
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.routing import topk_softmax
+from minisgl.kernels.tuning import ExpertTiles, FewTiles, ManyTiles, tuning_of
 
 MAX_FEW_ROWS = 16
 
@@ -36,13 +38,13 @@ def random_logits(
 
 
 def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
-    """Tiles to take: those for so many rows, for many and, where that makes sense, for few."""
-    few = FewTiles(Tiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
-    room = shared_bytes_of(weights.down.device)
+    """Tiles for these rows, for many and, where that makes sense, for few."""
+    few = FewTiles(ExpertTiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
+    room = tuning_of(weights.down.device)
     return [
         *([few] if num_rows <= MAX_FEW_ROWS else []),
-        triton_experts.tiles(num_rows, weights, routing, room),
-        triton_experts.tiles(max(num_rows, 1000), weights, routing, room),
+        choose_tiles(num_rows, weights, routing, room),
+        choose_tiles(max(num_rows, 1000), weights, routing, room),
     ]
 
 
@@ -56,8 +58,8 @@ def check_choose(
     pdl: bool,
 ) -> None:
     logits = random_logits(num_rows, num_experts, dtype, device)
-    chosen, weights = triton_experts.choose(logits, routing, pdl=pdl)
-    wanted, wanted_weights = experts.choose_reference(logits, routing)
+    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+    wanted, wanted_weights = experts.topk_softmax(logits, routing)
     assert torch.equal(chosen, wanted)
     torch.testing.assert_close(weights, wanted_weights, **TOLERANCES[dtype])
 
@@ -65,7 +67,7 @@ def check_choose(
 def check_equals(device: torch.device, *, pdl: bool) -> None:
     """Of equals the lower expert comes first."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0], [1.0] * 6], device=device)
-    chosen, _ = triton_experts.choose(logits, Routing(4, normalize=True), pdl=pdl)
+    chosen, _ = topk_softmax(logits, Routing(4, normalize=True), pdl=pdl)
     assert chosen.tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
 
 
@@ -79,13 +81,13 @@ def check_nan(
     logits = torch.randn(num_rows, num_experts, device=device)
     x[1:], logits[1] = float("nan"), float("inf")
     logits[2:] = float("nan")
-    chosen, shares = triton_experts.choose(logits, routing, pdl=pdl)
+    chosen, shares = topk_softmax(logits, routing, pdl=pdl)
     assert int(chosen.min()) >= 0 and int(chosen.max()) < num_experts
-    assert all(len(set(row)) == routing.num_chosen for row in chosen.tolist())
+    assert all(len(set(row)) == routing.top_k for row in chosen.tolist())
     assert shares[1:].isnan().all()
-    wanted = experts.apply_reference(x[:1], weights, chosen[:1], shares[:1])
+    wanted = experts.fused_experts(x[:1], weights, chosen[:1], shares[:1])
     for how in ways(num_rows, weights, routing):
-        out, _ = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, _ = launch.fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
         torch.testing.assert_close(out[:1], wanted, **TOLERANCES[torch.float32])
         assert out[1:].isnan().all()
 
@@ -93,7 +95,7 @@ def check_nan(
 def check_mix(
     num_rows: int,
     num_experts: int,
-    num_chosen: int,
+    top_k: int,
     hidden_size: int,
     size: int,
     *,
@@ -103,24 +105,24 @@ def check_mix(
     crowded: bool = False,
 ) -> None:
     """crowded: all rows choose the same experts."""
-    routing = Routing(num_chosen, normalize=True)
+    routing = Routing(top_k, normalize=True)
     weights = random_experts(num_experts, hidden_size, size, dtype, device)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     logits = random_logits(num_rows, num_experts, dtype, device)
     if crowded:
         logits = logits[:1].expand(num_rows, -1).contiguous()
-    wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
+    wanted = experts.fused_experts(x, weights, *experts.topk_softmax(logits, routing))
     stream = torch.randn(num_rows, hidden_size, device=device).to(dtype)
     for how in ways(num_rows, weights, routing):
-        out, squares = triton_experts.mix(x, logits, weights, routing, how=how, pdl=pdl)
+        out, squares = launch.fused_experts(x, logits, weights, routing, tiles=how, pdl=pdl)
         assert squares is None
         torch.testing.assert_close(out, wanted, **TOLERANCES[dtype])
         # A row's sum is the same alone, bit for bit.
-        alone, _ = triton_experts.mix(x[:1], logits[:1], weights, routing, how=how, pdl=pdl)
+        alone, _ = launch.fused_experts(x[:1], logits[:1], weights, routing, tiles=how, pdl=pdl)
         assert torch.equal(alone, out[:1])
 
         rows = stream.clone()
-        added, squares = triton_experts.mix(x, logits, weights, routing, rows, how=how, pdl=pdl)
+        added, squares = launch.fused_experts(x, logits, weights, routing, rows, tiles=how, pdl=pdl)
         assert added is rows and torch.equal(rows, (stream.float() + out.float()).to(dtype))
         assert squares is not None and len(squares) == num_rows
         torch.testing.assert_close(squares.sum(1), rows.float().square().sum(1))

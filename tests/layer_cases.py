@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_activation import silu_mul
-from minisgl.kernels.triton_embedding import embed
-from minisgl.kernels.triton_heads import turn_and_store
-from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.embedding import embed
+from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.layers.rope import RotaryEmbedding
 
 MAX_SEQ_LEN = 4096
@@ -101,17 +102,16 @@ def check_heads(
     padded = [torch.cat((torch.zeros(1, dtype=torch.int64), rows)) for rows in (positions, slots)]
     positions_there, slots_there, qkv_there, table_there = send(device, *padded, qkv, table)
     k_there, v_there, *weights_there = send(device, k_cache, v_cache, *weights)
-    q_there = turn_and_store(
+    q_there = qk_norm_rope_store_kv(
         qkv_there,
         positions_there[1:],
-        table_there,
         slots_there[1:],
         k_there,
         v_there,
-        *weights_there,
-        eps=EPS,
+        NormRope(table_there, *weights_there, eps=EPS),
     )
-    q = reference.turn_and_store(qkv, positions, table, slots, k_cache, v_cache, *weights, eps=EPS)
+    norm_rope = NormRope(table, *weights, eps=EPS)
+    q = reference.qk_norm_rope_store_kv(qkv, positions, slots, k_cache, v_cache, norm_rope)
 
     assert torch.equal(v_there[1:].cpu(), v_cache[1:])
     assert torch.equal(qkv_there.cpu(), qkv)
@@ -138,7 +138,7 @@ def norm_weight(size: int, dtype: torch.dtype, generator: torch.Generator) -> Te
 
 def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copies on the device, complete: the kernels take some of their inputs for older than the
-    launch before (triton_launch.py)."""
+    launch before (launch.py)."""
     sent = [tensor.detach().clone().to(device) for tensor in tensors]
     if device.type == "cuda":
         torch.cuda.synchronize(device)

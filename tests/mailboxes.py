@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kernels.triton_mailbox import Mailbox
+from minisgl.kernels.comm.mailbox import Mailbox
 
 
 def make_mailboxes(

@@ -1,4 +1,4 @@
-"""Drives a CausalLM by hand, as the runner will: pages, page tables and StepInputs.
+"""Drives a CausalLM by hand, as the runner will: pages, page tables and ForwardBatch.
 
 Hostile on purpose: pages are scattered, unwritten slots hold NaN, and the undefined columns of a
 page table point outside the cache.
@@ -16,10 +16,10 @@ from torch import Tensor
 from minisgl.attention.base import (
     Attention,
     AttentionBackend,
-    ChunkRows,
-    DecodeRows,
+    DecodeBatch,
+    ForwardBatch,
     LayerKV,
-    StepInputs,
+    PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.models.config import ModelConfig
@@ -78,7 +78,7 @@ class PagedModel:
         work += [(sequence, list(tokens)) for sequence, tokens in chunks]
         starts = [sequence.length for sequence, _ in work]
         positions: list[int] = []
-        kv_index: list[int] = []
+        slot_mapping: list[int] = []
         for sequence, tokens in work:
             end = sequence.length + len(tokens)
             while len(sequence.pages) * self.page_size < end:
@@ -86,19 +86,19 @@ class PagedModel:
             for position in range(sequence.length, end):
                 page, offset = divmod(position, self.page_size)
                 positions.append(position + self.position_offset)
-                kv_index.append(sequence.pages[page] * self.page_size + offset)
+                slot_mapping.append(sequence.pages[page] * self.page_size + offset)
             sequence.length = end
         lengths = [sequence.length for sequence, _ in decodes]
-        inputs = StepInputs(
+        inputs = ForwardBatch(
             token_ids=torch.tensor([token for _, tokens in work for token in tokens]),
             positions=torch.tensor(positions),
-            kv_index=torch.tensor(kv_index),
-            decodes=DecodeRows(
+            slot_mapping=torch.tensor(slot_mapping),
+            decodes=DecodeBatch(
                 page_table([sequence.pages for sequence, _ in decodes]),
                 torch.tensor(lengths, dtype=torch.int32),
                 longest=max(lengths, default=0),
             ),
-            chunks=ChunkRows.of(
+            chunks=PrefillBatch.of(
                 page_table([sequence.pages for sequence, _ in chunks]),
                 tuple(starts[len(decodes) :]),
                 tuple(len(tokens) for _, tokens in chunks),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minisgl.kernels.sampling import TokenScores, margin, top_logprobs
+from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
 from minisgl.runner.sampler import Needs, SampledRows, Sampler
 from minisgl.scheduler.plan import SlotJoin

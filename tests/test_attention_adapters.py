@@ -33,11 +33,11 @@ from minisgl.attention.base import (
     Attention,
     AttentionBackend,
     AttentionShape,
-    ChunkRows,
-    DecodeRows,
+    DecodeBatch,
+    ForwardBatch,
+    HostPlanned,
     LayerKV,
-    PlansSteps,
-    StepInputs,
+    PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS
@@ -400,9 +400,9 @@ class Case:
     kv: LayerKV
     shape: AttentionShape
     decode_q: Tensor
-    decodes: DecodeRows
+    decodes: DecodeBatch
     chunk_q: Tensor
-    chunks: ChunkRows
+    chunks: PrefillBatch
 
     @staticmethod
     def of(
@@ -429,23 +429,23 @@ class Case:
                 dtype=torch.float32,
             ),
             decode_q=torch.randn(len(lengths), num_heads, head_dim),
-            decodes=DecodeRows(
+            decodes=DecodeBatch(
                 page_table(cache.pages[: len(lengths)]),
                 torch.tensor(lengths, dtype=torch.int32),
                 max(lengths, default=0) + slack,
                 lengths_host=lengths,
             ),
             chunk_q=torch.randn(sum(num_queries), num_heads, head_dim),
-            chunks=ChunkRows.of(
+            chunks=PrefillBatch.of(
                 page_table(cache.pages[len(lengths) :]),
                 tuple(start for start, _ in chunks),
                 num_queries,
             ),
         )
 
-    def inputs(self) -> StepInputs:
+    def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
-        return StepInputs(nothing, nothing, nothing, self.decodes, self.chunks)
+        return ForwardBatch(nothing, nothing, nothing, self.decodes, self.chunks)
 
     def attend(self, attention: Attention) -> list[Tensor]:
         outputs = []
@@ -462,7 +462,7 @@ def check(name: str, case: Case) -> Attention:
     reference = TorchAttention()
     expected = case.attend(Attention(reference, reference))
     attention = make_attention(*name.split(",") * (1 if "," in name else 2), case.shape)
-    attention.begin(case.inputs())
+    attention.prepare(case.inputs())
     for _ in range(2):  # two layers on one plan
         for out, right in zip(case.attend(attention), expected, strict=True):
             assert out.shape == right.shape
@@ -551,7 +551,7 @@ def test_queries_may_be_a_strided_view(packages: Callable[..., None]) -> None:
     case = Case.of([5, 40], [], 16, (2, 2, 16))
     wide = torch.cat((case.decode_q, torch.full_like(case.decode_q, torch.nan)), dim=1)
     attention = make_attention("trtllm", "trtllm", case.shape)
-    attention.begin(case.inputs())
+    attention.prepare(case.inputs())
     views = wide[:, :4]
     assert not views.is_contiguous()
     out = attention.decode_backend.decode(views, case.kv, case.decodes, SCALE)
@@ -576,7 +576,7 @@ def run_behind(attention: Attention, cases: list[Case], steps_in_flight: int) ->
     waiting: deque[tuple[Case, list[Tensor], list[Callable[[], None]]]] = deque()
     for case in cases:
         PagedWrapper.stream = []
-        attention.begin(case.inputs())
+        attention.prepare(case.inputs())
         waiting.append((case, case.attend(attention), PagedWrapper.stream))
         if len(waiting) == steps_in_flight:
             oldest, outputs, kernels = waiting.popleft()
@@ -606,18 +606,18 @@ def test_a_plan_stays_until_its_step_has_run(
 def test_rows_must_have_been_planned(packages: Callable[..., None]) -> None:
     case, other = (Case.of([5], [(0, 5)], 16, (2, 2, 16)) for _ in range(2))
     attention = make_attention("fi", "fi", case.shape)
-    with pytest.raises(RuntimeError, match="begin"):
+    with pytest.raises(RuntimeError, match="prepare"):
         case.attend(attention)
-    attention.begin(other.inputs())
-    with pytest.raises(RuntimeError, match="begin"):
+    attention.prepare(other.inputs())
+    with pytest.raises(RuntimeError, match="prepare"):
         case.attend(attention)
 
 
 def test_a_host_plan_needs_host_lengths(packages: Callable[..., None]) -> None:
     case = Case.of([5], [], 16, (2, 2, 16))
-    rows = DecodeRows(case.decodes.page_table, case.decodes.lengths, 5)
+    rows = DecodeBatch(case.decodes.page_table, case.decodes.lengths, 5)
     attention = make_attention("fi", "fi", case.shape)
-    assert isinstance(attention.decode_backend, PlansSteps)
+    assert isinstance(attention.decode_backend, HostPlanned)
     with pytest.raises(ValueError, match="lengths_host"):
         attention.decode_backend.plan_decode(rows)
 
@@ -626,12 +626,12 @@ class Recorder(TorchAttention):
     """Plans, and writes down what."""
 
     def __init__(self) -> None:
-        self.planned: list[DecodeRows | ChunkRows] = []
+        self.planned: list[DecodeBatch | PrefillBatch] = []
 
-    def plan_decode(self, rows: DecodeRows) -> None:
+    def plan_decode(self, rows: DecodeBatch) -> None:
         self.planned.append(rows)
 
-    def plan_prefill(self, rows: ChunkRows) -> None:
+    def plan_prefill(self, rows: PrefillBatch) -> None:
         self.planned.append(rows)
 
 
@@ -639,12 +639,12 @@ class Recorder(TorchAttention):
 def test_begin_plans_what_there_is(lengths: list[int], chunks: list[tuple[int, int]]) -> None:
     inputs = Case.of(lengths, chunks, 16, (1, 1, 8)).inputs()
     prefill, decode = Recorder(), Recorder()
-    Attention(prefill, decode).begin(inputs)
+    Attention(prefill, decode).prepare(inputs)
     assert [rows is inputs.decodes for rows in decode.planned] == [True] * bool(lengths)
     assert [rows is inputs.chunks for rows in prefill.planned] == [True] * bool(chunks)
     torch_only: AttentionBackend = TorchAttention()
-    assert not isinstance(torch_only, PlansSteps)
-    Attention(torch_only, torch_only).begin(inputs)
+    assert not isinstance(torch_only, HostPlanned)
+    Attention(torch_only, torch_only).prepare(inputs)
 
 
 # -- which backends there are --------------------------------------------------------------------

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch.distributed import FileStore
 
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.group import join_group
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError, _Address
-from minisgl.kernels.reference import add_rms_norm
+from minisgl.kernels.elementwise.reference import add_rms_norm
 
 NUM_RANKS = 3
 HIDDEN = 12
@@ -26,19 +26,19 @@ def check(ranks: Communicator) -> None:
     parts = [part_of(rank) for rank in range(ranks.size)]
     total = torch.stack(parts).sum(0)
     own = parts[ranks.rank]
-    torch.testing.assert_close(ranks.sum(own.clone()), total)
+    torch.testing.assert_close(ranks.all_reduce(own.clone()), total)
 
     rows, weight = part_of(100), torch.rand(HIDDEN, generator=torch.Generator().manual_seed(7))
-    found = ranks.sum_norm(own.clone(), rows.clone(), weight, 1e-6)
+    found = ranks.all_reduce_norm(own.clone(), rows.clone(), weight, 1e-6)
     torch.testing.assert_close(found, add_rms_norm(total, rows, weight, 1e-6))
 
-    assert torch.equal(ranks.gather(own), torch.cat(parts, dim=1))
+    assert torch.equal(ranks.all_gather(own), torch.cat(parts, dim=1))
 
     best = [(part * 2**40).long() for part in parts]
-    assert torch.equal(ranks.maximum(best[ranks.rank]), torch.stack(best).amax(dim=(0, 2)))
+    assert torch.equal(ranks.all_reduce_max(best[ranks.rank]), torch.stack(best).amax(dim=(0, 2)))
 
     # As of the pages that each has room for.
-    assert ranks.smallest(1000 - ranks.rank) == 1001 - ranks.size
+    assert ranks.host_min(1000 - ranks.rank) == 1001 - ranks.size
 
 
 class Unreachable(PeerMemory):
@@ -78,7 +78,7 @@ def check_rank(rank: int, meeting: Path) -> None:
 
 
 def test_one_rank_is_enough_for_itself() -> None:
-    check(ALONE)
+    check(SINGLE_RANK)
 
 
 def test_several_ranks_agree(tmp_path: Path) -> None:

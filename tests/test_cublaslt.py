@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernels.cublaslt import MAX_ROWS, CublasLt, CublasLtError, Products, load_products
+from minisgl.kernels.linear.cublaslt import (
+    MAX_ROWS,
+    CublasLt,
+    CublasLtError,
+    Products,
+    load_products,
+)
 
 N = K = 4096
 BROKEN, REFUSED = 3, 4
@@ -110,7 +116,7 @@ def test_without_the_library_there_are_no_products(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr("minisgl.kernels.cublaslt.ctypes.CDLL", missing)
+    monkeypatch.setattr("minisgl.kernels.linear.cublaslt.ctypes.CDLL", missing)
     with pytest.raises(CublasLtError, match=r"libcublasLt\.so\."):
         CublasLt(torch.bfloat16)
     assert load_products(torch.float32, torch.device("cuda")) is None  # nothing is looked for

@@ -22,8 +22,8 @@ from minisgl.bench.limits import DecodeStep, Peak, Work
 from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError
-from minisgl.kernels import experts
-from minisgl.kernels.experts import Routing
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.reference import Routing
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
@@ -199,8 +199,8 @@ def test_a_lost_expert_is_named(folder: Path, tmp_path: Path) -> None:
 
 def test_weights_add_up_to_one_where_they_shall() -> None:
     logits = torch.randn(5, 16)
-    chosen, plain = experts.choose_reference(logits, Routing(4, normalize=False))
-    same, normal = experts.choose_reference(logits, Routing(4, normalize=True))
+    chosen, plain = experts.topk_softmax(logits, Routing(4, normalize=False))
+    same, normal = experts.topk_softmax(logits, Routing(4, normalize=True))
     assert torch.equal(chosen, same)
     assert torch.equal(plain, logits.softmax(-1).gather(1, chosen.long()))
     torch.testing.assert_close(normal.sum(-1), torch.ones(5))

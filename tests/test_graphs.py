@@ -118,7 +118,7 @@ def test_padding_touches_no_slot_but_scratch() -> None:
             else:
                 got, got_samples = inputs, samples
         decodes, rows = len(plan.decode_slots), sum(len(c.token_ids) for c in plan.chunks)
-        for name in ("token_ids", "positions", "kv_index"):
+        for name in ("token_ids", "positions", "slot_mapping"):
             ours, theirs = getattr(got, name), getattr(expected, name)
             assert torch.equal(ours[:decodes], theirs[:decodes])
             behind = slice(room.num_decodes, room.num_decodes + rows)

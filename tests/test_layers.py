@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,32 @@ def test_imports_only_what_stands_before_it(name: str) -> None:
             other = module_of(imported)
             assert other in ORDER, f"{name}:{line} imports {'.'.join(imported)}, not in the table"
             assert ORDER[other] <= ORDER[module], f"{name}:{line} imports {other}, which is later"
+
+
+# Folders whose files import each other in one direction only.
+WITHOUT_CIRCLES = ("attention", "distributed", "kernels", "layers", "models")
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_no_files_import_each_other_in_a_circle(folder: str) -> None:
+    files = {
+        ("minisgl", *path.relative_to(ROOT / "minisgl").with_suffix("").parts): name
+        for name, path in SOURCES.items()
+        if name.startswith(f"minisgl/{folder}/")
+    }
+    graph = {
+        file: {
+            files[imported[:length]]
+            for _, imported in imports(SOURCES[file], Path(file))
+            for length in range(1, len(imported) + 1)
+            if imported[:length] in files
+        }
+        for file in files.values()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def module_of(parts: tuple[str, ...]) -> str:

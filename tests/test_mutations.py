@@ -18,9 +18,10 @@ from checkpoints import TOLERANCE, Case, make_case, relative_error, spec_named
 from paged import PagedModel, PagedSequence
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import AttentionBackend, DecodeBatch, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.kernels import fused
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.models.config import ModelConfig, RopeConfig, read_model_config
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
@@ -35,10 +36,10 @@ Change = Callable[[ModelConfig], ModelConfig]
 class WrongHeadMap(TorchAttention):
     """Query head h reads KV head h % num_kv_heads instead of h // group."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         return self._unmix(super().decode(self._mix(q, kv), kv, rows, scale), kv)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         return self._unmix(super().prefill(self._mix(q, kv), kv, rows, scale), kv)
 
     def _mix(self, q: Tensor, kv: LayerKV) -> Tensor:
@@ -96,17 +97,18 @@ def test_without_mistakes(cases: dict[str, Case]) -> None:
 def test_dropped_qk_norm(
     cases: dict[str, Case], dropped: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn_and_store = fused.turn_and_store
+    qk_norm_rope_store_kv = dispatch.qk_norm_rope_store_kv
 
     def without_norm(*args: Any) -> Tensor:
         """The queries are those of a call with or without norm, the keys those of the last call."""
-        *given, _q_weight, _k_weight, _eps = args
-        bare_q, q = turn_and_store(*given), turn_and_store(*args)
+        *given, norm_rope = args
+        bare = NormRope(norm_rope.table)
+        bare_q, q = qk_norm_rope_store_kv(*given, bare), qk_norm_rope_store_kv(*args)
         if "k_norm" in dropped:
-            turn_and_store(*given)
+            qk_norm_rope_store_kv(*given, bare)
         return bare_q if "q_norm" in dropped else q
 
-    monkeypatch.setattr(fused, "turn_and_store", without_norm)
+    monkeypatch.setattr(dispatch, "qk_norm_rope_store_kv", without_norm)
     paged = paged_model(cases["qwen3"].folder)
     assert error(paged, cases["qwen3"]) > GROSS
 

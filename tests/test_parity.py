@@ -25,11 +25,11 @@ from checkpoints import (
     spec_named,
 )
 
-from minisgl.attention.base import StepInputs
+from minisgl.attention.base import ForwardBatch
 from minisgl.config import EngineConfig, resolve
 from minisgl.engine import AsyncEngine, EngineStats, Loaded
 from minisgl.errors import StepError
-from minisgl.kernels.sampling import SamplingRows, margin, perturb
+from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.request import RequestOutput, SamplingParams
@@ -310,7 +310,7 @@ def test_mistakes_of_the_runner_show(mutation: str, monkeypatch: pytest.MonkeyPa
 
     def mutant(
         self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
-    ) -> tuple[StepInputs, SampleRows]:
+    ) -> tuple[ForwardBatch, SampleRows]:
         assert plan is not None
         if mutation == "swap pages" and len(plan.decode_slots) > 1 and plan.step == 10:
             first, second = plan.decode_slots[:2]

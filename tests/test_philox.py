@@ -9,8 +9,8 @@ import torch
 from sampling_oracle import philox as philox_of_ints
 from sampling_oracle import uniform as uniform_of_ints
 
-from minisgl.kernels import philox
-from minisgl.kernels.philox import philox4x32, uniform
+from minisgl.kernels.sampling import philox
+from minisgl.kernels.sampling.philox import philox4x32, uniform
 
 # Random123's kat_vectors for philox4x32, 10 rounds: counter, key, result.
 KNOWN_ANSWERS = [

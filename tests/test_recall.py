@@ -14,7 +14,7 @@ from demo.conversation import remembering
 from demo.evaluation import Case, cases
 from demo.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
-from minisgl.attention.base import StepInputs
+from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner.tables import Chunks, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
@@ -120,7 +120,7 @@ def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def swap_first_pages(
         self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
-    ) -> tuple[StepInputs, SampleRows]:
+    ) -> tuple[ForwardBatch, SampleRows]:
         if shape.num_decodes == 2 and not swapped:
             assert plan is not None
             first, second = plan.decode_slots

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from test_parity import case_of, check, complete, greedy, load_engine
 from torch import Tensor
 
-from minisgl.attention.base import Attention, DecodeRows, LayerKV
+from minisgl.attention.base import Attention, DecodeBatch, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError
@@ -144,13 +144,13 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
     class Planning(TorchAttention):
         planned = False
 
-        def plan_decode(self, rows: DecodeRows) -> None:
+        def plan_decode(self, rows: DecodeBatch) -> None:
             self.planned = True
 
         def plan_prefill(self, rows: object) -> None:
             pass
 
-        def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+        def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
             assert self.planned
             return super().decode(q, kv, rows, scale)
 

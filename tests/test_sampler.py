@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_oracle import choose
 
-from minisgl.kernels.sampling import margin, top_logprobs
+from minisgl.kernels.sampling.reference import margin, top_logprobs
 from minisgl.request import MAX_EDITS, MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner.sampler import Needs, SampledRows, Sampler, list_logprobs
 from minisgl.scheduler.plan import SlotJoin

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from minisgl.kernels.sampling import (
+from minisgl.kernels.sampling.reference import (
     SamplingRows,
     add_bias,
     margin,

@@ -12,7 +12,7 @@ from checkpoints import SPECS, make_checkpoint, spec_named
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.distributed.communicator import Alone
+from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import checkpoint_slots, load_model
@@ -20,7 +20,7 @@ from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
 
 
-class Rank(Alone):
+class Rank(SingleRank):
     """One of several, whose others are never asked."""
 
     def __init__(self, rank: int, size: int) -> None:

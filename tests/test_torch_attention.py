@@ -14,7 +14,7 @@ from paged import page_table
 from torch import Tensor
 
 from minisgl.attention import torch_backend
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -75,7 +75,7 @@ def check_decode(
     num_kv_heads, group, head_dim = heads
     cache = Cache(lengths, page_size, num_kv_heads, head_dim, dtype)
     q = torch.randn(len(lengths), num_kv_heads * group, head_dim).to(dtype)
-    rows = DecodeRows(
+    rows = DecodeBatch(
         page_table(cache.pages), torch.tensor(lengths, dtype=torch.int32), max(lengths) + slack
     )
     out = TorchAttention().decode(q, cache.kv, rows, scale=0.3)
@@ -95,7 +95,7 @@ def check_prefill(
     cache = Cache([sum(chunk) for chunk in chunks], page_size, num_kv_heads, head_dim, dtype)
     starts, lengths = zip(*chunks, strict=True)
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
-    rows = ChunkRows.of(page_table(cache.pages), starts, lengths)
+    rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
     out = TorchAttention().prefill(q, cache.kv, rows, scale=0.3)
     assert out.shape == q.shape and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
@@ -159,7 +159,7 @@ def test_chunks_that_only_the_device_knows() -> None:
     torch.manual_seed(0)
     cache = Cache([40, 5, 17], 16, 2, 64, torch.float32)
     q = torch.randn(30, 4, 64)
-    known = ChunkRows.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
+    known = PrefillBatch.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
     unknown = replace(known, starts=(), lengths=(), num_rows=30)
     expected = TorchAttention().prefill(q[:22], cache.kv, known, scale=0.3)
     out = TorchAttention().prefill(q, cache.kv, unknown, scale=0.3)

@@ -31,16 +31,16 @@ from attention_cases import (
 )
 
 from minisgl.attention.backends import make_attention
-from minisgl.attention.base import Attention, ChunkRows, DecodeRows, StepInputs
+from minisgl.attention.base import Attention, DecodeBatch, ForwardBatch, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels import fused
-from minisgl.kernels.triton_attention import DecodeTiles, PrefillTiles
+from minisgl.kernels import dispatch
+from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_share=64)
+TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_split=64)
 # Every group, every head size and every page size.
 SHAPES = [
     Shape(group, head_dim, page_size, num_kv_heads=1 + group % 2, device=DEVICE)
@@ -81,7 +81,7 @@ def test_few_tokens_to_turn(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("programs_per_sm", [1, 64])
 def test_any_number_of_splits_that_turn(programs_per_sm: int) -> None:
-    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_share=16)
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     shape = Shape(3, 64, 16, device=DEVICE)
     for normed, lengths in ((True, [200, 1, 0, 129]), (False, [257])):
         check_decode_qkv(TritonAttention(tiles), shape, lengths, normed=normed)
@@ -92,7 +92,7 @@ def test_scores_far_below_zero() -> None:
     not take its score for 0."""
     shape = Shape(1, 64, 16, num_kv_heads=1, device=DEVICE)
     kv, table = paged_cache(shape, [300])
-    rows = DecodeRows(table, torch.tensor([300], dtype=torch.int32, device=DEVICE), 300)
+    rows = DecodeBatch(table, torch.tensor([300], dtype=torch.int32, device=DEVICE), 300)
     qkv, norm_rope = shape.qkv(1), shape.norm_rope(300, normed=False)
     qkv[:, 64:128] = -30 * qkv[:, :64]
     _, stored = turned_and_attended(qkv, kv, rows, norm_rope, shape)
@@ -121,7 +121,7 @@ def test_float16() -> None:
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 64])
 def test_any_number_of_splits(programs_per_sm: int) -> None:
     """A whole row each, and at last shares of the least size, more than are merged at once."""
-    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_share=16)
+    tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     check_decode(TritonAttention(tiles), Shape(2, 64, 16, device=DEVICE), [700, 1, 128, 129])
 
 
@@ -156,7 +156,7 @@ def test_chunks_that_only_the_device_knows(chunks: list[tuple[int, int]], block_
     are not numbers, and whose pages are nowhere."""
     shape = Shape(2, 64, 4, num_kv_heads=1, device=DEVICE)
     kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks])
-    known = ChunkRows.of(table, *zip(*chunks, strict=True))
+    known = PrefillBatch.of(table, *zip(*chunks, strict=True))
     unknown = replace(known, starts=(), lengths=(), num_rows=known.num_rows + 50)
     q = shape.queries(unknown.num_rows)
     q[known.num_rows :] = torch.nan
@@ -170,7 +170,7 @@ def test_chunks_that_only_the_device_knows(chunks: list[tuple[int, int]], block_
 def test_no_chunk_has_rows() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5, 5])
-    rows = replace(ChunkRows.of(table, (5, 5), (0, 0)), num_rows=7)
+    rows = replace(PrefillBatch.of(table, (5, 5), (0, 0)), num_rows=7)
     assert TritonAttention().prefill(shape.queries(7), kv, rows, 0.3).shape[0] == 7
 
 
@@ -178,7 +178,7 @@ def test_rows_without_keys_are_zeros() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [100, 5])
     lengths = torch.tensor([100, 0], dtype=torch.int32, device=DEVICE)
-    out = TritonAttention(TILES).decode(shape.queries(2), kv, DecodeRows(table, lengths, 100), 0.3)
+    out = TritonAttention(TILES).decode(shape.queries(2), kv, DecodeBatch(table, lengths, 100), 0.3)
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 
@@ -188,18 +188,18 @@ def test_a_row_does_not_depend_on_its_place() -> None:
     kv, table = paged_cache(shape, [300, 40, 129])
     q, backend = shape.queries(3), TritonAttention(TILES)
     lengths = torch.tensor([300, 40, 129], dtype=torch.int32, device=DEVICE)
-    together = backend.decode(q, kv, DecodeRows(table, lengths, 300), 0.3)
+    together = backend.decode(q, kv, DecodeBatch(table, lengths, 300), 0.3)
     order = torch.tensor([2, 0, 1], device=DEVICE)
-    rows = DecodeRows(table[order], lengths[order], 300)
+    rows = DecodeBatch(table[order], lengths[order], 300)
     assert torch.equal(backend.decode(q[order], kv, rows, 0.3), together[order])
 
 
 def test_nothing_to_do() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5])
-    rows = DecodeRows(table[:0], torch.empty(0, dtype=torch.int32, device=DEVICE), 0)
+    rows = DecodeBatch(table[:0], torch.empty(0, dtype=torch.int32, device=DEVICE), 0)
     assert TritonAttention().decode(shape.queries(0), kv, rows, 0.3).shape[0] == 0
-    chunks = ChunkRows.of(table[:0], (), ())
+    chunks = PrefillBatch.of(table[:0], (), ())
     assert TritonAttention().prefill(shape.queries(0), kv, chunks, 0.3).shape[0] == 0
 
 
@@ -210,29 +210,29 @@ def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPat
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [70, 1, 20])
     lengths = torch.tensor([70, 1], dtype=torch.int32, device=DEVICE)
-    rows = DecodeRows(table[:2], lengths, 70)
+    rows = DecodeBatch(table[:2], lengths, 70)
     qkv, norm_rope = shape.qkv(2 + num_chunk_rows), shape.norm_rope(70, normed=True)
     forget_own(kv, rows)
     expected, expected_kv = turned_and_attended(qkv[:2], kv, rows, norm_rope, shape)
     _, positions, slots = own_places(kv, rows)
     chunk = torch.arange(20 - num_chunk_rows, 20, device=DEVICE)
     chunk_slots = table[2].long()[chunk // 16] * 16 + chunk % 16
-    chunks = ChunkRows.of(table[2:], (20 - num_chunk_rows,), (num_chunk_rows,))
-    inputs = StepInputs(
+    chunks = PrefillBatch.of(table[2:], (20 - num_chunk_rows,), (num_chunk_rows,))
+    inputs = ForwardBatch(
         token_ids=positions,  # not looked at
         positions=torch.cat((positions, chunk)),
-        kv_index=torch.cat((slots, chunk_slots)),
+        slot_mapping=torch.cat((slots, chunk_slots)),
         decodes=rows,
-        chunks=chunks if num_chunk_rows else ChunkRows.of(table[:0], (), ()),
+        chunks=chunks if num_chunk_rows else PrefillBatch.of(table[:0], (), ()),
     )
     turned: list[int] = []
-    turn_and_store = fused.turn_and_store
+    qk_norm_rope_store_kv = dispatch.qk_norm_rope_store_kv
 
     def recorded(qkv: Tensor, *args: Any) -> Tensor:
         turned.append(qkv.shape[0])
-        return turn_and_store(qkv, *args)
+        return qk_norm_rope_store_kv(qkv, *args)
 
-    monkeypatch.setattr(fused, "turn_and_store", recorded)
+    monkeypatch.setattr(dispatch, "qk_norm_rope_store_kv", recorded)
     attention = Attention(TorchAttention(), TritonAttention())
     out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.scale)
     assert turned == ([qkv.shape[0]] if num_chunk_rows else [])

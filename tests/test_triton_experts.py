@@ -6,6 +6,7 @@ bfloat16 is left to tests/gpu, since the interpreter's is not exact.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ pytest.importorskip("triton")
 
 from expert_cases import check_choose, check_equals, check_mix, check_nan
 
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.triton_experts import FewTiles, ManyTiles, Tiles, tiles
-from minisgl.kernels.triton_launch import H200_SHARED_BYTES
+from minisgl.kernels.moe.config import choose_tiles
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.tuning import H200, ExpertTiles, FewTiles, ManyTiles
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -30,18 +31,16 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (60, 4), (5, 5), (128, 8)])
-def test_choose(num_experts: int, num_chosen: int, normalize: bool, dtype: torch.dtype) -> None:
-    check_choose(
-        3, num_experts, Routing(num_chosen, normalize), dtype=dtype, device=DEVICE, pdl=False
-    )
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (5, 5), (128, 8)])
+def test_choose(num_experts: int, top_k: int, normalize: bool, dtype: torch.dtype) -> None:
+    check_choose(3, num_experts, Routing(top_k, normalize), dtype=dtype, device=DEVICE, pdl=False)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("num_rows", "num_experts", "num_chosen"), [(3, 8, 3), (40, 6, 2)])
-def test_nan(num_rows: int, num_experts: int, num_chosen: int, normalize: bool) -> None:
-    check_nan(num_rows, num_experts, Routing(num_chosen, normalize), device=DEVICE, pdl=False)
+@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), [(3, 8, 3), (40, 6, 2)])
+def test_nan(num_rows: int, num_experts: int, top_k: int, normalize: bool) -> None:
+    check_nan(num_rows, num_experts, Routing(top_k, normalize), device=DEVICE, pdl=False)
 
 
 def test_of_equals_the_lower_expert_comes_first() -> None:
@@ -51,13 +50,13 @@ def test_of_equals_the_lower_expert_comes_first() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("crowded", [False, True])
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "num_chosen", "hidden_size", "size"),
+    ("num_rows", "num_experts", "top_k", "hidden_size", "size"),
     [(1, 8, 2, 64, 32), (5, 60, 4, 48, 24), (40, 16, 4, 64, 48), (70, 6, 2, 40, 72)],
 )
 def test_mix(
     num_rows: int,
     num_experts: int,
-    num_chosen: int,
+    top_k: int,
     hidden_size: int,
     size: int,
     crowded: bool,
@@ -66,7 +65,7 @@ def test_mix(
     check_mix(
         num_rows,
         num_experts,
-        num_chosen,
+        top_k,
         hidden_size,
         size,
         dtype=dtype,
@@ -89,13 +88,13 @@ def weights_of(dtype: torch.dtype) -> ExpertWeights:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, H200_SHARED_BYTES])
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, H200.shared_bytes])
 def test_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> None:
     """What Triton 3.6 compiles for sm_80, sm_89, sm_90 and sm_120 takes no more than the tiles in
     flight, and for sm_100 up to 32 bytes more, for barriers. The other kernels take 50 KB at most.
     """
-    weights = weights_of(dtype)
-    for how in {tiles(num_rows, weights, ROUTING, shared_bytes) for num_rows in range(1, 16385)}:
+    weights, tuning = weights_of(dtype), replace(H200, shared_bytes=shared_bytes)
+    for how in {choose_tiles(num_rows, weights, ROUTING, tuning) for num_rows in range(1, 16385)}:
         products = [(how.inner, 2), *([(how.outer, 1)] if isinstance(how, ManyTiles) else [])]
         for product, halves in products:
             rows = product.block_n * halves + product.block_m
@@ -106,9 +105,11 @@ def test_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> 
 
 def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
     measured = {
-        1: FewTiles(Tiles(32, 16, 128, num_warps=4, num_stages=4), block_n=8, block_k=256),
-        64: ManyTiles(Tiles(64, 16, 128, 4, 3), Tiles(64, 16, 128, 4, 3)),
-        16384: ManyTiles(Tiles(128, 128, 64, 8, 4, places=8), Tiles(128, 256, 64, 8, 3, places=4)),
+        1: FewTiles(ExpertTiles(32, 16, 128, num_warps=4, num_stages=4), block_n=8, block_k=256),
+        64: ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3)),
+        16384: ManyTiles(
+            ExpertTiles(128, 128, 64, 8, 4, places=8), ExpertTiles(128, 256, 64, 8, 3, places=4)
+        ),
     }
     for num_rows, how in measured.items():
-        assert tiles(num_rows, weights_of(torch.bfloat16), ROUTING, H200_SHARED_BYTES) == how
+        assert choose_tiles(num_rows, weights_of(torch.bfloat16), ROUTING, H200) == how

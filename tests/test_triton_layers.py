@@ -29,10 +29,12 @@ from paged import PagedModel
 from minisgl.attention.base import Attention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels import fused, triton_linear
-from minisgl.kernels.triton_launch import MANY_ROWS, pdl_options
-from minisgl.kernels.triton_linear import LinearWorkspace
-from minisgl.layers.linear import Embedding, Linear
+from minisgl.kernels import dispatch
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.linear import config as linear_config
+from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
+from minisgl.kernels.tuning import H200
 from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
 
@@ -91,7 +93,7 @@ def test_heads(
 
 def test_many_rows() -> None:
     """The programs that take more at a time, with some left over at the end."""
-    num_rows = MANY_ROWS + 3
+    num_rows = H200.many_rows + 3
     check_embed(num_rows, 100, torch.float16, DEVICE)
     check_rms_norm(num_rows, 100, torch.float16, DEVICE)
     check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
@@ -117,7 +119,7 @@ def test_a_model_of_these_kernels(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the linear kernels, or without. Steps that only decode norm and turn in attention."""
-    case, kernels = make_case(spec_named(name), tmp_path), fused.triton_kernels()
+    case, kernels = make_case(spec_named(name), tmp_path), dispatch.triton_kernels()
     config = read_model_config(tmp_path)
     model = load_model(
         config,
@@ -127,15 +129,14 @@ def test_a_model_of_these_kernels(
         load_format="safetensors",
         max_seq_len=256,
     )
-    monkeypatch.setattr(fused, "_kernels_for", lambda device: kernels)
+    monkeypatch.setattr(dispatch, "_kernels_for", lambda device: kernels)
     if few_rows:
-        for name in ("is_worth_it", "is_norm_worth_it"):
-            monkeypatch.setattr(triton_linear, name, lambda *shape, gated: True)
+        for name in ("should_use", "should_fuse_norm"):
+            monkeypatch.setattr(linear_config, name, lambda *args, gated: True)
         workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
-        linear_kernels = fused.LinearKernels(workspace, products=None)
-        for module in model.modules():
-            if isinstance(module, Linear | Embedding):
-                module.kernels = linear_kernels
+        for product in model._products():
+            assert isinstance(product, DenseProduct)
+            product.kernels = LinearKernels(H200, workspace, products=None)
     num_tokens = len(case.prompt) + 2
     paged = PagedModel(model, config, page_size=16)
     paged.attention = Attention(TorchAttention(), TritonAttention())

@@ -17,19 +17,17 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from minisgl.kernels import reference, triton_linear
-from minisgl.kernels.triton_launch import H200_SHARED_BYTES
-from minisgl.kernels.triton_linear import (
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear import config
+from minisgl.kernels.linear.config import (
     MAX_ROWS,
+    LinearTiles,
     LinearWorkspace,
-    Norm,
-    Tiles,
-    linear,
-    linear_add,
-    linear_silu_mul,
-    tiles,
+    choose_tiles,
     workspace_size,
 )
+from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
+from minisgl.kernels.tuning import H200
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -38,63 +36,63 @@ pytestmark = [
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # float32 takes twice the room: tiles here are small ones.
-STREAM = Tiles(64, 16, 32, num_stages=2)
+STREAM = LinearTiles(64, 16, 32, num_stages=2)
 HOW = {
     "stream": STREAM,
     "groups": replace(STREAM, block_n=16, block_k=64, groups=4),
     "split": replace(STREAM, splits=3),
     "split by many": replace(STREAM, block_n=16, block_k=16, splits=6),
-    "burst": Tiles(16, 16, 256, groups=4, burst=True),
-    "burst of three": Tiles(16, 8, 128, groups=4, burst=True),
+    "burst": LinearTiles(16, 16, 256, groups=4, burst=True),
+    "burst of three": LinearTiles(16, 8, 128, groups=4, burst=True),
 }
 EPS = 1e-3
 
 
-def workspace(m: int, n: int, k: int, how: Tiles, *, gated: bool = False) -> LinearWorkspace:
+def workspace(m: int, n: int, k: int, how: LinearTiles, *, gated: bool = False) -> LinearWorkspace:
     """Just as large as it must be, and with nothing in it that would do."""
     room, counters = workspace_size(m, n, k, how, gated=gated)
     return LinearWorkspace(
         partials=torch.full((room,), torch.nan, device=DEVICE),
-        arrivals=torch.zeros(counters, dtype=torch.int32, device=DEVICE),
+        semaphores=torch.zeros(counters, dtype=torch.int32, device=DEVICE),
     )
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
-def test_linear(m: int, n: int, k: int, biased: bool, how: Tiles) -> None:
+def test_linear(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     bias = torch.randn(n, device=DEVICE) if biased else None
     room = workspace(m, n, k, how)
     for _ in range(2):  # the second finds what the first left behind
-        out = linear(x, weight, bias, workspace=room, how=how)
+        out = linear(x, weight, bias, workspace=room, tiles=how)
         torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
-    assert not room.arrivals.any()
+    assert not room.semaphores.any()
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize(("m", "size", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250)])
-def test_linear_silu_mul(m: int, size: int, k: int, how: Tiles) -> None:
+def test_linear_silu_mul(m: int, size: int, k: int, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(2 * size, k, device=DEVICE)
     weight /= k**0.5
     room = workspace(m, 2 * size, k, how, gated=True)
     for _ in range(2):
-        out = linear_silu_mul(x, weight, workspace=room, how=how)
+        out = linear_silu_mul(x, weight, workspace=room, tiles=how)
         expected = reference.silu_mul(F.linear(x, weight))
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-    assert not room.arrivals.any()
+    assert not room.semaphores.any()
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
-def test_linear_add(m: int, n: int, k: int, biased: bool, how: Tiles) -> None:
+def test_linear_add(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     bias = torch.randn(n, device=DEVICE) if biased else None
     residual = torch.randn(m, n, device=DEVICE)
     expected, room = residual.clone(), workspace(m, n, k, how)
     for _ in range(2):
-        squares = linear_add(x, weight, bias, residual, workspace=room, how=how)
+        squares = linear_add(x, weight, bias, residual, workspace=room, tiles=how)
         expected = expected + F.linear(x, weight, bias)
         torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(squares.sum(1), expected.square().sum(1), rtol=1e-4, atol=1e-4)
@@ -106,7 +104,7 @@ def test_the_rounding_of_linear_add() -> None:
     weight[:, 0] = 256 + torch.arange(48, device=DEVICE) / 16
     residual = torch.full((1, 48), -4096.0, device=DEVICE).half()
     expected = residual + (x.double() @ weight.double().T).half()
-    linear_add(x, weight.half(), None, residual, how=HOW["burst"])
+    linear_add(x, weight.half(), None, residual, tiles=HOW["burst"])
     assert torch.equal(residual, expected)
 
 
@@ -120,61 +118,61 @@ def squares_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
     ("m", "n", "k", "num_parts"),
     [(1, 64, 256, 16), (3, 70, 100, 5), (17, 34, 250, 40), (40, 2, 17, 1)],
 )
-def test_norm(m: int, n: int, k: int, num_parts: int, how: Tiles) -> None:
+def test_norm(m: int, n: int, k: int, num_parts: int, how: LinearTiles) -> None:
     """Rows of very different sizes, of which one is 0."""
     x = torch.randn(m, k, device=DEVICE) * torch.arange(m, device=DEVICE)[:, None] * 0.1
     weight, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
-    norm = Norm(torch.randn(k, device=DEVICE), EPS, squares_of(x, num_parts))
+    norm = FusedNorm(torch.randn(k, device=DEVICE), EPS, squares_of(x, num_parts))
     normed = reference.rms_norm(x, norm.weight, EPS)
-    out = linear(x, weight, bias, norm=norm, workspace=workspace(m, n, k, how), how=how)
+    out = linear(x, weight, bias, norm=norm, workspace=workspace(m, n, k, how), tiles=how)
     torch.testing.assert_close(out, F.linear(normed, weight, bias), rtol=1e-5, atol=1e-4)
     room = workspace(m, n, k, how, gated=True)
-    out = linear_silu_mul(x, weight, norm=norm, workspace=room, how=how)
+    out = linear_silu_mul(x, weight, norm=norm, workspace=room, tiles=how)
     expected = reference.silu_mul(F.linear(normed, weight))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", [how for how in HOW.values() if how.burst])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 34, 250)])
-def test_a_norm_that_is_left(m: int, n: int, k: int, how: Tiles) -> None:
+def test_a_norm_that_is_left(m: int, n: int, k: int, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE) / k**0.5
-    norm = Norm(torch.randn(k, device=DEVICE), EPS, squares_of(x, 7))
+    norm = FusedNorm(torch.randn(k, device=DEVICE), EPS, squares_of(x, 7))
     room = torch.full((m + 1, k), torch.nan, device=DEVICE)
-    out = linear(x, weight, norm=norm, normed=room[:m], how=how)
+    out = linear(x, weight, norm=norm, normed=room[:m], tiles=how)
     expected = reference.rms_norm(x, norm.weight, EPS)
     torch.testing.assert_close(room[:m], expected, rtol=1e-5, atol=1e-5)
     assert room[m:].isnan().all()
-    assert torch.equal(out, linear(x, weight, norm=norm, how=how))
+    assert torch.equal(out, linear(x, weight, norm=norm, tiles=how))
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_rounding_of_norm(how: Tiles) -> None:
+def test_the_rounding_of_norm(how: LinearTiles) -> None:
     """Seen through the identity: what is multiplied is the norm as by itself, to the bit."""
     m, k = 5, 250
     x, weight = torch.randn(m, k, device=DEVICE).half(), torch.randn(k, device=DEVICE).half()
-    norm = Norm(weight, EPS, squares_of(x.float(), 7))
+    norm = FusedNorm(weight, EPS, squares_of(x.float(), 7))
     identity = torch.eye(k, device=DEVICE).half()
-    out = linear(x, identity, norm=norm, workspace=workspace(m, k, k, how), how=how)
+    out = linear(x, identity, norm=norm, workspace=workspace(m, k, k, how), tiles=how)
     expected = reference.rms_norm(x, weight, EPS)
     assert (out == expected).float().mean() > 0.99  # one scale may be a unit off
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_rounding_of_silu_mul(how: Tiles) -> None:
+def test_the_rounding_of_silu_mul(how: LinearTiles) -> None:
     """Small integers, so that the products are exact, and the rounding behind them can be seen."""
     x = torch.randint(-2, 3, (5, 200), device=DEVICE).half() / 4
     weight = torch.randint(-2, 3, (2 * 40, 200), device=DEVICE).half() / 4
     room = workspace(5, 80, 200, how, gated=True)
-    out = linear_silu_mul(x, weight, workspace=room, how=how)
+    out = linear_silu_mul(x, weight, workspace=room, tiles=how)
     expected = reference.silu_mul((x.double() @ weight.double().T).half())
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_rows_that_lie_apart(how: Tiles) -> None:
+def test_rows_that_lie_apart(how: LinearTiles) -> None:
     x, weight = torch.randn(5, 300, device=DEVICE)[:, 40:160], torch.randn(48, 120, device=DEVICE)
-    out = linear(x, weight, workspace=workspace(5, 48, 120, how), how=how)
+    out = linear(x, weight, workspace=workspace(5, 48, 120, how), tiles=how)
     torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-5, atol=1e-4)
 
 
@@ -188,7 +186,8 @@ def test_no_rows() -> None:
 SHAPES = [(4096, 1024), (1024, 2048), (151936, 1024), (7168, 5120), (5120, 17408), (130, 100)]
 
 
-SHARED_BYTES = [99 << 10, 163 << 10, H200_SHARED_BYTES]  # of compute capability 8.6, 8.0 and 9.0
+# Of compute capability 8.6, 8.0 and 9.0.
+SHARED_BYTES = [99 << 10, 163 << 10, H200.shared_bytes]
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
@@ -196,14 +195,15 @@ SHARED_BYTES = [99 << 10, 163 << 10, H200_SHARED_BYTES]  # of compute capability
 def test_a_workspace_is_large_enough_for_any_call(
     n: int, k: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_linear, "shared_bytes_of", lambda device: shared_bytes)
+    tuning = replace(H200, shared_bytes=shared_bytes)
+    monkeypatch.setattr(config, "tuning_of", lambda device: tuning)
     room = LinearWorkspace.allocate([(n, k)], 256, torch.device("meta"))
     for m in range(1, 257):
         for gated in (False, True):
-            how = tiles(m, n, k, shared_bytes, gated=gated)
-            partials, arrivals = workspace_size(m, n, k, how, gated=gated)
-            assert partials <= room.partials.numel() and arrivals <= room.arrivals.numel()
-            how = tiles(m, n, k, shared_bytes, gated=gated, may_split=False)
+            how = choose_tiles(m, n, k, tuning, gated=gated)
+            partials, semaphores = workspace_size(m, n, k, how, gated=gated)
+            assert partials <= room.partials.numel() and semaphores <= room.semaphores.numel()
+            how = choose_tiles(m, n, k, tuning, gated=gated, may_split=False)
             assert workspace_size(m, n, k, how, gated=gated) == (0, 0)
 
 
@@ -218,7 +218,7 @@ OF_MODELS = [
 ]  # fmt: skip
 
 
-def shared_bytes_of(how: Tiles, k: int, *, gated: bool) -> int:
+def shared_bytes_of(how: LinearTiles, k: int, *, gated: bool) -> int:
     """What a program takes at most: a stream its tiles in flight, a burst all of W and one tile of
     x. What Triton 3.6 compiles for sm_80, sm_89, sm_90 and sm_120 takes no more, and for sm_100 up
     to 32 bytes more, for barriers."""
@@ -233,23 +233,24 @@ def shared_bytes_of(how: Tiles, k: int, *, gated: bool) -> int:
 def test_tiles_fit_into_shared_memory(n: int, k: int, gated: bool, shared_bytes: int) -> None:
     for m in range(1, MAX_ROWS + 1):
         for may_split in (False, True):
-            how = tiles(m, n, k, shared_bytes, gated=gated, may_split=may_split)
+            tuning = replace(H200, shared_bytes=shared_bytes)
+            how = choose_tiles(m, n, k, tuning, gated=gated, may_split=may_split)
             assert shared_bytes_of(how, k, gated=gated) <= shared_bytes
             assert how.num_stages >= 2  # one at work, one under way
 
 
 def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
-    burst = Tiles(16, 16, 1024, groups=8, num_warps=8, burst=True)
+    burst = LinearTiles(16, 16, 1024, groups=8, num_warps=8, burst=True)
     measured = {
         (8, 4096, 1024, False): replace(burst, block_m=8),
         (16, 1024, 3072, False): burst,
-        (16, 6144, 4096, False): Tiles(64, 16, 64, splits=4, num_stages=6, prefetch=256),
-        (32, 4096, 4096, False): Tiles(64, 32, 128, splits=2, num_stages=6, prefetch=256),
-        (64, 1024, 3072, False): Tiles(64, 64, 128, splits=6, num_stages=6, prefetch=256),
-        (128, 1024, 3072, False): Tiles(64, 64, 128, splits=4),
+        (16, 6144, 4096, False): LinearTiles(64, 16, 64, splits=4, num_stages=6, prefetch=256),
+        (32, 4096, 4096, False): LinearTiles(64, 32, 128, splits=2, num_stages=6, prefetch=256),
+        (64, 1024, 3072, False): LinearTiles(64, 64, 128, splits=6, num_stages=6, prefetch=256),
+        (128, 1024, 3072, False): LinearTiles(64, 64, 128, splits=4),
         (16, 6144, 1024, True): burst,
-        (32, 6144, 1024, True): Tiles(64, 32, 128, splits=2, prefetch=256),
-        (64, 34816, 5120, True): Tiles(64, 64, 128),
+        (32, 6144, 1024, True): LinearTiles(64, 32, 128, splits=2, prefetch=256),
+        (64, 34816, 5120, True): LinearTiles(64, 64, 128),
     }
     for (m, n, k, gated), how in measured.items():
-        assert tiles(m, n, k, H200_SHARED_BYTES, gated=gated) == how
+        assert choose_tiles(m, n, k, H200, gated=gated) == how

@@ -15,15 +15,16 @@ pytest.importorskip("triton")
 
 from mailboxes import make_mailboxes
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_linear import LinearWorkspace, Tiles, linear_send
-from minisgl.kernels.triton_peers import received_norm
+from minisgl.kernels.comm.one_shot import received_norm
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace
+from minisgl.kernels.linear.launch import linear_send
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = {
-    "stream": Tiles(64, 16, 32, num_stages=2),
-    "split": Tiles(64, 16, 32, splits=3, num_stages=2),
-    "burst": Tiles(16, 16, 256, groups=4, burst=True),
+    "stream": LinearTiles(64, 16, 32, num_stages=2),
+    "split": LinearTiles(64, 16, 32, splits=3, num_stages=2),
+    "burst": LinearTiles(16, 16, 256, groups=4, burst=True),
 }
 EPS = 1e-6
 MAX_ROWS = 18
@@ -43,7 +44,7 @@ def test_what_is_sent_is_received(
         box.exchanges.fill_(exchanges)
     space = LinearWorkspace(
         partials=torch.full((MAX_ROWS * 1024,), torch.nan, device=DEVICE),
-        arrivals=torch.zeros(64, dtype=torch.int32, device=DEVICE),
+        semaphores=torch.zeros(64, dtype=torch.int32, device=DEVICE),
     )
     factor, bias = torch.rand(2, n, device=DEVICE).to(dtype)
     for _ in range(4):  # each half twice
@@ -53,7 +54,7 @@ def test_what_is_sent_is_received(
         total = torch.zeros(m, n, device=DEVICE)
         for box, x, weight in zip(boxes, xs, weights, strict=True):
             its_bias = None if box.rank else bias
-            linear_send(x, weight, its_bias, box, workspace=space, how=HOW[how])
+            linear_send(x, weight, its_bias, box, workspace=space, tiles=HOW[how])
             total += F.linear(x.float(), weight.float(), None if box.rank else bias.float())
         normed, added = reference.add_rms_norm(total.to(dtype), rows, factor, EPS)
         for box in boxes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ import triton
 import triton.language as tl
 from sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
 
-from minisgl.kernels import triton_filters, triton_noise, triton_rank, triton_rows, triton_sampling
-from minisgl.kernels.philox import philox4x32, uniform
+from minisgl.kernels.sampling import device_order, filters, launch
+from minisgl.kernels.sampling import noise as token_noise
+from minisgl.kernels.sampling import rows as row_tables
+from minisgl.kernels.sampling.philox import philox4x32, uniform
+from minisgl.kernels.tuning import H200
 from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
 from minisgl.runner import sampler as sampler_module
 
@@ -27,30 +31,30 @@ VOCABS = (5, 97, 1000, 2048, 5000)
 @triton.jit
 def _noise_kernel(words, gumbel, most, rank, seed, index, first, QUADS: tl.constexpr):  # noqa: N803
     quads = first + tl.arange(0, QUADS)
-    drawn = triton_noise.words_of_quads(seed, index, quads)
-    ids = triton_rows.ids_of(quads)
+    drawn = token_noise.words_of_quads(seed, index, quads)
+    ids = row_tables.ids_of(quads)
     places = ids - first * 4
     tl.store(words + places, drawn.to(tl.int64))
-    noise = triton_noise.gumbel(drawn)
+    noise = token_noise.gumbel(drawn)
     tl.store(gumbel + places, noise)
-    tl.store(most + places, triton_noise.most_gumbel(drawn))
-    ranks = triton_rank.rank_of(noise, places)
-    found = triton_rank.id_of(ranks)
-    tl.store(rank + places, tl.where(triton_rank.value_of(ranks) == noise, found, -1))
+    tl.store(most + places, token_noise.most_gumbel(drawn))
+    ranks = device_order.order_key(noise, places)
+    found = device_order.id_of(ranks)
+    tl.store(rank + places, tl.where(device_order.value_of(ranks) == noise, found, -1))
 
 
 @triton.jit
 def _weight_kernel(gaps, weights, SIZE: tl.constexpr):  # noqa: N803
     place = tl.arange(0, SIZE)
-    tl.store(weights + place, triton_filters.weight_of(tl.load(gaps + place)))
+    tl.store(weights + place, filters.weight_of(tl.load(gaps + place)))
 
 
 @triton.jit
 def _most_kernel(words, gumbel, most, SIZE: tl.constexpr):  # noqa: N803
     place = tl.arange(0, SIZE)
     drawn = tl.load(words + place).to(tl.uint32)
-    tl.store(gumbel + place, triton_noise.gumbel(drawn))
-    tl.store(most + place, triton_noise.most_gumbel(drawn))
+    tl.store(gumbel + place, token_noise.gumbel(drawn))
+    tl.store(most + place, token_noise.most_gumbel(drawn))
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
@@ -124,7 +128,8 @@ def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> 
     batch = Batch.of(MIXED, 6, random_logits(6, 9000, seed=5).to(DEVICE))
     tokens = batch.run()
     for programs in (6, 12):
-        monkeypatch.setattr(triton_sampling, "_PROGRAMS", programs)
+        tuning = replace(H200, sampling_programs=programs)
+        monkeypatch.setattr(launch, "tuning_of", lambda device, tuning=tuning: tuning)
         assert torch.equal(batch.run(), tokens)
 
 

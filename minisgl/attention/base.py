@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from minisgl.kernels import fused
-from minisgl.kernels.fused import NormRope
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.reference import NormRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeBatch:
     """Rows of one token each, which attend to everything before them and to themselves."""
 
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
@@ -52,7 +52,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRows:
+class PrefillBatch:
     """Rows of whole chunks, one chunk behind the other.
 
     In a captured step only the device knows the chunks: then the two tuples are empty, chunks of no
@@ -67,14 +67,14 @@ class ChunkRows:
     lengths: tuple[int, ...]  # tokens in each chunk
 
     @staticmethod
-    def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> ChunkRows:
+    def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> PrefillBatch:
         """The chunks that the host knows, copied to the device of the table without a wait."""
         row_starts = list(itertools.accumulate(lengths, initial=0))
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         packed = torch.tensor(
             row_starts + ends, dtype=torch.int32, pin_memory=page_table.is_cuda
         ).to(page_table.device, non_blocking=True)
-        return ChunkRows(
+        return PrefillBatch(
             page_table=page_table,
             row_starts=packed[: len(row_starts)],
             ends=packed[len(row_starts) :],
@@ -85,14 +85,14 @@ class ChunkRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
+class ForwardBatch:
     """The rows of one step: those of `decodes` first, then those of `chunks`."""
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
-    kv_index: Tensor  # [num_rows] int64: page * page_size + offset, where the row's K and V go
-    decodes: DecodeRows
-    chunks: ChunkRows
+    slot_mapping: Tensor  # [num_rows] int64: page * page_size + offset, where the row's K and V go
+    decodes: DecodeBatch
+    chunks: PrefillBatch
 
 
 class AttentionBackend(Protocol):
@@ -102,38 +102,38 @@ class AttentionBackend(Protocol):
     reads KV head h // (num_heads // num_kv_heads).
     """
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         ...
 
 
 @runtime_checkable
-class PlansSteps(Protocol):
+class HostPlanned(Protocol):
     """A backend with work to do once a step, on the host, that all layers share.
 
     Then `decode` and `prefill` take the rows that were planned last.
     """
 
-    def plan_decode(self, rows: DecodeRows) -> None: ...
+    def plan_decode(self, rows: DecodeBatch) -> None: ...
 
-    def plan_prefill(self, rows: ChunkRows) -> None: ...
+    def plan_prefill(self, rows: PrefillBatch) -> None: ...
 
 
 @runtime_checkable
-class DecodesQKV(Protocol):
-    """A backend whose decode can do the work of fused.turn_and_store, in one launch with its own.
+class FusedDecode(Protocol):
+    """A backend whose decode does the work of dispatch.qk_norm_rope_store_kv in the same launch.
 
     Each row's own token is the last of its length, and nobody else's.
     """
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """qkv: as turn_and_store takes it; returns [num_rows, num_heads, head_dim]."""
+        """qkv: as qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim]."""
         ...
 
 
@@ -144,31 +144,30 @@ class Attention:
     prefill_backend: AttentionBackend
     decode_backend: AttentionBackend
 
-    def begin(self, inputs: StepInputs) -> None:
+    def prepare(self, inputs: ForwardBatch) -> None:
         """Called once a step, before the first layer and on its stream. In a step that is captured
         too, whose backends then have nothing to do but allocate, the time before."""
-        if inputs.decodes.num_rows and isinstance(self.decode_backend, PlansSteps):
+        if inputs.decodes.num_rows and isinstance(self.decode_backend, HostPlanned):
             self.decode_backend.plan_decode(inputs.decodes)
-        if inputs.chunks.lengths and isinstance(self.prefill_backend, PlansSteps):
+        if inputs.chunks.lengths and isinstance(self.prefill_backend, HostPlanned):
             self.prefill_backend.plan_prefill(inputs.chunks)
 
     def attend_qkv(
-        self, qkv: Tensor, kv: LayerKV, inputs: StepInputs, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, inputs: ForwardBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
         """Norm and turn the heads of q and k, write the rows' K and V to the cache, and attend.
 
-        qkv: as fused.turn_and_store takes it; returns [num_rows, num_heads, head_dim].
+        qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
         """
         rows, backend = inputs.decodes, self.decode_backend
-        if rows.num_rows == qkv.shape[0] and isinstance(backend, DecodesQKV):
+        if rows.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
             return backend.decode_qkv(qkv, kv, rows, norm_rope, scale)
-        table, q_weight, k_weight, eps = norm_rope
-        q = fused.turn_and_store(
-            qkv, inputs.positions, table, inputs.kv_index, kv.k, kv.v, q_weight, k_weight, eps
+        q = dispatch.qk_norm_rope_store_kv(
+            qkv, inputs.positions, inputs.slot_mapping, kv.k, kv.v, norm_rope
         )
         return self(q, kv, inputs, scale)
 
-    def __call__(self, q: Tensor, kv: LayerKV, inputs: StepInputs, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, kv: LayerKV, inputs: ForwardBatch, scale: float) -> Tensor:
         """Attend over the cache, where K and V of the rows are already.
 
         q: [num_rows, num_heads, head_dim]; returns the same shape.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 
 
 class _Kernels(Protocol):
@@ -31,9 +31,9 @@ class _Kernels(Protocol):
         """Pages must have a multiple of so many tokens."""
         ...
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor: ...
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor: ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor: ...
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor: ...
 
 
 class FlashAttention:
@@ -50,11 +50,11 @@ class FlashAttention:
         """Pages must have a multiple of so many tokens."""
         return self._kernels.page_multiple
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.decode(q, kv, rows, scale)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._kernels.prefill(q, kv, rows, scale)
 
@@ -70,7 +70,7 @@ class _Generation2:
         package = importlib.import_module("flash_attn")
         return _Generation2(package.flash_attn_with_kvcache, package.flash_attn_varlen_func)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         out: Tensor = self.with_kvcache(
             q.unsqueeze(1),
             kv.k,
@@ -82,7 +82,7 @@ class _Generation2:
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         out: Tensor = self.varlen(
             q,
             kv.k,
@@ -109,7 +109,7 @@ class _Generation3:
         module = importlib.import_module("flash_attn_interface")
         return _Generation3(module.flash_attn_with_kvcache)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         out: Tensor = self.with_kvcache(
             q.unsqueeze(1),
             kv.k,
@@ -121,7 +121,7 @@ class _Generation3:
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         out: Tensor = self.with_kvcache(
             q,
             kv.k,
@@ -149,7 +149,7 @@ class _Generation4:
             raise ImportError("flash_attn.cute is not that of the package flash-attn-4")
         return _Generation4(module.flash_attn_varlen_func)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         # Splitting the keys is left off: on Hopper it is refused.
         out, _ = self.varlen(
             q.unsqueeze(1),
@@ -163,7 +163,7 @@ class _Generation4:
         attended: Tensor = out
         return attended.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         out, _ = self.varlen(
             q,
             kv.k,
@@ -180,7 +180,7 @@ class _Generation4:
         return attended
 
 
-def _most_keys(rows: ChunkRows) -> int:
+def _most_keys(rows: PrefillBatch) -> int:
     return max(start + length for start, length in zip(rows.starts, rows.lengths, strict=True))
 
 

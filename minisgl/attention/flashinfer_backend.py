@@ -17,7 +17,7 @@ import torch
 from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 from torch import Tensor
 
-from minisgl.attention.base import AttentionShape, ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import AttentionShape, DecodeBatch, LayerKV, PrefillBatch
 
 # Query heads per KV head whose decode is bound by memory on CUDA cores. Above, tensor cores win:
 # measured on an H200 at 2 and 4 against 5 and 8.
@@ -33,7 +33,7 @@ _BLOCKS_PER_SM = 2
 
 
 class FlashInferAttention:
-    """Implements AttentionBackend and PlansSteps, in float16 and bfloat16.
+    """Implements AttentionBackend and HostPlanned, in float16 and bfloat16.
 
     A plan is made on the host and copied to the device from pinned memory. It never waits, but
     the copy may be queued behind earlier steps; so each step plans into a wrapper of its own, and
@@ -48,7 +48,7 @@ class FlashInferAttention:
         # Holds partial results within one kernel, hence one is enough for all wrappers.
         self._scratch: Tensor | None = None
 
-    def plan_decode(self, rows: DecodeRows) -> None:
+    def plan_decode(self, rows: DecodeBatch) -> None:
         """Queue the plan of a step's decode rows. Raises ValueError without `lengths_host`."""
         if rows.lengths_host is None:
             raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
@@ -68,7 +68,7 @@ class FlashInferAttention:
             seq_lens=pages.lengths,
         )
 
-    def plan_prefill(self, rows: ChunkRows) -> None:
+    def plan_prefill(self, rows: PrefillBatch) -> None:
         """Queue the plan of a step's chunks."""
         shape = self._shape
         ends = [start + length for start, length in zip(rows.starts, rows.lengths, strict=True)]
@@ -90,11 +90,11 @@ class FlashInferAttention:
             max_token_per_sequence=max(rows.lengths),
         )
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return _run(self._decodes.planned(rows), q, kv, scale)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return _run(self._chunks.planned(rows), q, kv, scale)
 
@@ -135,17 +135,17 @@ class TrtllmAttention:
         # else may write here.
         self._workspace: Tensor | None = None
 
-    def plan_decode(self, rows: DecodeRows) -> None:
+    def plan_decode(self, rows: DecodeBatch) -> None:
         """Nothing to plan; but the workspace must be there before anything is captured."""
         if self._workspace is None:
             device = rows.page_table.device
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def plan_prefill(self, rows: ChunkRows) -> None:
+    def plan_prefill(self, rows: PrefillBatch) -> None:
         """Queue the plan of a step's chunks."""
         self._prefill.plan_prefill(rows)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = trtllm_batch_decode_with_kv_cache(
             q.contiguous(),  # the kernel takes pointers of these three, and no strides
@@ -160,7 +160,7 @@ class TrtllmAttention:
         )
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return self._prefill.prefill(q, kv, rows, scale)
 
@@ -226,9 +226,9 @@ class _Rotation:
         self._make = make
         self._size = size
         self._wrappers: deque[Any] = deque()
-        self._rows: DecodeRows | ChunkRows | None = None
+        self._rows: DecodeBatch | PrefillBatch | None = None
 
-    def next(self, rows: DecodeRows | ChunkRows) -> Any:
+    def next(self, rows: DecodeBatch | PrefillBatch) -> Any:
         """The wrapper to plan `rows` with: the one that was used longest ago."""
         self._rows = rows
         if len(self._wrappers) < self._size:
@@ -237,10 +237,10 @@ class _Rotation:
             self._wrappers.rotate(-1)
         return self._wrappers[-1]
 
-    def planned(self, rows: DecodeRows | ChunkRows) -> Any:
+    def planned(self, rows: DecodeBatch | PrefillBatch) -> Any:
         """The wrapper that `rows` were planned with. Raises RuntimeError if others were since."""
         if rows is not self._rows:
-            raise RuntimeError("Attention.begin must plan a step's rows before its first layer")
+            raise RuntimeError("Attention.prepare must plan a step's rows before its first layer")
         return self._wrappers[-1]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 
 # Bounds of the dense tensors that one call of the kernel works on. On the CPU keys and values that
 # stay in its caches are attended to four times as fast; a GPU wants few large launches.
@@ -28,7 +28,7 @@ _MAX_SCORES = 64 << 20
 class TorchAttention:
     """Implements AttentionBackend on any device and in any floating dtype. Never waits for it."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
@@ -39,7 +39,7 @@ class TorchAttention:
             out[part] = _decode(q[part], kv, table, lengths, rows.longest, scale)
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         starts, lengths = rows.starts, rows.lengths
@@ -64,7 +64,7 @@ def _decode(
     # Past its end a row reads its last token again: what the cache holds there may be another
     # request's, or not a number, and a mask does not keep NaN out.
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
-    index = _kv_index(page_table, torch.minimum(positions, last), kv.page_size)
+    index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
     k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
     attend = _attend_fused if q.is_cpu else _attend_plainly
     out = attend(
@@ -83,7 +83,7 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     num_kv_heads = kv.k.shape[2]
     end = start + length
     positions = torch.arange(end, device=q.device)
-    index = _kv_index(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
+    index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
     v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
@@ -115,8 +115,8 @@ def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float)
     return (scores.softmax(-1) @ v.float()).to(q.dtype).view(shape)
 
 
-def _kv_index(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Where the cache keeps each position, as in StepInputs. Both arguments: [n, ...]."""
+def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Where the cache keeps each position, as in ForwardBatch. Both arguments: [n, ...]."""
     pages = page_table.long().gather(1, positions // page_size)
     return pages * page_size + positions % page_size
 

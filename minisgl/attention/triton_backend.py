@@ -9,57 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
-from minisgl.kernels.fused import NormRope
-from minisgl.kernels.triton_attention import (
-    DecodeTiles,
-    DecodeWorkspace,
-    PrefillTiles,
-    paged_decode,
-    paged_prefill,
-)
-
-# Without a GPU there is Triton's interpreter, which runs the programs one after the other.
-INTERPRETED_SMS = 4
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
+from minisgl.kernels.attention.paged_prefill import paged_prefill
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
 
-def decode_tiles(num_items: int, group: int, head_dim: int, itemsize: int) -> DecodeTiles:
-    """num_items: pairs of a row and a KV head; group: query heads that share one.
-
-    Measured on an H200 in bfloat16 with head_dim 128 (bench_attention.py --tune), where the group
-    makes little difference. Few items are cut into as many shares as there are SMs, or twice as
-    many, each long enough to be worth the work at its ends. Many fill the device by themselves, and
-    are cut so that no long row is left alone at the end. Two warps read as fast as four, but with
-    them a step of 8 rows whose shares all turn their row's heads (decode_qkv) was slower than one
-    that left this to a kernel of its own.
-    """
-    del group
-    if itemsize == 4:  # multiplied on CUDA cores, where larger tiles do not keep their registers
-        return DecodeTiles(16, num_warps=4, num_stages=3, programs_per_sm=4, min_share=128)
-    if head_dim > 128:
-        return DecodeTiles(16, num_warps=4, num_stages=4, programs_per_sm=3, min_share=64)
-    if num_items <= 16:
-        return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_share=128)
-    per_sm = 2 if num_items <= 512 else 8
-    min_share = 256 if num_items <= 128 else 64
-    return DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=per_sm, min_share=min_share)
-
-
-def prefill_tiles(head_dim: int, itemsize: int) -> PrefillTiles:
-    """Not measured yet: `bench_attention.py --tune-prefill`. They keep their registers on sm_90,
-    and fit into the 99 KiB of shared memory of the smaller GPUs. float32 is multiplied on CUDA
-    cores, exactly."""
+def decode_tiles(num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning) -> DecodeTiles:
+    """num_items: pairs of a row and a KV head."""
     if itemsize == 4:
-        if head_dim > 128:
-            return PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
-        return PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)
+        return tuning.float32_decode_tiles
     if head_dim > 128:
-        return PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    return PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)
+        return tuning.wide_decode_tiles
+    return next(tiles for most, tiles in tuning.decode_tiles if num_items <= most)
+
+
+def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> PrefillTiles:
+    table = tuning.float32_prefill_tiles if itemsize == 4 else tuning.prefill_tiles
+    return next(tiles for widest, tiles in table if head_dim <= widest)
 
 
 class TritonAttention:
-    """Implements AttentionBackend and DecodesQKV on a CUDA device, for float32, float16, bfloat16.
+    """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
 
     Calls go on one stream: the splits of decode meet in memory that all calls share. A row's result
     depends on the rows beside it only in where its keys are split, which follows from how many rows
@@ -74,15 +46,14 @@ class TritonAttention:
         pdl: bool = True,
     ) -> None:
         """Tiles to take instead of those that the functions above choose. `pdl`: overlap launches
-        where the device can, by the rule of triton_launch.py."""
+        where the device can, by the rule of launch.py."""
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
-        self._num_sms = 0
         # The last one is the largest; captured graphs may hold the others.
         self._workspaces: list[DecodeWorkspace] = []
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeRows, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
 
         Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
@@ -90,9 +61,9 @@ class TritonAttention:
         return self._decode(q, q.shape[1], kv, rows, scale, None)
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeRows, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, scale: float
     ) -> Tensor:
-        """qkv: as turn_and_store of fused.py takes it; returns [num_rows, num_heads, head_dim].
+        """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
 
         Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
         """
@@ -106,17 +77,18 @@ class TritonAttention:
         heads: Tensor,
         num_heads: int,
         kv: LayerKV,
-        rows: DecodeRows,
+        rows: DecodeBatch,
         scale: float,
         norm_rope: NormRope | None,
     ) -> Tensor:
         num_rows, _, head_dim = heads.shape
         num_kv_heads = kv.k.shape[2]
+        tuning = tuning_of(heads.device)
         tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads, num_heads // num_kv_heads, head_dim, heads.itemsize
+            num_rows * num_kv_heads, head_dim, heads.itemsize, tuning
         )
-        num_shares = max(1, self._sms_of(heads.device) * tiles.programs_per_sm // num_kv_heads)
-        num_stats = (num_shares + num_rows) * num_heads
+        target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
+        num_stats = (target_splits + num_rows) * num_heads
         return paged_decode(
             heads,
             kv.k,
@@ -124,7 +96,7 @@ class TritonAttention:
             rows.page_table,
             rows.lengths,
             scale=scale,
-            num_shares=num_shares,
+            target_splits=target_splits,
             workspace=self._workspace(
                 num_stats, num_stats * head_dim, num_rows * num_kv_heads, heads
             ),
@@ -133,7 +105,7 @@ class TritonAttention:
             pdl=self._pdl,
         )
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: ChunkRows, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return paged_prefill(
             q,
@@ -143,34 +115,29 @@ class TritonAttention:
             rows.row_starts,
             rows.ends,
             scale=scale,
-            tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize),
+            tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
             pdl=self._pdl,
         )
 
-    def _sms_of(self, device: torch.device) -> int:
-        if self._num_sms == 0:
-            self._num_sms = INTERPRETED_SMS
-            if device.type == "cuda":
-                properties = torch.cuda.get_device_properties(device)
-                self._num_sms = properties.multi_processor_count
-        return self._num_sms
-
     def _workspace(
-        self, num_stats: int, num_accs: int, num_arrivals: int, q: Tensor
+        self, num_stats: int, num_accs: int, num_semaphores: int, q: Tensor
     ) -> DecodeWorkspace:
         if self._workspaces:
             last = self._workspaces[-1]
-            held = (last.peaks.numel(), last.accs.numel(), last.arrivals.numel())
-            if num_stats <= held[0] and num_accs <= held[1] and num_arrivals <= held[2]:
+            held = (last.peaks.numel(), last.accs.numel(), last.semaphores.numel())
+            if num_stats <= held[0] and num_accs <= held[1] and num_semaphores <= held[2]:
                 return last
             num_stats, num_accs = max(num_stats, held[0]), max(num_accs, held[1])
-            num_arrivals = max(num_arrivals, held[2])
+            num_semaphores = max(num_semaphores, held[2])
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             # Its zeros would be written by this graph alone, and others would come to use them.
             raise RuntimeError("decode as many rows once before a graph of them is captured")
         self._workspaces.append(
             DecodeWorkspace.allocate(
-                num_accs=num_accs, num_stats=num_stats, num_arrivals=num_arrivals, device=q.device
+                num_accs=num_accs,
+                num_stats=num_stats,
+                num_semaphores=num_semaphores,
+                device=q.device,
             )
         )
         return self._workspaces[-1]

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
-from minisgl.kernels.fused import add_rms_norm
+from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
-    from minisgl.kernels.triton_mailbox import Mailbox
+    from minisgl.kernels.comm.mailbox import Mailbox
 
 
 class Communicator(Protocol):
@@ -30,11 +30,11 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of all ranks' `part` [num_rows, size], which may be overwritten."""
         ...
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """add_rms_norm of the sum of all ranks' `part`, [num_rows, size], and `rows`."""
@@ -45,15 +45,15 @@ class Communicator(Protocol):
         for so many rows: see fused.linear_send."""
         ...
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' `part` [num_rows, width] side by side: [num_rows, size · width]."""
         ...
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         """The largest of each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
         ...
 
-    def smallest(self, number: int) -> int:
+    def host_min(self, number: int) -> int:
         """The smallest of all ranks' numbers. Blocks; not within a step."""
         ...
 
@@ -62,16 +62,16 @@ class Communicator(Protocol):
         ...
 
 
-class Alone:
+class SingleRank:
     """One rank has nobody to ask, and callers do not."""
 
     rank = 0
     size = 1
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(part, rows, weight, eps)
@@ -79,20 +79,20 @@ class Alone:
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         return part
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         return values.amax(dim=1)
 
-    def smallest(self, number: int) -> int:
+    def host_min(self, number: int) -> int:
         return number
 
     def close(self) -> None:
         pass
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 class GroupCommunicator:
@@ -121,29 +121,29 @@ class GroupCommunicator:
             )
         sys.excepthook = hook
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         dist.all_reduce(part)
         return part
 
-    def sum_norm(
+    def all_reduce_norm(
         self, part: Tensor, rows: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(self.sum(part), rows, weight, eps)
+        return add_rms_norm(self.all_reduce(part), rows, weight, eps)
 
     def mailbox(self, num_rows: int) -> Mailbox | None:
         return None
 
-    def gather(self, part: Tensor) -> Tensor:
+    def all_gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=1)
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def all_reduce_max(self, values: Tensor) -> Tensor:
         largest = values.amax(dim=1)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest
 
-    def smallest(self, number: int) -> int:
+    def host_min(self, number: int) -> int:
         found = torch.tensor(number)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)

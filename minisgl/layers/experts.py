@@ -4,60 +4,72 @@ from __future__ import annotations
 
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import experts, fused
-from minisgl.kernels.experts import ExpertWeights, Routing
-from minisgl.kernels.fused import Residual
-from minisgl.layers.linear import Linear, empty_weight
+from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.residual import Residual
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.linear import Linear, parameter
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
 
 
-class Experts(nn.Module):
-    """The gated MLPs of all experts, stacked. A rank has a part of each one's inner dimension."""
+class FusedExperts(nn.Module):
+    """The gated MLPs of all experts, stacked. A rank holds a part of each one's inner dimension,
+    `inner`, and computes a summand of their results."""
+
+    gate_up_proj: nn.Parameter  # [num_experts, 2 · inner.size, hidden_size], an expert's gate first
+    down_proj: nn.Parameter  # [num_experts, hidden_size, inner.size]
 
     def __init__(
-        self, num_experts: int, hidden_size: int, expert_size: int, ranks: Communicator
+        self,
+        num_experts: int,
+        hidden_size: int,
+        expert_size: int,
+        format: WeightFormat,
+        comm: Communicator,
     ) -> None:
         super().__init__()
-        self.inner = even_shard(expert_size, ranks.rank, ranks.size)
-        # An expert's gates first, then the other half.
-        self.gate_up_proj = empty_weight(num_experts, 2 * self.inner.size, hidden_size)
-        self.down_proj = empty_weight(num_experts, hidden_size, self.inner.size)
+        self.inner = even_shard(expert_size, comm.rank, comm.size)
+        self.product = format.experts(num_experts, hidden_size, self.inner.size)
+        for name, weight in self.product.weights.items():
+            self.register_parameter(name, parameter(weight))
+        self._comm = comm
 
-    @property
-    def weights(self) -> ExpertWeights:
-        return ExpertWeights(self.gate_up_proj, self.down_proj)
+    def add_to(self, x: Tensor, logits: Tensor, routing: Routing, rows: Tensor) -> Residual:
+        """The stream rows + the weighted sum over each row's chosen experts. May overwrite rows.
+
+        x and rows: [num_rows, hidden_size]; logits: [num_rows, num_experts], the router's.
+        """
+        if self._comm.size == 1:
+            return self.product.add_to(x, logits, routing, rows)
+        summand = self.product(x, logits, routing)
+        return Residual(rows, pending=partial(self._comm.all_reduce_norm, summand))
 
 
-class SparseMLP(nn.Module):
-    """Each row goes to the experts that a router chooses for it; their sum is added to the residual
-    stream."""
+class SparseMoeBlock(nn.Module):
+    """A router chooses `top_k` experts for each row; their weighted sum is added to the stream.
+
+    `normalize`: the weights of a row's experts are made to add up to 1.
+    """
 
     def __init__(
         self,
         hidden_size: int,
+        format: WeightFormat,
+        comm: Communicator,
         *,
         num_experts: int,
-        num_chosen: int,
+        top_k: int,
         expert_size: int,
         normalize: bool,
-        ranks: Communicator,
     ) -> None:
         super().__init__()
-        self.gate = Linear(whole(hidden_size), whole(num_experts))
-        self.experts = Experts(num_experts, hidden_size, expert_size, ranks)
-        self._routing = Routing(num_chosen, normalize)
-        self._ranks = ranks
+        self.gate = Linear(whole(hidden_size), whole(num_experts), format)
+        self.experts = FusedExperts(num_experts, hidden_size, expert_size, format, comm)
+        self._routing = Routing(top_k, normalize)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, logits, rows = fused.norm_and_linear(
-            residual, norm.weight, norm.eps, self.gate.weight, self.gate.kernels
-        )
-        weights, routing = self.experts.weights, self._routing
-        if self._ranks.size == 1:
-            return experts.mix_add(hidden, logits, weights, routing, rows)
-        delta = experts.mix(hidden, logits, weights, routing)
-        return Residual(rows, pending=partial(self._ranks.sum_norm, delta))
+        hidden, logits, rows = self.gate.product.of_kept_norm(residual, norm)
+        return self.experts.add_to(hidden, logits, self._routing, rows)

@@ -1,108 +1,107 @@
-"""Linear maps and the embedding, of which a tensor-parallel rank may hold a part. Weights are
-allocated uninitialised; the loader fills them."""
+"""Linear layers and the embedding, of which a tensor-parallel rank may hold a part.
+
+Each linear layer owns a product (kernels/linear/product.py) and registers its weights as
+parameters. They are uninitialised; the loader fills them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import LinearKernels, Residual
+from minisgl.kernels import dispatch
+from minisgl.kernels.residual import Residual
+from minisgl.layers.formats import WeightFormat
 from minisgl.shards import Shard, whole
 
 
-def empty_weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+def parameter(weight: Tensor) -> nn.Parameter:
+    """A parameter that shares the memory of `weight`."""
+    return nn.Parameter(weight, requires_grad=False)
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. x: [num_rows, inputs]; returns [num_rows, outputs].
+    """y = x Wᵀ + b. x: [num_rows, inputs.size]; returns [num_rows, outputs.size].
 
-    `inputs` and `outputs` are the rank's own: it computes a part of y, or a summand of all of y.
+    `inputs` and `outputs` are what this rank holds of both dimensions. Unless both are whole, it
+    computes a part of the columns of y, or a summand of all.
     """
 
-    kernels: LinearKernels | None = None  # see share_kernels
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, inputs: Shard, outputs: Shard, *, bias: bool = False) -> None:
+    def __init__(
+        self, inputs: Shard, outputs: Shard, format: WeightFormat, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
-        self.weight = empty_weight(outputs.size, inputs.size)
-        self.bias = empty_weight(outputs.size) if bias else None
+        self.product = format.product(outputs.size, inputs.size, bias=bias)
+        for name, weight in self.product.weights.items():
+            self.register_parameter(name, parameter(weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        return fused.linear(x, self.weight, self.bias, self.kernels)
+        return self.product(x)
 
 
-class MergedLinear(Linear):
-    """Several linear maps of one input as one product; the outputs lie side by side.
+class MergedColumnParallelLinear(Linear):
+    """Several linear maps of one input as one GEMM; their outputs are columns side by side.
 
-    `parts` gives the name that each map has in a checkpoint and the rank's part of its outputs.
+    `parts`: the name of each map in a checkpoint, and what this rank holds of its outputs.
     """
 
-    def __init__(self, inputs: Shard, parts: Mapping[str, Shard], *, bias: bool = False) -> None:
-        super().__init__(inputs, whole(sum(part.size for part in parts.values())), bias=bias)
+    def __init__(
+        self, inputs: Shard, parts: Mapping[str, Shard], format: WeightFormat, *, bias: bool = False
+    ) -> None:
+        num_outputs = sum(part.size for part in parts.values())
+        super().__init__(inputs, whole(num_outputs), format, bias=bias)
         self.parts = dict(parts)
 
 
-class SummedLinear(Linear):
-    """The map at the end of a block, whose inputs are split over the ranks: each has a summand of
-    the result. The bias is in the summand of rank 0 alone; the others' is zero."""
+class RowParallelLinear(Linear):
+    """The linear map at the end of a block. Its inputs are split over the ranks, each of which has
+    a summand of the result. The bias is part of rank 0's summand; the other ranks' is zero."""
 
     def __init__(
-        self, inputs: Shard, out_features: int, ranks: Communicator, *, bias: bool = False
+        self,
+        inputs: Shard,
+        out_features: int,
+        format: WeightFormat,
+        comm: Communicator,
+        *,
+        bias: bool = False,
     ) -> None:
-        super().__init__(inputs, whole(out_features), bias=bias)
-        self._ranks = ranks
+        super().__init__(inputs, whole(out_features), format, bias=bias)
+        self._comm = comm
 
     @property
     def holds_bias(self) -> bool:
-        return self._ranks.rank == 0
+        return self._comm.rank == 0
 
-    def add(self, x: Tensor, rows: Tensor) -> Residual:
-        """rows + y, which may be written over `rows`: [num_rows, out_features]."""
-        if self._ranks.size == 1:
-            return fused.linear_add(x, self.weight, self.bias, rows, self.kernels)
-        mailbox = self._ranks.mailbox(len(x))
-        sent = mailbox and fused.linear_send(x, self.weight, self.bias, mailbox, self.kernels)
-        return Residual(rows, pending=sent or partial(self._ranks.sum_norm, self(x)))
+    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        """The stream rows + y, summed over the ranks. May overwrite rows: [num_rows, outputs]."""
+        if self._comm.size == 1:
+            return self.product.add_to(x, rows)
+        mailbox = self._comm.mailbox(len(x))
+        sent = mailbox and self.product.send(x, mailbox)
+        return Residual(rows, pending=sent or partial(self._comm.all_reduce_norm, self(x)))
 
 
-class Embedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """Row `id` of the table for each id. token_ids: [n]; returns [n, hidden_size]."""
 
-    kernels: LinearKernels | None = None  # for when the table is also the head
-
-    def __init__(self, vocab: Shard, hidden_size: int, ranks: Communicator) -> None:
+    def __init__(
+        self, vocab: Shard, hidden_size: int, dtype: torch.dtype, comm: Communicator
+    ) -> None:
         super().__init__()
         self.vocab = vocab
-        self.weight = empty_weight(vocab.size, hidden_size)
-        self._ranks = ranks
+        self.weight = parameter(torch.empty((vocab.size, hidden_size), dtype=dtype))
+        self._comm = comm
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        part = fused.embed(token_ids, self.weight, self.vocab.first)
-        return part if self._ranks.size == 1 else self._ranks.sum(part)
-
-
-def share_kernels(model: nn.Module) -> None:
-    """Let the linear maps of a model, whose weights have their dtype and device, use the kernels
-    that there are for these. They run one at a time, and so share what memory these need."""
-    modules = [module for module in model.modules() if isinstance(module, Linear | Embedding)]
-    kernels = fused.linear_kernels([module.weight for module in modules])
-    for module in modules:
-        module.kernels = kernels
-
-
-def tune(modules: Sequence[Linear | Embedding]) -> None:
-    """Choose the algorithms of maps without bias that have share_kernels, by trying them."""
-    by_shape: dict[torch.Size, list[Tensor]] = {}
-    for module in modules:
-        by_shape.setdefault(module.weight.shape, []).append(module.weight)
-    products = modules[0].kernels and modules[0].kernels.products
-    if products:
-        for weights in by_shape.values():
-            products.tune(weights)
+        part = dispatch.embed(token_ids, self.weight, self.vocab.first)
+        return part if self._comm.size == 1 else self._comm.all_reduce(part)

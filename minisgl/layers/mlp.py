@@ -5,34 +5,31 @@ from __future__ import annotations
 from torch import nn
 
 from minisgl.distributed.communicator import Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
-from minisgl.layers.linear import MergedLinear, SummedLinear
+from minisgl.kernels.residual import Residual
+from minisgl.layers.formats import WeightFormat
+from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) · up(x)), for x the norm of the residual stream; added to the stream."""
+    """down(silu(gate(x)) · up(x)) for x the norm of the residual stream; added to the stream."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, ranks: Communicator
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        format: WeightFormat,
+        comm: Communicator,
+        *,
+        bias: bool,
     ) -> None:
         super().__init__()
-        inner = even_shard(intermediate_size, ranks.rank, ranks.size)
+        inner = even_shard(intermediate_size, comm.rank, comm.size)
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedLinear(whole(hidden_size), parts, bias=bias)
-        self.down_proj = SummedLinear(inner, hidden_size, ranks, bias=bias)
+        self.gate_up_proj = MergedColumnParallelLinear(whole(hidden_size), parts, format, bias=bias)
+        self.down_proj = RowParallelLinear(inner, hidden_size, format, comm, bias=bias)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        first = self.gate_up_proj
-        if first.bias is None:
-            hidden, rows = fused.norm_linear_silu_mul(
-                residual, norm.weight, norm.eps, first.weight, first.kernels
-            )
-        else:
-            gate_up, rows = fused.norm_linear(
-                residual, norm.weight, norm.eps, first.weight, first.bias, first.kernels
-            )
-            hidden = fused.silu_mul(gate_up)
-        return self.down_proj.add(hidden, rows)
+        hidden, rows = self.gate_up_proj.product.silu_mul_of_norm(residual, norm)
+        return self.down_proj.add_to(hidden, rows)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
-from minisgl.layers.linear import empty_weight
+from minisgl.kernels.residual import Residual, norm
+from minisgl.layers.linear import parameter
 
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight of each row."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    weight: nn.Parameter  # [size]
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = empty_weight(size)
+        self.weight = parameter(torch.empty(size, dtype=dtype))
         self.eps = eps
 
     def forward(self, residual: Residual) -> Tensor:
-        """[num_rows, size]"""
-        normed, _ = fused.norm(residual, self.weight, self.eps)
+        """Returns [num_rows, size]."""
+        normed, _ = norm(residual, self)
         return normed

@@ -11,10 +11,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError
-from minisgl.layers.experts import Experts
-from minisgl.layers.linear import Embedding, Linear, MergedLinear, SummedLinear
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.linear import (
+    Linear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
@@ -38,7 +43,7 @@ def load_model(
     load_format: str,
     max_seq_len: int,
     progress: Progress | None = None,
-    ranks: Communicator = ALONE,
+    ranks: Communicator = SINGLE_RANK,
 ) -> CausalLM:
     """Build the model, or this rank's part of it, on `device` and fill every parameter.
 
@@ -46,7 +51,7 @@ def load_model(
     what the rank holds; 'dummy' draws random weights and reads nothing. Blocks. Raises
     CheckpointError where the files are not exactly what `config` describes.
     """
-    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device, ranks=ranks)
+    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device, comm=ranks)
     if load_format == "dummy":
         _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     else:
@@ -76,11 +81,11 @@ def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
     """By the names of a checkpoint's tensors, without 'model.'."""
     slots: dict[str, Slot] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, FusedExperts):
             slots |= _expert_slots(path, module)
             continue
         for kind, weight in module.named_parameters(recurse=False):
-            if isinstance(module, MergedLinear):
+            if isinstance(module, MergedColumnParallelLinear):
                 parent = path.rpartition(".")[0]
                 pieces = weight.split([part.size for part in module.parts.values()])
                 for (name, part), piece in zip(module.parts.items(), pieces, strict=True):
@@ -91,7 +96,7 @@ def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
     return slots
 
 
-def _expert_slots(path: str, module: Experts) -> dict[str, Slot]:
+def _expert_slots(path: str, module: FusedExperts) -> dict[str, Slot]:
     """One tensor for each matrix of each expert."""
     slots: dict[str, Slot] = {}
     inner, hidden = module.inner, whole(module.down_proj.shape[1])
@@ -122,7 +127,7 @@ def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
     """By name, as in `checkpoint_slots`."""
     stacks: dict[str, Stack] = {}
     for path, module in model.named_modules():
-        if not isinstance(module, Experts):
+        if not isinstance(module, FusedExperts):
             continue
         names = [f"{path}.{expert}" for expert in range(len(module.down_proj))]
         experts, hidden = whole(len(module.down_proj)), whole(module.down_proj.shape[1])
@@ -142,12 +147,12 @@ def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
 
 
 def _cut(module: nn.Module, weight: Tensor) -> tuple[Shard, ...]:
-    if isinstance(module, SummedLinear) and weight.dim() == 1 and not module.holds_bias:
+    if isinstance(module, RowParallelLinear) and weight.dim() == 1 and not module.holds_bias:
         [size] = weight.shape
         return (Shard(size, size, size),)
     if isinstance(module, Linear):
         return (module.outputs, module.inputs)[: weight.dim()]
-    if isinstance(module, Embedding):
+    if isinstance(module, VocabParallelEmbedding):
         return module.vocab, whole(weight.shape[1])
     return tuple(map(whole, weight.shape))
 
@@ -242,6 +247,6 @@ def _num_inputs(module: nn.Module, weight: Tensor) -> int:
     """Of the whole map, of which this may be a rank's part."""
     if isinstance(module, Linear):
         return module.inputs.whole
-    if isinstance(module, Experts) and weight is module.down_proj:
+    if isinstance(module, FusedExperts) and weight is module.down_proj:
         return module.inner.whole
     return weight.shape[-1]

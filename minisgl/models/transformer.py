@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from minisgl.attention.base import Attention, LayerKV, StepInputs
-from minisgl.distributed.communicator import ALONE, Communicator
-from minisgl.kernels import fused
-from minisgl.kernels.fused import Residual
+from minisgl.attention.base import Attention, ForwardBatch, LayerKV
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.kernels.linear.dense import DenseProduct, share_kernels, tune
+from minisgl.kernels.linear.product import Product
+from minisgl.kernels.residual import Residual
 from minisgl.layers.attention import SelfAttention
-from minisgl.layers.experts import SparseMLP
-from minisgl.layers.linear import Embedding, Linear, share_kernels, tune
+from minisgl.layers.experts import SparseMoeBlock
+from minisgl.layers.formats import DenseFormat, WeightFormat
+from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
 from minisgl.layers.norm import RMSNorm
 from minisgl.layers.rope import RotaryEmbedding
@@ -29,47 +31,52 @@ from minisgl.shards import vocab_shard, whole
 class DecoderLayer(nn.Module):
     """Attention, then an MLP or experts, each on the norm of the stream and added to the stream."""
 
-    mlp: GatedMLP | SparseMLP
+    mlp: GatedMLP | SparseMoeBlock
 
-    def __init__(self, config: ModelConfig, index: int, ranks: Communicator) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        hidden_size = config.hidden_size
+        self.input_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
         self.self_attn = SelfAttention(
-            config.hidden_size,
+            hidden_size,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            format,
+            comm,
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
-            ranks=ranks,
         )
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
         experts = config.experts
         if experts is not None and index in experts.layers:
-            self.mlp = SparseMLP(
-                config.hidden_size,
+            self.mlp = SparseMoeBlock(
+                hidden_size,
+                format,
+                comm,
                 num_experts=experts.num_experts,
-                num_chosen=experts.num_chosen,
+                top_k=experts.num_chosen,
                 expert_size=experts.size,
                 normalize=experts.normalize,
-                ranks=ranks,
             )
         else:
             self.mlp = GatedMLP(
-                config.hidden_size, config.intermediate_size, bias=config.mlp_bias, ranks=ranks
+                hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
             )
 
     def forward(
         self,
         residual: Residual,
         rotary_table: Tensor,
-        inputs: StepInputs,
+        batch: ForwardBatch,
         kv: LayerKV,
         attention: Attention,
     ) -> Residual:
         residual = self.self_attn(
-            residual, self.input_layernorm, rotary_table, inputs, kv, attention
+            residual, self.input_layernorm, rotary_table, batch, kv, attention
         )
         added: Residual = self.mlp(residual, self.post_attention_layernorm)
         return added
@@ -86,47 +93,49 @@ class CausalLM(nn.Module):
         max_seq_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        ranks: Communicator = ALONE,
+        comm: Communicator = SINGLE_RANK,
     ) -> None:
+        """dtype: of the activations, and so of the logits."""
         super().__init__()
-        hidden_size = config.hidden_size
-        self.vocab = vocab_shard(config.vocab_size, ranks.rank, ranks.size)
-        # On the meta device nothing is allocated before dtype and device are known to all.
-        with torch.device("meta"):
-            self.embed_tokens = Embedding(self.vocab, hidden_size, ranks)
+        hidden_size, format = config.hidden_size, DenseFormat(dtype)
+        self.vocab = vocab_shard(config.vocab_size, comm.rank, comm.size)
+        with device:  # every parameter is created where and as it stays
+            self.embed_tokens = VocabParallelEmbedding(self.vocab, hidden_size, dtype, comm)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, index, ranks) for index in range(config.num_layers)
+                DecoderLayer(config, index, format, comm) for index in range(config.num_layers)
             )
-            self.norm = RMSNorm(hidden_size, config.norm_eps)
-            tied = config.tie_word_embeddings
-            self.lm_head = None if tied else Linear(whole(hidden_size), self.vocab)
-        self.to(dtype).to_empty(device=device)
-        share_kernels(self)
+            self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
+            self.lm_head: Linear | None = None
+            if not config.tie_word_embeddings:
+                self.lm_head = Linear(whole(hidden_size), self.vocab, format)
+        self._head: Product = (
+            DenseProduct(self.embed_tokens.weight) if self.lm_head is None else self.lm_head.product
+        )
+        share_kernels(self._products())
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
-    def forward(self, inputs: StepInputs, kv: Sequence[LayerKV], attention: Attention) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV], attention: Attention) -> Tensor:
         """Run the rows of one step: [num_rows, hidden_size], after the final norm.
 
         `kv` has one entry a layer; the rows' keys and values are written into it.
         """
-        residual, table = Residual(self.embed_tokens(inputs.token_ids)), self.rope.table
+        residual, table = Residual(self.embed_tokens(batch.token_ids)), self.rope.table
         for layer, layer_kv in zip(self.layers, kv, strict=True):
-            residual = layer(residual, table, inputs, layer_kv, attention)
+            residual = layer(residual, table, batch, layer_kv, attention)
         hidden: Tensor = self.norm(residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], of the
-        rank's part of the vocabulary, its padding included."""
-        return fused.linear(hidden, self._head.weight, None, self._head.kernels)
+        """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], the
+        rank's part of the vocabulary with its padding."""
+        return self._head(hidden)
 
     def tune(self) -> None:
-        """Choose what multiplies matrices in steps of few rows on a GPU, by trying. Before anything
-        is captured."""
-        linears = [m for m in self.layers.modules() if isinstance(m, Linear) and m.bias is None]
-        tune([*linears, self._head])
+        """Choose the GEMMs of steps with few rows on a GPU, by trying. Call it before anything is
+        captured."""
+        tune(self._products())
 
-    @property
-    def _head(self) -> Linear | Embedding:
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+    def _products(self) -> list[Product]:
+        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
+        return [*(linear.product for linear in linears), self._head]

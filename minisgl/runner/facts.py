@@ -8,7 +8,7 @@ import torch
 
 from minisgl.attention.backends import available_backends, flash_page_multiple
 from minisgl.config import DeviceFacts, ModelFacts
-from minisgl.kernels.fused import runs_triton
+from minisgl.kernels.dispatch import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:

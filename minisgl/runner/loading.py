@@ -11,7 +11,7 @@ import torch
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, AttentionShape
 from minisgl.config import Capacity, ResolvedConfig
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
@@ -46,7 +46,7 @@ def load_runner(
     model_config: ModelConfig,
     folder: Path,
     report: Report | None = None,
-    ranks: Communicator = ALONE,
+    ranks: Communicator = SINGLE_RANK,
 ) -> ModelRunner:
     """Load weights, find out what the largest steps and their graphs take, fill the rest of the
     memory with pages, and capture. Several ranks do this together.
@@ -87,7 +87,7 @@ def load_runner(
         ),
     )
     # One table of pages serves all ranks.
-    runner = build(ranks.smallest(num_pages))
+    runner = build(ranks.host_min(num_pages))
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minisgl.kernels.sampling import TokenScores
-from minisgl.kernels.slots import Ring, SlotState, feed_slots
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.kernels.slots.dispatch import feed_slots
+from minisgl.kernels.slots.state import OutputRing, SlotState
 from minisgl.request import MAX_LOGPROBS
 
 # More than steps may be queued and not yet collected.
@@ -21,7 +22,7 @@ class Outbox:
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._ring = Ring.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
+        self._ring = OutputRing.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
         self._token_ids = self._ring.token_ids.numpy()
         self._row = 0
         self._next_row = 0

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from minisgl.attention.base import Attention, LayerKV
 from minisgl.config import Capacity
-from minisgl.distributed.communicator import ALONE, Communicator
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
-from minisgl.kernels.sampling import TokenScores, top_logprobs
+from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.models.transformer import CausalLM
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, TokenLogprobs
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs, Variant
@@ -94,7 +94,7 @@ class ModelRunner:
         attention: Attention,
         captured_attention: Attention,
         lanes: Lanes,
-        ranks: Communicator = ALONE,
+        ranks: Communicator = SINGLE_RANK,
     ) -> None:
         """captured_attention: attends in captured steps, whose chunks only the device knows."""
         self.capacity = capacity
@@ -305,7 +305,7 @@ class ModelRunner:
             chunks = Chunks.split(packed_chunks, shape, num_chunk_samples)
         inputs, samples = self._tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
-        attention.begin(inputs)
+        attention.prepare(inputs)
         hidden: Tensor = self._model(inputs, self._kv, attention)
         if len(samples.slots):
             rows = hidden if samples.rows is None else hidden[samples.rows]
@@ -340,7 +340,7 @@ class ModelRunner:
                 for first in range(0, len(targets), block):
                     part = device_targets[first : first + block]
                     logits = self._model.logits(hidden[row + first : row + first + len(part)])
-                    logits = self._ranks.gather(logits)[:, : self.vocab_size]
+                    logits = self._ranks.all_gather(logits)[:, : self.vocab_size]
                     scores = top_logprobs(logits.float(), part, chunk.prompt_logprobs)
                     entry.blocks.append(scores)
                 scored.append(entry)

@@ -17,19 +17,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.distributed.communicator import ALONE, Communicator
-from minisgl.kernels.fused import runs_triton
-from minisgl.kernels.sampling import (
+from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.sampling.order import ids_of as token_ids_of
+from minisgl.kernels.sampling.order import order_keys
+from minisgl.kernels.sampling.reference import (
     SamplingRows,
     TokenScores,
     add_bias,
-    best_ranks,
-    id_of_rank,
     penalize,
     perturb,
     top_logprobs,
 )
-from minisgl.kernels.sampling_tables import (
+from minisgl.kernels.sampling.tables import (
     NUM_PROMPT_TOKENS,
     RECORD_WORDS,
     SamplingTables,
@@ -46,7 +46,7 @@ from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
 if TYPE_CHECKING:  # imports Triton, which may be missing
-    from minisgl.kernels.triton_sampling import TritonSampling
+    from minisgl.kernels.sampling.launch import TritonSampling
 
 # Rows that the kernels work on at a time: the slots of a usual batch and room for padded ones.
 BLOCK_ROWS = 320
@@ -150,7 +150,7 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         backend: Literal["triton", "torch"] | None = None,
-        ranks: Communicator = ALONE,
+        ranks: Communicator = SINGLE_RANK,
     ) -> None:
         """`backend`: None: Triton where it runs."""
         self.vocab_size = vocab_size
@@ -163,7 +163,7 @@ class Sampler:
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
         if backend == "triton":
-            from minisgl.kernels.triton_sampling import SampleWorkspace, TritonSampling
+            from minisgl.kernels.sampling.launch import SampleWorkspace, TritonSampling
 
             num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
             workspace = SampleWorkspace(num_rows, vocab_size, device)
@@ -247,7 +247,7 @@ class Sampler:
         if self._ranks.size > 1:
             if not (needs.filters or needs.full) and allowed is None:
                 return SampledRows(self._sample_part(logits, slots, output_index, needs), None)
-            logits = self._ranks.gather(logits)[:, : self.vocab_size]
+            logits = self._ranks.all_gather(logits)[:, : self.vocab_size]
         if self._triton is None:
             token_ids = self.perturbed(logits, slots, output_index, needs, allowed).argmax(dim=-1)
             scores = None
@@ -270,9 +270,12 @@ class Sampler:
         logits, first_id = logits[:, : self._vocab.num_real], self._vocab.first
         if self._triton is not None:
             rows = logits, slots, output_index
-            return self._triton.sample_part(*rows, first_id=first_id, maximum=self._ranks.maximum)
+            return self._triton.sample_part(
+                *rows, first_id=first_id, all_reduce_max=self._ranks.all_reduce_max
+            )
         perturbed = self.perturbed(logits, slots, output_index, needs, first_id=first_id)
-        return id_of_rank(self._ranks.maximum(best_ranks(perturbed, first_id)))
+        best = order_keys(perturbed, first_id).amax(dim=-1, keepdim=True)
+        return token_ids_of(self._ranks.all_reduce_max(best))
 
     def perturbed(
         self,

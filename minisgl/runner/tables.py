@@ -18,8 +18,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from minisgl.attention.base import ChunkRows, DecodeRows, StepInputs
-from minisgl.kernels.slots import SlotRows, SlotState, kv_index_of, read_slots
+from minisgl.attention.base import DecodeBatch, ForwardBatch, PrefillBatch
+from minisgl.kernels.slots.dispatch import read_slots
+from minisgl.kernels.slots.state import SlotRows, SlotState, slot_mapping_of
 from minisgl.runner.lanes import Lanes
 from minisgl.scheduler.plan import StepPlan
 
@@ -151,7 +152,7 @@ class SlotTables:
 
     def inputs(
         self, plan: StepPlan | None, shape: StepShape, chunks: Chunks | None
-    ) -> tuple[StepInputs, SampleRows]:
+    ) -> tuple[ForwardBatch, SampleRows]:
         """Build a step's inputs and advance the lengths. Runs on the compute lane.
 
         plan: of an eager step, to tell the backends what the host knows; None: of a captured one.
@@ -168,24 +169,26 @@ class SlotTables:
             width = self._num_pages(max([longest, *(chunk.end for chunk in plan.chunks)]))
         rows = self._rows.first(shape.num_decodes, width)
         read_slots(self._decode_slots[: shape.num_decodes], self.state, rows)
-        decodes = DecodeRows(rows.page_table, rows.lengths, longest, lengths_host)
+        decodes = DecodeBatch(rows.page_table, rows.lengths, longest, lengths_host)
         if chunks is None:
             nothing = rows.lengths[:0]
-            no_chunks = ChunkRows(rows.page_table[:0], nothing, nothing, 0, (), ())
-            inputs = StepInputs(rows.token_ids, rows.positions, rows.kv_index, decodes, no_chunks)
+            no_chunks = PrefillBatch(rows.page_table[:0], nothing, nothing, 0, (), ())
+            inputs = ForwardBatch(
+                rows.token_ids, rows.positions, rows.slot_mapping, decodes, no_chunks
+            )
             return inputs, SampleRows(None, rows.slots, rows.output_index)
 
         state = self.state
         state.lengths[chunks.slots] = chunks.ends.int()
-        kv_index = kv_index_of(
+        slot_mapping = slot_mapping_of(
             state.page_table, chunks.token_slots, chunks.positions, state.page_size
         )
-        inputs = StepInputs(
+        inputs = ForwardBatch(
             token_ids=torch.cat((rows.token_ids, chunks.token_ids)),
             positions=torch.cat((rows.positions, chunks.positions)),
-            kv_index=torch.cat((rows.kv_index, kv_index)),
+            slot_mapping=torch.cat((rows.slot_mapping, slot_mapping)),
             decodes=decodes,
-            chunks=ChunkRows(
+            chunks=PrefillBatch(
                 page_table=state.page_table[chunks.slots, :width],
                 row_starts=chunks.row_starts.int(),
                 ends=chunks.ends.int(),
@@ -194,7 +197,7 @@ class SlotTables:
                 lengths=lengths,
             ),
         )
-        decode_rows = torch.arange(shape.num_decodes, device=kv_index.device)
+        decode_rows = torch.arange(shape.num_decodes, device=slot_mapping.device)
         output_index = chunks.sample_ends - state.prompt_lengths[chunks.sample_slots]
         return inputs, SampleRows(
             rows=torch.cat((decode_rows, chunks.sample_rows + shape.num_decodes)),

@@ -16,10 +16,10 @@ from minisgl.attention.backends import available_backends, flash_page_multiple, 
 from minisgl.attention.base import (
     Attention,
     AttentionShape,
-    ChunkRows,
-    DecodeRows,
+    DecodeBatch,
+    ForwardBatch,
     LayerKV,
-    StepInputs,
+    PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
 
@@ -37,7 +37,7 @@ class Step:
     kv: LayerKV
     shape: AttentionShape
     q: Tensor
-    inputs: StepInputs
+    inputs: ForwardBatch
 
     @staticmethod
     def of(
@@ -61,14 +61,14 @@ class Step:
             if length % page_size:
                 caches[:, row[-1], length % page_size :] = 1000
         caches[:, 0] = 1000
-        decodes = DecodeRows(
+        decodes = DecodeBatch(
             page_table(pages[: len(lengths)]).to(device),
             torch.tensor(lengths, dtype=torch.int32, device=device),
             max(lengths, default=0),
             lengths_host=lengths,
         )
         starts, num_queries = zip(*chunks, strict=True) if chunks else ((), ())
-        rows = ChunkRows.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
+        rows = PrefillBatch.of(page_table(pages[len(lengths) :]).to(device), starts, num_queries)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Step(
             kv=LayerKV(*caches),
@@ -82,7 +82,7 @@ class Step:
             q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
                 dtype
             ),
-            inputs=StepInputs(nothing, nothing, nothing, decodes, rows),
+            inputs=ForwardBatch(nothing, nothing, nothing, decodes, rows),
         )
 
     def attend(self, attention: Attention, kv: LayerKV, q: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def check(name: str, step: Step) -> None:
     require(name, (0, 0, step.shape.head_dim), step.shape.page_size)
     prefill, *decode = name.split(",")
     attention = make_attention(prefill, decode[0] if decode else prefill, step.shape)
-    attention.begin(step.inputs)
+    attention.prepare(step.inputs)
     for _ in range(2):
         check_close(step.attend(attention, step.kv, step.q), step.expected())
 
@@ -184,7 +184,7 @@ def test_plans_neither_wait_nor_overwrite_each_other(heads: tuple[int, int]) -> 
     ]
     attention = make_attention("fi", "fi", steps[0].shape)
     for step in steps:  # compile, and make every wrapper
-        attention.begin(step.inputs)
+        attention.prepare(step.inputs)
         step.attend(attention, step.kv, step.q)
     torch.cuda.synchronize()
     busy()
@@ -192,7 +192,7 @@ def test_plans_neither_wait_nor_overwrite_each_other(heads: tuple[int, int]) -> 
     held.record()
     outputs = []
     for step in steps:
-        attention.begin(step.inputs)
+        attention.prepare(step.inputs)
         outputs.append(step.attend(attention, step.kv, step.q))
     assert not held.query(), "planning waited for the device"
     for out, step in zip(outputs, steps, strict=True):
@@ -215,7 +215,7 @@ def test_decode_in_a_graph_with_other_lengths(name: str, num_rows: int) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        attention.begin(step.inputs)
+        attention.prepare(step.inputs)
         step.attend(attention, step.kv, step.q)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

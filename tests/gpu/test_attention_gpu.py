@@ -23,10 +23,11 @@ from attention_cases import (
     turned_and_attended,
 )
 
-from minisgl.attention.base import ChunkRows, DecodeRows, LayerKV
+from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
-from minisgl.kernels.triton_linear import LinearWorkspace, linear
+from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.linear.launch import linear
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +94,7 @@ def test_the_same_bits_every_time() -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     kv, table = paged_cache(shape, [3000, 700, 129] * 5)
     lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")
-    rows, q, backend = DecodeRows(table, lengths, 3000), shape.queries(15), TritonAttention()
+    rows, q, backend = DecodeBatch(table, lengths, 3000), shape.queries(15), TritonAttention()
     first = backend.decode(q, kv, rows, shape.scale)
     for _ in range(200):
         assert torch.equal(backend.decode(q, kv, rows, shape.scale), first)
@@ -109,7 +110,7 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
     table = torch.zeros_like(full_table[:num_rows])  # the scratch page, as of padded rows
     lengths = torch.ones(num_rows, dtype=torch.int32, device="cuda")
     q = shape.queries(num_rows)
-    backend, rows = TritonAttention(), DecodeRows(table, lengths, 32768)
+    backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     kv.k[0], kv.v[0] = 0, 0
     backend.decode(q, kv, rows, shape.scale)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
@@ -140,7 +141,7 @@ def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None
     table = torch.zeros_like(full_table[:num_rows])
     lengths = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
     qkv, norm_rope = shape.qkv(num_rows), shape.norm_rope(32768, normed=True)
-    backend, rows = TritonAttention(), DecodeRows(table, lengths, 32768)
+    backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)  # compiles, makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -172,7 +173,7 @@ def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
     shape = cuda(group, 128, 16, torch.bfloat16)
     num_rows, draw = 600, random.Random(0)
     kv, full_table = paged_cache(shape, [4000] * 12)
-    rows = ChunkRows(
+    rows = PrefillBatch(
         page_table=torch.zeros_like(full_table[:8]),
         row_starts=torch.zeros(9, dtype=torch.int32, device="cuda"),
         ends=torch.zeros(8, dtype=torch.int32, device="cuda"),
@@ -188,7 +189,7 @@ def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
     for lengths in ([600], [1, 64, 63, 0, 129], [1] * 8, [0, 300, 0, 300], [], [7, 500, 3]):
         starts = [draw.randint(0, 4000 - length) for length in lengths]
         order = torch.randperm(12, device="cuda")[: len(lengths)]
-        known = ChunkRows.of(full_table[order], starts, lengths)
+        known = PrefillBatch.of(full_table[order], starts, lengths)
         rows.page_table[: len(lengths)] = known.page_table
         rows.ends[: len(lengths)] = known.ends
         rows.row_starts.fill_(known.num_rows)
@@ -210,9 +211,9 @@ def test_launches_that_overlap() -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     lengths = [3000, 700, 129, 1] * 4
     kv, table = paged_cache(shape, lengths)
-    rows = DecodeRows(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
+    rows = DecodeBatch(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
     q = shape.queries(16)
-    chunks = ChunkRows.of(table, [length - 1 for length in lengths], [1] * 16)
+    chunks = PrefillBatch.of(table, [length - 1 for length in lengths], [1] * 16)
 
     def run(backend: TritonAttention) -> list[torch.Tensor]:
         outs = [q]
@@ -241,7 +242,7 @@ def test_turning_overlaps_with_the_projection_before_it(num_rows: int) -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     lengths = [3000, 700, 129, 1][:num_rows] * max(1, num_rows // 4)
     kv, table = paged_cache(shape, lengths)
-    rows = DecodeRows(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
+    rows = DecodeBatch(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
     forget_own(kv, rows)
     first, norm_rope = shape.qkv(num_rows), shape.norm_rope(3000, normed=True)
     size = shape.num_kv_heads * shape.group * shape.head_dim
@@ -284,9 +285,9 @@ def test_the_device_is_never_waited_for() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            backend.decode(q, kv, DecodeRows(table, lengths, 300), shape.scale)
-            backend.decode_qkv(qkv, kv, DecodeRows(table, lengths, 300), norm_rope, shape.scale)
-            rows = ChunkRows.of(table, (260, 20), (40, 20))
+            backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.scale)
+            backend.decode_qkv(qkv, kv, DecodeBatch(table, lengths, 300), norm_rope, shape.scale)
+            rows = PrefillBatch.of(table, (260, 20), (40, 20))
             backend.prefill(chunks, kv, rows, shape.scale)
     finally:
         torch.cuda.set_sync_debug_mode("default")

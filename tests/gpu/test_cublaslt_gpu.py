@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernels.cublaslt import MIN_WEIGHT_BYTES, Products, load_products
+from minisgl.kernels.linear.cublaslt import MIN_WEIGHT_BYTES, Products, load_products
 
 pytestmark = pytest.mark.gpu
 

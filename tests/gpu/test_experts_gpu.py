@@ -14,8 +14,9 @@ from checkpoints import EXPERT_SPECS
 from expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
 from test_parity import FEW_PAGES, case_of, check
 
-from minisgl.kernels import experts, triton_experts
-from minisgl.kernels.experts import Routing
+from minisgl.kernels.moe import launch
+from minisgl.kernels.moe import reference as experts
+from minisgl.kernels.moe.reference import Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -32,12 +33,12 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 33, 1000])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
-def test_choose(num_experts: int, num_chosen: int, num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
+def test_choose(num_experts: int, top_k: int, num_rows: int, dtype: torch.dtype) -> None:
     check_choose(
         num_rows,
         num_experts,
-        Routing(num_chosen, normalize=True),
+        Routing(top_k, normalize=True),
         dtype=dtype,
         device=GPU,
         pdl=True,
@@ -58,9 +59,9 @@ def test_of_equals_the_lower_expert_comes_first() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 500])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(128, 8), (60, 4)])
-def test_nan(num_rows: int, num_experts: int, num_chosen: int) -> None:
-    check_nan(num_rows, num_experts, Routing(num_chosen, normalize=True), device=GPU, pdl=True)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
+def test_nan(num_rows: int, num_experts: int, top_k: int) -> None:
+    check_nan(num_rows, num_experts, Routing(top_k, normalize=True), device=GPU, pdl=True)
 
 
 def test_more_rows_than_a_grid_has_in_its_later_dimensions() -> None:
@@ -78,7 +79,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
 
     def run() -> torch.Tensor:
-        return triton_experts.mix(x, logits, weights, routing)[0]
+        return launch.fused_experts(x, logits, weights, routing)[0]
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -88,7 +89,7 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
         x.normal_()
         logits.normal_()
         graph.replay()
-        wanted = experts.apply_reference(x, weights, *experts.choose_reference(logits, routing))
+        wanted = experts.fused_experts(x, weights, *experts.topk_softmax(logits, routing))
         torch.testing.assert_close(out, wanted, rtol=5e-2, atol=3e-2)
 
 

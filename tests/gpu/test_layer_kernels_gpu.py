@@ -17,11 +17,12 @@ from layer_cases import (
     send,
 )
 
-from minisgl.kernels import fused
-from minisgl.kernels.triton_activation import silu_mul
-from minisgl.kernels.triton_embedding import embed
-from minisgl.kernels.triton_heads import turn_and_store
-from minisgl.kernels.triton_norm import add_rms_norm, rms_norm
+from minisgl.kernels import dispatch
+from minisgl.kernels.elementwise.activation import silu_mul
+from minisgl.kernels.elementwise.embedding import embed
+from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+from minisgl.kernels.elementwise.reference import NormRope
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ ROWS = [1, 3, 17, 256, 1023, 2048]
 
 
 def test_the_layers_take_these_kernels() -> None:
-    assert fused._kernels_for(GPU) == fused.triton_kernels()
+    assert dispatch._kernels_for(GPU) == dispatch.triton_kernels()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,7 +100,7 @@ def test_the_kv_cache_past_two_to_the_31() -> None:
     qkv_there, table_there, zero, slot = send(
         GPU, qkv.bfloat16(), table, torch.zeros_like(last), last
     )
-    turn_and_store(qkv_there, zero, table_there, slot, k_cache, v_cache)
+    qk_norm_rope_store_kv(qkv_there, zero, slot, k_cache, v_cache, NormRope(table_there))
     value = qkv_there[0, -num_heads * head_dim :].view(num_heads, head_dim)
     assert torch.equal(v_cache[-1, -1], value)
 
@@ -121,6 +122,8 @@ def test_overlapping_launches_in_a_graph() -> None:
     gate, keys = x.flip(0).contiguous(), x[:, : 2 * head_dim].contiguous()
     token_ids, last = torch.zeros_like(positions), torch.full_like(positions, num_rows - 1)
 
+    norm_rope = NormRope(table, head_weight, head_weight, 1e-6)
+
     def chain(*, pdl: bool) -> torch.Tensor:
         token_ids.zero_()
         torch.sub(last, positions, out=token_ids)
@@ -129,9 +132,7 @@ def test_overlapping_launches_in_a_graph() -> None:
         for _ in range(num_layers):
             normed, _ = add_rms_norm(delta, residual, weight, 1e-6, pdl=pdl)
             qkv = torch.cat((normed, keys), dim=1)
-            q = turn_and_store(
-                qkv, positions, table, slots, *caches, head_weight, head_weight, 1e-6, pdl=pdl
-            )
+            q = qk_norm_rope_store_kv(qkv, positions, slots, *caches, norm_rope, pdl=pdl)
             normed, _ = add_rms_norm(q.flatten(1), residual, weight, 1e-6, pdl=pdl)
             normed = rms_norm(normed, weight, 1e-6, pdl=pdl)
             delta = silu_mul(torch.cat((gate, normed), dim=1), pdl=pdl)

@@ -9,16 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from minisgl.kernels import reference
-from minisgl.kernels.triton_launch import shared_bytes_of
-from minisgl.kernels.triton_linear import (
-    LinearWorkspace,
-    Norm,
-    linear,
-    linear_add,
-    linear_silu_mul,
-    tiles,
-)
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear.config import LinearWorkspace, choose_tiles
+from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
+from minisgl.kernels.tuning import tuning_of
 
 pytestmark = pytest.mark.gpu
 
@@ -69,13 +63,13 @@ def test_linear(n: int, k: int, workspace: LinearWorkspace) -> None:
             assert_rounded(split, expected[:m])
             assert_rounded(linear(x, weight), expected[:m])
             assert torch.equal(split, linear(x, weight, workspace=workspace, pdl=False))
-    assert not workspace.arrivals.any()
+    assert not workspace.semaphores.any()
 
 
 def test_shared_memory_is_that_of_the_device() -> None:
     expected = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-    assert shared_bytes_of(GPU) == expected[torch.cuda.get_device_capability(GPU)] << 10
-    assert shared_bytes_of(torch.device("cuda")) == shared_bytes_of(GPU)
+    assert tuning_of(GPU).shared_bytes == expected[torch.cuda.get_device_capability(GPU)] << 10
+    assert tuning_of(torch.device("cuda")).shared_bytes == tuning_of(GPU).shared_bytes
 
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10])
@@ -87,8 +81,8 @@ def test_tiles_for_less_shared_memory(
     x, weight = random(max(ROWS), k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
     expected = exact(x, weight)
     for m in ROWS:
-        how = tiles(m, n, k, shared_bytes)
-        assert_rounded(linear(x[:m], weight, workspace=workspace, how=how), expected[:m])
+        how = choose_tiles(m, n, k, shared_bytes)
+        assert_rounded(linear(x[:m], weight, workspace=workspace, tiles=how), expected[:m])
 
 
 @pytest.mark.parametrize("m", [1, 3, 64, 256])
@@ -135,7 +129,7 @@ def test_linear_add(n: int, k: int, workspace: LinearWorkspace) -> None:
                     torch.testing.assert_close(
                         squares.double().sum(1), exact_sums, rtol=1e-5, atol=0
                     )
-    assert not workspace.arrivals.any()
+    assert not workspace.semaphores.any()
 
 
 def squares_of(x: Tensor, num_parts: int) -> Tensor:
@@ -153,7 +147,7 @@ def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> Non
         for m in ROWS:
             x = random(m, k, dtype=dtype) * torch.rand(m, 1, device=GPU).to(dtype)
             normed = reference.rms_norm(x, norm_weight, 1e-6)
-            norm = Norm(norm_weight, 1e-6, squares_of(x, num_parts))
+            norm = FusedNorm(norm_weight, 1e-6, squares_of(x, num_parts))
             for room in (workspace, None):
                 for function in (linear, linear_silu_mul):
                     out = function(x, weight, norm=norm, workspace=room)
@@ -163,7 +157,7 @@ def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> Non
                     assert (out != expected).double().mean() < 0.1 + 0.5 / m
                     error = (out.double() - expected.double()).norm() / expected.double().norm()
                     assert error < torch.finfo(dtype).eps / 2
-    assert not workspace.arrivals.any()
+    assert not workspace.semaphores.any()
 
 
 @pytest.mark.parametrize(("n", "k"), [(128, 2048), (60, 1024), (37, 100)])
@@ -173,7 +167,7 @@ def test_a_norm_that_is_left(n: int, k: int) -> None:
         weight, norm_weight = random(n, k, dtype=dtype) / k**0.5, random(k, dtype=dtype)
         for m in (1, 5, 8, 16):
             x = random(m, k, dtype=dtype)
-            norm, left = Norm(norm_weight, 1e-6, squares_of(x, 256)), torch.empty_like(x)
+            norm, left = FusedNorm(norm_weight, 1e-6, squares_of(x, 256)), torch.empty_like(x)
             out = linear(x, weight, norm=norm, normed=left)
             assert torch.equal(out, linear(x, weight, norm=norm))
             assert torch.equal(out, linear(left, weight))
@@ -198,13 +192,13 @@ def test_layers_in_a_graph(size: int, m: int, workspace: LinearWorkspace) -> Non
         residual = x.clone()
         wait()
         for _ in range(num_layers):
-            norm = Norm(norm_weight, 1e-6, squares)
+            norm = FusedNorm(norm_weight, 1e-6, squares)
             qkv = linear(residual, weights[0], norm=norm, workspace=workspace)
             wait()
             q = qkv[:, : 2 * size]
             squares = linear_add(q, weights[1], None, residual, workspace=workspace)
             wait()
-            norm = Norm(norm_weight, 1e-6, squares)
+            norm = FusedNorm(norm_weight, 1e-6, squares)
             hidden = linear_silu_mul(residual, weights[2], norm=norm, workspace=workspace)
             wait()
             squares = linear_add(hidden, weights[3], None, residual, workspace=workspace)

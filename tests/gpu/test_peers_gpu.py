@@ -14,11 +14,12 @@ pytest.importorskip("triton")
 
 from mailboxes import make_mailboxes
 
-from minisgl.kernels import triton_peers
-from minisgl.kernels.triton_linear import LinearWorkspace, linear, linear_send
-from minisgl.kernels.triton_mailbox import Mailbox
-from minisgl.kernels.triton_norm import add_rms_norm
-from minisgl.kernels.triton_peers import SharedMemory
+from minisgl.kernels.comm import one_shot, two_shot
+from minisgl.kernels.comm.mailbox import Mailbox
+from minisgl.kernels.comm.shared_memory import SharedMemory
+from minisgl.kernels.elementwise.norm import add_rms_norm
+from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.linear.launch import linear, linear_send
 
 pytestmark = pytest.mark.gpu
 
@@ -85,7 +86,7 @@ class SharingRanks(Ranks):
                 flags=flags[box.rank],
                 flag_addresses=tuple(of_rank.data_ptr() for of_rank in flags),
                 rounds=torch.zeros(self.PROGRAMS, dtype=torch.int32, device=GPU),
-                bell=box,
+                barrier_mailbox=box,
             )
             for box in boxes
         ]
@@ -128,7 +129,7 @@ def test_sums(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> N
         parts = parts_of(num_ranks, num_rows, size, dtype)
 
         def work(box: Mailbox, parts: list[Tensor] = parts) -> Tensor:
-            return triton_peers.sum_rows(parts[box.rank], box)
+            return one_shot.all_reduce(parts[box.rank], box)
 
         results = ranks.run(work)
         for found in results:
@@ -149,7 +150,7 @@ def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.d
         def work(
             box: Mailbox, parts: list[Tensor] = parts, rows: Tensor = rows
         ) -> tuple[Tensor, Tensor]:
-            return triton_peers.sum_norm(parts[box.rank], rows.clone(), weight, EPS, box)
+            return one_shot.all_reduce_norm(parts[box.rank], rows.clone(), weight, EPS, box)
 
         results = ranks.run(work)
         assert_summed_and_normed(results, parts, rows, weight)
@@ -164,7 +165,7 @@ def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
         values = values[:, :, :num_columns]
 
         def work(box: Mailbox, values: Tensor = values) -> Tensor:
-            return triton_peers.maximum(values[box.rank], box)
+            return one_shot.all_reduce_max(values[box.rank], box)
 
         for maxima in ranks.run(work):
             assert torch.equal(maxima, values.amax(dim=(0, 2)))
@@ -190,7 +191,7 @@ def test_products_that_are_sent(
             own, its_bias = rows.clone(), bias if box.rank == 0 else None
             x, weight, space = xs[box.rank], weights[box.rank], spaces[box.rank]
             linear_send(x, weight, its_bias, box, workspace=space)
-            return triton_peers.received_norm(own, factor, EPS, box)
+            return one_shot.received_norm(own, factor, EPS, box)
 
         results = ranks.run(work)
         parts = [
@@ -215,20 +216,22 @@ def test_sums_and_gathers_of_many_rows(
         rows = torch.randn(num_rows, size, device=GPU).to(dtype)
 
         def add(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
-            part = parts[shared.bell.rank]
+            part = parts[shared.barrier_mailbox.rank]
             out = torch.empty_like(part)
-            triton_peers.sum_many(out, part, shared)
+            two_shot.all_reduce(out, part, shared)
             return out
 
         def add_norm(
             shared: SharedMemory, parts: list[Tensor] = parts, rows: Tensor = rows
         ) -> tuple[Tensor, Tensor]:
             out, own = torch.empty_like(rows), rows.clone()
-            triton_peers.sum_norm_many(out, parts[shared.bell.rank], own, weight, EPS, shared)
+            two_shot.all_reduce_norm(
+                out, parts[shared.barrier_mailbox.rank], own, weight, EPS, shared
+            )
             return out, own
 
         def gather(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
-            return triton_peers.gather(parts[shared.bell.rank], shared)
+            return gather.all_gather(parts[shared.barrier_mailbox.rank], shared)
 
         totals = ranks.share(add)
         for found in totals:
@@ -253,8 +256,8 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
         results: list[Tensor] = []
         for own in (of_ranks[box.rank] for of_ranks in parts):
             out = torch.empty_like(own)
-            triton_peers.sum_many(out, own, shared)
-            results += [out, triton_peers.sum_rows(own[:16], box), triton_peers.gather(own, shared)]
+            two_shot.all_reduce(out, own, shared)
+            results += [out, one_shot.all_reduce(own[:16], box), gather.all_gather(own, shared)]
         return results
 
     def reserve(_box: Mailbox) -> list[Tensor]:
@@ -266,15 +269,15 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
     for own in parts:
 
         def alone(shared: SharedMemory, own: list[Tensor] = own) -> None:
-            part = own[shared.bell.rank]
-            triton_peers.sum_many(torch.empty_like(part), part, shared)
+            part = own[shared.barrier_mailbox.rank]
+            two_shot.all_reduce(torch.empty_like(part), part, shared)
 
         def gather(shared: SharedMemory, own: list[Tensor] = own) -> None:
-            triton_peers.gather(own[shared.bell.rank], shared)
+            gather.all_gather(own[shared.barrier_mailbox.rank], shared)
 
         ranks.share(alone)
         ranks.share(gather)
-        few.run(lambda box, own=own: triton_peers.sum_rows(own[box.rank][:16], box))
+        few.run(lambda box, own=own: one_shot.all_reduce(own[box.rank][:16], box))
     for results in ranks._each(list(zip(ranks.shared, few.boxes, strict=True)), work):
         for of_ranks, total, start, whole in zip(
             parts, results[::3], results[1::3], results[2::3], strict=True
@@ -290,9 +293,9 @@ def test_in_graphs_that_are_replayed() -> None:
     parts = parts_of(2, 4, 1024, torch.bfloat16)
 
     def twice(box: Mailbox) -> Tensor:
-        return triton_peers.sum_rows(triton_peers.sum_rows(parts[box.rank], box), box)
+        return one_shot.all_reduce(one_shot.all_reduce(parts[box.rank], box), box)
 
-    ranks.run(lambda box: triton_peers.sum_rows(parts[box.rank], box))
+    ranks.run(lambda box: one_shot.all_reduce(parts[box.rank], box))
     graphs: list[torch.cuda.CUDAGraph] = []
     results: list[Tensor] = []
     for box in ranks.boxes:

@@ -9,8 +9,8 @@ from typing import Literal
 import pytest
 import torch
 
-from minisgl.kernels.philox import uniform
-from minisgl.kernels.sampling import TokenScores, margin, top_logprobs
+from minisgl.kernels.sampling.philox import uniform
+from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
 from minisgl.request import SamplingParams
 from minisgl.runner.sampler import Needs, Sampler, list_logprobs
 from minisgl.scheduler.plan import SlotJoin

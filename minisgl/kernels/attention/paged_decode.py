@@ -1,0 +1,421 @@
+"""Paged attention of decode rows in Triton; see paged_common.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.attention.paged_common import (
+    LOG2_E,
+    LOOKED_THROUGH,
+    LOWEST,
+    fold,
+    in_cache,
+    load_pages,
+    offsets_of,
+)
+from minisgl.kernels.device import apply_norm, arrive, rms_scale
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.tuning import DecodeTiles
+
+# Numbers in a tile of what is merged; more take registers that the main loop has no use for.
+_MERGED = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkspace:
+    """Where the splits of a row leave what they have, for the last of them to merge.
+
+    One launch at a time may use it. `semaphores` is zero between launches.
+    """
+
+    accs: Tensor  # [num_items * num_heads * head_dim] float32, for the items of paged_decode
+    peaks: Tensor  # [num_items * num_heads] float32, and so the next
+    totals: Tensor
+    semaphores: Tensor  # [num_rows * num_kv_heads] int32
+
+    @classmethod
+    def allocate(
+        cls, *, num_accs: int, num_stats: int, num_semaphores: int, device: torch.device
+    ) -> DecodeWorkspace:
+        return cls(
+            accs=torch.empty(num_accs, dtype=torch.float32, device=device),
+            peaks=torch.empty(num_stats, dtype=torch.float32, device=device),
+            totals=torch.empty(num_stats, dtype=torch.float32, device=device),
+            semaphores=torch.zeros(num_semaphores, dtype=torch.int32, device=device),
+        )
+
+
+def paged_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    target_splits: int,
+    workspace: DecodeWorkspace,
+    tiles: DecodeTiles,
+    norm_rope: NormRope | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """q: [num_rows, num_heads, head_dim]; page_table: [num_rows, max_pages] int32, and lengths:
+    [num_rows] int32, on the device. Returns the shape of q; rows of length 0 are zeros.
+
+    With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads +
+    2 * num_kv_heads, head_dim], and its work is done too: the rows' own tokens, the last of their
+    lengths, need not be in the cache, but are written to it. Rows of length 0 write nothing. K and
+    q may differ from qk_norm_rope_store_kv's by a unit in the last place, and rarely do.
+
+    The keys of all rows are cut into shares of one size, about `target_splits` of them. A row has a
+    whole number of shares, hence there are up to num_rows more, the *items*, which the workspace
+    must have room for.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = k.shape[1:3]
+    if norm_rope is not None:
+        num_heads -= 2 * num_kv_heads
+        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype == q.dtype
+        assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
+    group = num_heads // num_kv_heads
+    assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert page_table.stride(1) == 1 and lengths.stride(0) == 1
+    out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_rows == 0:
+        return out
+    block_g = triton.next_power_of_2(group)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _decode_kernel[(num_kv_heads, target_splits + num_rows)](
+        out,
+        q,
+        k,
+        v,
+        page_table,
+        lengths,
+        workspace.accs,
+        workspace.peaks,
+        workspace.totals,
+        workspace.semaphores,
+        *(norm_rope or (None, None, None, 0.0)),
+        num_rows,
+        target_splits,
+        tiles.min_split,
+        q.stride(0),
+        page_table.stride(0),
+        scale * LOG2_E,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+        block_rows=max(LOOKED_THROUGH, triton.next_power_of_2(num_rows)),
+        block_h=max(16, block_g),  # the tensor cores multiply no fewer rows at a time
+        block_g=block_g,
+        block_n=tiles.block_n,
+        block_d=block_d,
+        block_s=max(1, _MERGED // (block_g * block_d)),
+        stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        **pdl_options(q.device, pdl),
+    )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target_splits", "min_split", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "lengths"],
+)
+def _decode_kernel(
+    out,
+    q,
+    k,
+    v,
+    page_table,
+    lengths,
+    accs,
+    peaks,
+    totals,
+    semaphores,
+    rotary_table,
+    q_weight,
+    k_weight,
+    eps,
+    num_rows,
+    target_splits,
+    min_split,
+    q_stride,
+    table_stride,
+    scale,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_h: tl.constexpr,
+    block_g: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    block_s: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program: a KV head of an item, with its group, over one share of a row's keys.
+
+    KV heads are neighbours in the grid as they are in memory. The last program of a row to arrive
+    merges what all have, which costs less than a second launch where a step is short; a row of one
+    share needs no merging. On tensor cores, the group padded to block_h, even for a single head:
+    compiled for sm_90, a tile of 64 keys takes a warp 330 instructions, and 820 on CUDA cores.
+
+    With a rotary table, q is qkv, and each program norms and turns the queries that it needs. A
+    row's own token comes from there too: the softmax of the program that has it in its share starts
+    with it. That program writes it to the cache, where none reads it.
+    """
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    row, first_item, split_size = _find_row(
+        lengths, item, num_rows, target_splits, min_split, block_rows
+    )
+    if row >= num_rows:
+        return  # without having waited; every row has a program that does
+    # The row's shares are made even, and whole tiles.
+    length = tl.load(lengths + row)
+    num_splits = _num_splits(length, split_size)
+    split_size = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), block_n), 1) * block_n
+    first = (item - first_item) * split_size
+    if (first > 0) & (first >= length):
+        return
+    end = tl.minimum(first + split_size, length)
+    table = page_table + row * table_stride
+    num_own = ((end == length) & (length > 0)).to(tl.int32)  # of the row's own token: 1 or 0
+    if rotary_table is not None:
+        end = tl.minimum(end, tl.maximum(length - 1, 0))  # of the keys that are in the cache
+    pages = load_pages(table, first, end, page_size, block_n)
+
+    num_heads: tl.constexpr = num_kv_heads * group
+    row_size: tl.constexpr = num_kv_heads * head_dim
+    k += kv_head * head_dim
+    v += kv_head * head_dim
+    q += row.to(tl.int64) * q_stride
+    heads, dims = tl.arange(0, block_h), tl.arange(0, block_d)
+    within = heads[:, None] * head_dim + dims[None, :]  # a group's [head, dim]
+    real = (heads < group)[:, None] & (dims < head_dim)[None, :]
+    if rotary_table is None:
+        if pdl:  # for q, k and v to be complete, and for the last reader of `out` and the workspace
+            tl.extra.cuda.gdc_wait()
+        query = tl.load(q + kv_head * group * head_dim + within, real, 0.0)
+        acc = tl.zeros((block_h, block_d), tl.float32)
+        peak = tl.full((block_h,), LOWEST, tl.float32)
+        lane_totals = tl.zeros((block_h, block_n), tl.float32)  # summed once, not in every tile
+    else:
+        query, acc, peak, lane_totals = _start_with_own(
+            q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
+            kv_head, num_kv_heads, group, head_dim, page_size, block_h, block_n, block_d, pdl,
+        )  # fmt: skip
+    for start in tl.range(first, end, block_n, num_stages=stages):
+        offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
+        # A tile ahead, so that no load of keys waits for a load of pages.
+        pages = load_pages(table, start + block_n, end, page_size, block_n)
+        keys = start + tl.arange(0, block_n)
+        mask = in_cache(keys, end, head_dim, block_d)
+        tile = tl.load(k + offsets, mask, 0.0)
+        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        scores = tl.where((keys < end)[None, :], scores, -float("inf"))
+        weights, decay, peak = fold(scores, scale, peak)
+        tile = tl.load(v + offsets, mask, 0.0)
+        acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
+        lane_totals = lane_totals * decay[:, None] + weights
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+
+    total = tl.sum(lane_totals, 1)
+    num_splits = tl.cdiv(length, split_size)
+    if num_splits <= 1:
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
+        tl.store(result, acc / tl.where(total > 0, total, 1.0)[:, None], mask=real)
+        return
+
+    mine = item * num_heads + kv_head * group
+    tl.store(accs + mine * head_dim + within, acc, mask=real)
+    tl.store(peaks + mine + heads, peak, mask=heads < group)
+    tl.store(totals + mine + heads, total, mask=heads < group)
+    semaphores += row * num_kv_heads
+    if arrive(semaphores, kv_head) == num_splits - 1:
+        tl.store(semaphores + kv_head, 0)  # for the next launch
+        merged = _merge(
+            accs, peaks, totals, first_item, num_splits, kv_head * group,
+            num_heads, group, head_dim, block_g, block_d, block_s,
+        )  # fmt: skip
+        group_heads = tl.arange(0, block_g)
+        result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim
+        tl.store(
+            result + group_heads[:, None] * head_dim + dims[None, :],
+            merged,
+            mask=(group_heads < group)[:, None] & (dims < head_dim)[None, :],
+        )
+
+
+@triton.jit
+def _start_with_own(
+    qkv,
+    k,
+    v,
+    table,
+    length,
+    num_own,
+    rotary_table,
+    q_weight,
+    k_weight,
+    eps,
+    scale,
+    kv_head,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_h: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The queries, and the acc, peak and lane totals of a softmax over the row's own token, which
+    goes to the cache; over nothing where num_own is 0. qkv: of the row; k and v: of the KV head.
+
+    All tiles are [block_h, block_d], and their real rows are loaded alike, the one key and what all
+    heads share once for each: then a thread holds the same places of all, and nothing is passed
+    around through shared memory. Besides each tile there is one of the dims that its own turn with.
+    """
+    half: tl.constexpr = head_dim // 2
+    head = tl.arange(0, block_h)[:, None]
+    dim = tl.broadcast_to(tl.arange(0, block_d)[None, :], block_h, block_d)
+    partner = tl.where(dim < half, dim + half, dim - half)
+    real = (head < group) & (dim < head_dim)
+
+    # Before the wait, what is older than the kernel before: all but the heads.
+    position = tl.maximum(length - 1, 0)
+    page = tl.load(table + position // page_size, num_own > 0, 0)
+    turn = rotary_table + position.to(tl.int64) * head_dim + tl.minimum(dim, partner)
+    cos, sin = tl.load(turn, real, 0.0), tl.load(turn + half, real, 0.0)
+    q_scales, k_scales, q_partner_scales, k_partner_scales = None, None, None, None
+    if q_weight is not None:
+        q_scales = tl.load(q_weight + dim, real, 0.0)
+        k_scales = tl.load(k_weight + dim, real, 0.0)
+        q_partner_scales = tl.load(q_weight + partner, real, 0.0)
+        k_partner_scales = tl.load(k_weight + partner, real, 0.0)
+    if pdl:  # for qkv to be complete, and for the last reader of `out`, the workspace and the cache
+        tl.extra.cuda.gdc_wait()
+
+    queries = qkv + (kv_head * group + head) * head_dim
+    own_k = qkv + (num_kv_heads * group + kv_head) * head_dim
+    own_v = own_k + num_kv_heads * head_dim
+    query, query_partners = tl.load(queries + dim, real, 0.0), tl.load(queries + partner, real, 0.0)
+    own = (head < num_own * group) & real
+    key, key_partners = tl.load(own_k + dim, own, 0.0), tl.load(own_k + partner, own, 0.0)
+    value = tl.load(own_v + dim, own, 0.0)
+
+    sin = tl.where(dim < half, -sin, sin)
+    query = _norm_and_turn(
+        query, query_partners, cos, sin, q_scales, q_partner_scales, eps, head_dim
+    )
+    key = _norm_and_turn(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
+    place = (page.to(tl.int64) * page_size + position % page_size) * (num_kv_heads * head_dim) + dim
+    tl.store(k + place, key, mask=own & (head == 0))
+    tl.store(v + place, value, mask=own & (head == 0))
+
+    peak = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    lanes = tl.broadcast_to(tl.arange(0, block_n)[None, :], block_h, block_n)
+    return (
+        query,
+        value.to(tl.float32),
+        tl.where(num_own > 0, peak, LOWEST),
+        tl.where(lanes < num_own, 1.0, 0.0),  # the weight of the peak
+    )
+
+
+@triton.jit
+def _norm_and_turn(
+    x,
+    partners,
+    cos,
+    sin,
+    x_scales,
+    partner_scales,
+    eps,
+    head_dim: tl.constexpr,
+):
+    """Norm and rotate heads, rounded as in elementwise/heads.py but for the last line: there the
+    products are rounded before they are added. All tiles are [heads, dims]; a head's partners are
+    its own elements in another order."""
+    dtype = x.dtype
+    if x_scales is not None and partner_scales is not None:
+        wide = x.to(tl.float32)
+        scale = rms_scale(tl.sum(wide * wide, 1, keep_dims=True), head_dim, eps)
+        x, partners = apply_norm(x, scale, x_scales), apply_norm(partners, scale, partner_scales)
+    return (x.to(tl.float32) * cos + partners.to(tl.float32) * sin).to(dtype)
+
+
+@triton.jit
+def _num_splits(length, split_size):
+    """Into how many a row is cut: rounded, since a row little longer than a share is better left
+    whole, and where all are of one length, they are all cut or none."""
+    return tl.maximum((length + split_size // 2) // split_size, 1)
+
+
+@triton.jit
+def _find_row(
+    lengths,
+    item,
+    num_rows,
+    target_splits,
+    min_split,
+    block_rows: tl.constexpr,
+):
+    """Which row has `item` (num_rows or more: none), the row's first item, and how many keys are
+    to be a share. Every row has an item at least, and items are counted row by row."""
+    rows = tl.arange(0, block_rows)
+    numbers = tl.load(lengths + rows, rows < num_rows, 0)
+    split_size = tl.maximum(tl.cdiv(tl.sum(numbers), target_splits), min_split)
+    items = tl.where(rows < num_rows, _num_splits(numbers, split_size), 0)
+    ends = tl.cumsum(items)
+    before = ends <= item
+    return tl.sum(before.to(tl.int32)), tl.max(tl.where(before, ends, 0)), split_size
+
+
+@triton.jit
+def _merge(
+    accs,
+    peaks,
+    totals,
+    first_item,
+    num_splits,
+    first_head,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_g: tl.constexpr,
+    block_d: tl.constexpr,
+    block_s: tl.constexpr,
+):
+    """[block_g, block_d]: the softmax of a group over all splits of a row, block_s at a time."""
+    heads, dims = tl.arange(0, block_g), tl.arange(0, block_d)
+    acc = tl.zeros((block_g, block_d), tl.float32)
+    peak = tl.full((block_g,), LOWEST, tl.float32)
+    total = tl.zeros((block_g,), tl.float32)
+    for start in tl.range(0, num_splits, block_s, num_stages=4):
+        splits = start + tl.arange(0, block_s)
+        stats = (first_item + splits)[:, None] * num_heads + (first_head + heads)[None, :]
+        real = (splits < num_splits)[:, None] & (heads < group)[None, :]
+        places = stats[:, :, None] * head_dim + dims[None, None, :]
+        inside = real[:, :, None] & (dims < head_dim)[None, None, :]
+        some_accs = tl.load(accs + places, inside, 0.0)
+        some_peaks = tl.load(peaks + stats, real, LOWEST)
+        some_totals = tl.load(totals + stats, real, 0.0)
+        higher = tl.maximum(peak, tl.max(some_peaks, 0))
+        decay, weights = tl.exp2(peak - higher), tl.exp2(some_peaks - higher[None, :])
+        acc = acc * decay[:, None] + tl.sum(some_accs * weights[:, :, None], 0)
+        total = total * decay + tl.sum(some_totals * weights, 0)
+        peak = higher
+    return acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -1,0 +1,196 @@
+"""Paged attention of chunks in Triton; see paged_common.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.attention.paged_common import (
+    LOG2_E,
+    LOOKED_THROUGH,
+    LOWEST,
+    fold,
+    in_cache,
+    load_pages,
+    offsets_of,
+)
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.tuning import PrefillTiles
+
+
+def paged_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    ends: Tensor,
+    *,
+    scale: float,
+    tiles: PrefillTiles,
+    pdl: bool = True,
+) -> Tensor:
+    """q: [num_rows, num_heads, head_dim]; the others as in PrefillBatch. Returns the shape of q;
+    rows that belong to no chunk are neither read nor written."""
+    num_rows, num_heads, head_dim = q.shape
+    page_size, num_kv_heads = k.shape[1:3]
+    num_chunks = ends.shape[0]
+    group = num_heads // num_kv_heads
+    assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
+    assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_rows == 0 or num_chunks == 0:
+        return out
+    _prefill_kernel[(num_kv_heads, num_rows // (tiles.block_m // group) + num_chunks)](
+        out,
+        q,
+        k,
+        v,
+        page_table,
+        row_starts,
+        ends,
+        num_chunks,
+        q.stride(0),
+        page_table.stride(0),
+        scale * LOG2_E,
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+        block_chunks=max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks)),
+        block_m=tiles.block_m,
+        block_n=tiles.block_n,
+        block_d=max(16, triton.next_power_of_2(head_dim)),
+        stages=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        **pdl_options(q.device, pdl),
+    )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["num_chunks", "table_stride"],
+    do_not_specialize_on_alignment=["page_table", "row_starts", "ends"],
+)
+def _prefill_kernel(
+    out,
+    q,
+    k,
+    v,
+    page_table,
+    row_starts,
+    ends,
+    num_chunks,
+    q_stride,
+    table_stride,
+    scale,
+    num_kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block_chunks: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
+    pairs of a token and a head of the group, so that short chunks fill it too, and long ones mask
+    little.
+
+    Chunk c, whose rows begin at s, has the items from s // tokens + c on, which are enough for it
+    whatever s; so a chunk is found without adding up the items of those before it. Its last tokens
+    come first: they see most keys, and what runs last should be short.
+    """
+    kv_head, item = tl.program_id(0), tl.program_id(1)
+    most_tokens: tl.constexpr = block_m // group
+    chunks = tl.arange(0, block_chunks)
+    first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
+    chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
+    first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
+    end = tl.load(ends + chunk)
+    if pdl:  # for q, k and v to be complete, and for the last reader of `out`; even for no tokens
+        tl.extra.cuda.gdc_wait()
+    first_item = first_row // most_tokens + chunk
+    left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
+    if left < 0:
+        return
+    first_token = left * most_tokens
+    num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
+    position = end - (end_row - first_row) + first_token
+
+    pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
+    tokens = pairs // group
+    heads = kv_head * group + pairs % group
+    rows = (first_row + first_token).to(tl.int64) + tokens
+    real = (tokens < num_tokens)[:, None] & (dims < head_dim)[None, :]
+    within = heads[:, None] * head_dim + dims[None, :]
+    query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
+
+    table = page_table + chunk * table_stride
+    k += kv_head * head_dim
+    v += kv_head * head_dim
+    row_size: tl.constexpr = num_kv_heads * head_dim
+    acc = tl.zeros((block_m, block_d), tl.float32)
+    peak = tl.full((block_m,), LOWEST, tl.float32)
+    total = tl.zeros((block_m,), tl.float32)
+    # Tiles that every token sees whole, then those on the diagonal.
+    diagonal = (position + 1) // block_n * block_n
+    acc, peak, total = _attend_tiles(
+        acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
+        head_dim, row_size, page_size, block_n, block_d, False, stages,
+    )  # fmt: skip
+    acc, peak, total = _attend_tiles(
+        acc, peak, total, query, position + tokens, k, v, table, diagonal, position + num_tokens,
+        scale, head_dim, row_size, page_size, block_n, block_d, True, stages,
+    )  # fmt: skip
+    if pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+    result = out + (rows * (num_kv_heads * group * head_dim))[:, None] + within
+    tl.store(result, acc / total[:, None], mask=real)
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    peak,
+    total,
+    query,
+    positions,
+    k,
+    v,
+    table,
+    first,
+    end,
+    scale,
+    head_dim: tl.constexpr,
+    row_size: tl.constexpr,
+    page_size: tl.constexpr,
+    block_n: tl.constexpr,
+    block_d: tl.constexpr,
+    masked: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Keys first..end into acc [block_m, block_d], peak and total [block_m]. Unless `masked`, they
+    are whole tiles, and every query sees them all."""
+    pages = load_pages(table, first, end, page_size, block_n)
+    for start in tl.range(first, end, block_n, num_stages=stages):
+        offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
+        # A tile ahead, so that no load of keys waits for a load of pages.
+        pages = load_pages(table, start + block_n, end, page_size, block_n)
+        keys = start + tl.arange(0, block_n)
+        if masked or head_dim != block_d:
+            mask = in_cache(keys, end, head_dim, block_d)
+            tile, values = tl.load(k + offsets, mask, 0.0), tl.load(v + offsets, mask, 0.0)
+        else:
+            tile, values = tl.load(k + offsets), tl.load(v + offsets)
+        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        if masked:
+            scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
+        weights, decay, peak = fold(scores, scale, peak)
+        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
+        total = total * decay + tl.sum(weights, 1)
+    return acc, peak, total

@@ -1,0 +1,54 @@
+"""Triton helpers that several folders share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def from_here(x, pdl: tl.constexpr):
+    """x; what is made of it stays behind this point. The compiler would make it as soon as x is
+    asked for, and so wait for x, before it asks for anything else."""
+    if pdl:
+        pack: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=pack
+        )
+    else:
+        return x
+
+
+@triton.jit
+def rms_scale(sum_of_squares, size: tl.constexpr, eps):
+    """float32: the factor of a row with this sum of squares in its RMS norm, before the weight."""
+    return tl.rsqrt(sum_of_squares * (1.0 / size) + eps)
+
+
+@triton.jit
+def apply_norm(x, scale, weight):
+    """weight · (x · scale), rounded to x's dtype after each product, as reference.rms_norm is."""
+    quotient = (x.to(tl.float32) * scale).to(x.dtype)
+    return (weight.to(tl.float32) * quotient.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def silu_mul(gate, up, dtype: tl.constexpr):
+    """silu(gate) · up, with gate, up, silu and the result rounded to `dtype`, as reference.silu_mul
+    is."""
+    gate = gate.to(dtype).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype)
+    return (silu.to(tl.float32) * up.to(dtype).to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def arrive(semaphores, index):
+    """Count a program that has stored its part of result `index`; return how many came before it.
+
+    What the earlier programs stored can be read afterwards. The last program must store 0
+    there, for the next launch.
+    """
+    # One thread does the atomic: the others' stores must come before it. It releases them, and
+    # acquires those of the programs that came earlier.
+    tl.debug_barrier()
+    return tl.atomic_add(semaphores + index, 1, sem="acq_rel", scope="gpu")

@@ -1,0 +1,132 @@
+"""What a model computes between its products and attention: one function for each, and one kernel
+where the tensors lie on a GPU that Triton compiles for.
+
+Elsewhere the functions of `reference.py` run, which also say how results are rounded; each Triton
+file names what it takes beyond the contract here (contiguous inputs) and when its launches overlap.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
+
+logger = logging.getLogger(__name__)
+
+_OLDEST = (8, 0)  # compute capability that Triton supports
+
+
+def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+    """Row `id - first` of the weight for each id, zeros where it has none.
+
+    token_ids: [num_rows] int64; weight: [vocab, size]. Returns a new [num_rows, size].
+    """
+    return _kernels_for(weight.device).embed(token_ids, weight, first)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight of each row.
+
+    x: [num_rows, size]; weight: [size], of x's dtype. Returns a new tensor like x.
+    """
+    return _kernels_for(x.device).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of residual + delta, and that sum, which may have been written over `residual`.
+
+    Both are [num_rows, size] and of one dtype.
+    """
+    return _kernels_for(residual.device).add_rms_norm(delta, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up. gate_up: [num_rows, 2 · size], the gates first; returns [num_rows, size]."""
+    return _kernels_for(gate_up.device).silu_mul(gate_up)
+
+
+def qk_norm_rope_store_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm_rope: NormRope,
+) -> Tensor:
+    """Norm the heads of q and k if there are weights, rotate them, and write k and v to the cache.
+
+    qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's.
+    positions and slot_mapping: [num_rows] int64, as in ForwardBatch. The caches: [num_pages,
+    page_size, num_kv_heads, head_dim]; two rows may share a slot on the scratch page only, which
+    is never read. Returns q, a new [num_rows, num_heads, head_dim].
+
+    On Hopper and later, positions and slot_mapping must have been written at least two launches
+    before.
+    """
+    return _kernels_for(qkv.device).qk_norm_rope_store_kv(
+        qkv, positions, slot_mapping, k_cache, v_cache, norm_rope
+    )
+
+
+class Kernels(NamedTuple):
+    """An implementation of the functions above."""
+
+    embed: Callable[[Tensor, Tensor, int], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    qk_norm_rope_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, NormRope], Tensor]
+
+
+REFERENCE = Kernels(
+    reference.embed,
+    reference.rms_norm,
+    reference.add_rms_norm,
+    reference.silu_mul,
+    reference.qk_norm_rope_store_kv,
+)
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether the functions above are Triton kernels on `device`."""
+    return _kernels_for(device) is not REFERENCE
+
+
+def triton_kernels() -> Kernels:
+    """Imports Triton, which takes a second; ImportError where there is none."""
+    from minisgl.kernels.elementwise.activation import silu_mul
+    from minisgl.kernels.elementwise.embedding import embed
+    from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
+    from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
+
+    return Kernels(embed, rms_norm, add_rms_norm, silu_mul, qk_norm_rope_store_kv)
+
+
+@cache
+def _kernels_for(device: torch.device) -> Kernels:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _OLDEST:
+        return REFERENCE
+    try:
+        kernels = triton_kernels()
+        _start_triton()
+    except Exception as error:  # an optional package that is broken must not stop the engine
+        logger.warning("The layers run without Triton, which does not run here: %s", error)
+        return REFERENCE
+    return kernels
+
+
+def _start_triton() -> None:
+    """Raises where Triton lacks what it launches kernels with: at its first start on a machine it
+    builds a module, for which it needs a C compiler and the headers of Python."""
+    import triton
+
+    triton.runtime.driver.active.get_current_target()

@@ -1,0 +1,64 @@
+"""The activation of the gated MLP as one Triton kernel. The reference, and the rounding that is
+kept to, is `silu_mul` of reference.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels import device
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
+
+# Divides the intermediate sizes in use, so that no lane is idle.
+_COLUMNS = 1024
+
+
+def silu_mul(gate_up: Tensor, *, pdl: bool = True) -> Tensor:
+    """As in dispatch; gate_up contiguous. `pdl`: overlap launches where the device can, by the rule
+    of launch.py."""
+    assert gate_up.is_contiguous()
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((num_rows, size))
+    rows, per_thread = (4, 16) if num_rows >= tuning_of(gate_up.device).many_rows else (1, 8)
+    # One axis, since the others end at 65535; a row's columns are neighbours on it.
+    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(size, _COLUMNS),)
+    _silu_mul_tile[grid](
+        out,
+        gate_up,
+        num_rows,
+        size=size,
+        rows=rows,
+        columns=_COLUMNS,
+        num_warps=warps_for(rows * _COLUMNS, per_thread),
+        **pdl_options(gate_up.device, pdl),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _silu_mul_tile(
+    out,
+    gate_up,
+    num_rows,
+    size: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A tile of [rows, columns] of the result a program."""
+    program = tl.program_id(0)
+    across = tl.cdiv(size, columns)
+    row = (program // across).to(tl.int64) * rows + tl.arange(0, rows)
+    column = (program % across) * columns + tl.arange(0, columns)
+    inside = (row < num_rows)[:, None] & (column < size)[None, :]
+    gate_place = row[:, None] * (2 * size) + column[None, :]
+    if pdl:  # nothing but addresses can be had before gate_up is complete
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    gate = tl.load(gate_up + gate_place, mask=inside, other=0.0)
+    up = tl.load(gate_up + gate_place + size, mask=inside, other=0.0)
+    product = device.silu_mul(gate, up, gate.dtype)
+    tl.store(out + row[:, None] * size + column[None, :], product, mask=inside)

@@ -1,0 +1,136 @@
+"""All that happens to a row's heads between their projection and attention, as one Triton kernel.
+The reference, and the rounding that is kept to, is `qk_norm_rope_store_kv` of reference.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.device import apply_norm, rms_scale
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.launch import pdl_options
+
+
+def qk_norm_rope_store_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm_rope: NormRope,
+    *,
+    pdl: bool = True,
+) -> Tensor:
+    """As in dispatch; qkv and the caches contiguous. `pdl`: overlap launches where the device can,
+    by the rule of launch.py: positions and slot_mapping must be two launches old."""
+    assert qkv.is_contiguous() and k_cache.is_contiguous() and v_cache.is_contiguous()
+    table, q_weight, k_weight, eps = norm_rope
+    assert (q_weight is None) == (k_weight is None)
+    num_rows, (num_kv_heads, head_dim) = qkv.shape[0], k_cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    q = qkv.new_empty((num_rows, num_heads, head_dim))
+    half_block = triton.next_power_of_2(head_dim // 2)
+    head_block = min(max(1024 // half_block, 16), triton.next_power_of_2(qkv.shape[1] // head_dim))
+    _heads_kernel[(num_rows * triton.cdiv(num_heads + 2 * num_kv_heads, head_block),)](
+        q,
+        k_cache,
+        v_cache,
+        qkv,
+        positions,
+        slot_mapping,
+        table,
+        q_weight,
+        k_weight,
+        eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_block=head_block,
+        half_block=half_block,
+        # In half precision a thread holds 16 bytes of either half. With no more threads than half
+        # a head has elements, the compiler would pass cos and sin around through shared memory.
+        num_warps=max(half_block // 16, 4),
+        # Products and sums of the rotation are rounded one by one, as the reference's are.
+        enable_fp_fusion=False,
+        **pdl_options(qkv.device, pdl),
+    )
+    return q
+
+
+# Slices of the step's tables start anywhere: no variant of the kernel for each alignment.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def _heads_kernel(
+    q,
+    k_cache,
+    v_cache,
+    qkv,
+    positions,
+    slot_mapping,
+    table,
+    q_weight,
+    k_weight,
+    eps,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    head_block: tl.constexpr,
+    half_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a row's heads a program, whether they are q's, k's or v's.
+
+    The sorts differ in little: all are normed and turned alike, and v's heads are not turned after
+    all. A head is held as its two halves, whose elements turn in pairs.
+    """
+    first_v: tl.constexpr = num_heads + num_kv_heads
+    total: tl.constexpr = first_v + num_kv_heads
+    half: tl.constexpr = head_dim // 2
+    blocks = tl.cdiv(total, head_block)
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    head = (program % blocks) * head_block + tl.arange(0, head_block)[:, None]
+    column = tl.arange(0, half_block)[None, :]
+    is_q, is_v = head < num_heads, head >= first_v
+
+    # Before the wait, what is older than the kernel before: the weights, which come from far away,
+    # and the position, so that the turn that hangs on it is only one trip to memory behind.
+    position, slot = tl.load(positions + row), tl.load(slot_mapping + row)
+    if q_weight is not None:
+        first_q = tl.load(q_weight + column, mask=column < half, other=0.0)
+        first_k = tl.load(k_weight + column, mask=column < half, other=0.0)
+        second_q = tl.load(q_weight + half + column, mask=column < half, other=0.0)
+        second_k = tl.load(k_weight + half + column, mask=column < half, other=0.0)
+    if pdl:  # for qkv to be complete, and for the last reader of q's memory and of the cache
+        tl.extra.cuda.gdc_wait()
+
+    place = row * (total * head_dim) + head * head_dim + column
+    inside = (head < total) & (column < half)
+    first = tl.load(qkv + place, mask=inside, other=0.0)
+    second = tl.load(qkv + place + half, mask=inside, other=0.0)
+    turn = table + position * head_dim
+    cos = tl.load(turn + column, mask=column < half, other=0.0)
+    sin = tl.load(turn + half + column, mask=column < half, other=0.0)
+    if pdl:  # and all loads stay above this, or the compiler would fetch cos and sin at their use
+        tl.extra.cuda.gdc_launch_dependents()
+
+    dtype = first.dtype
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if q_weight is not None:
+        scale = rms_scale(tl.sum(x * x + y * y, axis=1, keep_dims=True), head_dim, eps)
+        x = apply_norm(first, scale, tl.where(is_q, first_q, first_k)).to(tl.float32)
+        y = apply_norm(second, scale, tl.where(is_q, second_q, second_k)).to(tl.float32)
+    first = tl.where(is_v, first, (x * cos - y * sin).to(dtype))
+    second = tl.where(is_v, second, (y * cos + x * sin).to(dtype))
+
+    q_place = row * (num_heads * head_dim) + head * head_dim + column
+    tl.store(q + q_place, first, mask=inside & is_q)
+    tl.store(q + q_place + half, second, mask=inside & is_q)
+    kv_place = slot * (num_kv_heads * head_dim) + column
+    k_place = kv_place + (head - num_heads) * head_dim
+    is_k = (head >= num_heads) & (head < first_v)
+    tl.store(k_cache + k_place, first, mask=inside & is_k)
+    tl.store(k_cache + k_place + half, second, mask=inside & is_k)
+    v_place = kv_place + (head - first_v) * head_dim
+    tl.store(v_cache + v_place, first, mask=inside & is_v)
+    tl.store(v_cache + v_place + half, second, mask=inside & is_v)

@@ -1,0 +1,91 @@
+"""Root mean square normalisation as one Triton kernel. The references, and the rounding that is
+kept to, are `rms_norm` and `add_rms_norm` of reference.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.device import apply_norm, rms_scale
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.tuning import tuning_of
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = True) -> Tensor:
+    """As in dispatch; x contiguous. `pdl`: overlap launches where the device can, by the rule of
+    launch.py."""
+    out = torch.empty_like(x)
+    _launch(out, x, None, weight, eps, pdl=pdl)
+    return out
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As in dispatch; both contiguous. Returns a new tensor, and `residual` with the sum in it."""
+    out = torch.empty_like(residual)
+    _launch(out, residual, delta, weight, eps, pdl=pdl)
+    return out, residual
+
+
+def _launch(
+    out: Tensor, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, *, pdl: bool
+) -> None:
+    assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
+    num_rows, size = residual.shape
+    block = triton.next_power_of_2(size)
+    # A row is spread as widely as 16-byte loads of half precision allow, for the shortest way from
+    # the load to the reduction; of many rows, a thread keeps twice as much in flight.
+    many = num_rows >= tuning_of(residual.device).many_rows
+    tile, per_thread = (2048, 16) if many else (1024, 8)
+    rows = max(tile // block, 1)
+    _norm_rows[(triton.cdiv(num_rows, rows),)](
+        out,
+        residual,
+        delta,
+        weight,
+        num_rows,
+        eps,
+        size=size,
+        block=block,
+        rows=rows,
+        num_warps=warps_for(rows * block, per_thread),
+        **pdl_options(residual.device, pdl),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_rows(
+    out,
+    residual,
+    delta,
+    weight,
+    num_rows,
+    eps,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    rows: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """`rows` whole rows a program, each held in registers between its reading and its writing."""
+    column = tl.arange(0, block)
+    factor = tl.load(weight + column, mask=column < size, other=0.0)
+    if pdl:  # the weight comes from far away; delta and residual are what is waited for
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    place = row[:, None] * size + column[None, :]
+    inside = (row < num_rows)[:, None] & (column < size)[None, :]
+    x = tl.load(residual + place, mask=inside, other=0.0)
+    if delta is not None:
+        added = tl.load(delta + place, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        tl.store(residual + place, x, mask=inside)
+
+    wide = x.to(tl.float32)
+    scale = rms_scale(tl.sum(wide * wide, axis=1), size, eps)
+    normed = apply_norm(x, scale[:, None], factor[None, :])
+    tl.store(out + place, normed, mask=inside)

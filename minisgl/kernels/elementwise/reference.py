@@ -1,0 +1,73 @@
+"""The operations of `dispatch.py` in plain torch: what a CPU runs, and what the Triton kernels are
+tested against, to the rounding. That is the one of transformers, so that half precision models see
+what they were made with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class NormRope(NamedTuple):
+    """The RMS norm and the rotary embedding of the heads of q and k."""
+
+    table: Tensor  # [max_seq_len, head_dim] float32, contiguous: RotaryEmbedding.table
+    q_weight: Tensor | None = None  # [head_dim], of qkv's dtype; None: no norm, and no k_weight
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+
+
+def embed(token_ids: Tensor, weight: Tensor, first: int = 0) -> Tensor:
+    places = token_ids - first
+    there = (places >= 0) & (places < len(weight))
+    return F.embedding(places.where(there, 0), weight) * there[:, None]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The quotient is computed in float32, and rounded to x's dtype before it meets the weight."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
+
+
+def add_rms_norm(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    residual = residual + delta
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def qk_norm_rope_store_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    norm_rope: NormRope,
+) -> Tensor:
+    table, q_weight, k_weight, eps = norm_rope
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)  # [num_rows, 1, head_dim / 2]
+    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, _rotate(k, cos, sin))
+    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the heads of x, [num_rows, heads, head_dim], in float32; returns x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)

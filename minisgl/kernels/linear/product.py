@@ -1,0 +1,64 @@
+"""The product y = x Wᵀ + b that a linear layer owns, whatever W is made of.
+
+A format of weights (quantised, with an adapter) is one subclass. It must implement `weights` and
+`__call__`; the other methods have default bodies in terms of these, and are overridden where a
+kernel computes several steps at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from minisgl.kernels.dispatch import silu_mul
+from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+
+if TYPE_CHECKING:  # not every platform has Triton
+    from minisgl.kernels.comm.mailbox import Mailbox
+
+
+class Product(ABC):
+    """x: [num_rows, k], of the model's dtype; y: [num_rows, n], the same."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Mapping[str, Tensor]:
+        """The tensors that a checkpoint fills in place, by their names in it: `weight`, `bias`."""
+        ...
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns y, a new tensor."""
+        ...
+
+    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+        """Returns y for x the norm of the stream, and the stream as one tensor [num_rows, k]."""
+        x, rows = norm(residual, weights)
+        return self(x), rows
+
+    def of_kept_norm(
+        self, residual: Residual, weights: NormWeights
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As of_norm, but returns the norm, too: (x, y, stream)."""
+        x, rows = norm(residual, weights)
+        return x, self(x), rows
+
+    def silu_mul_of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+        """As of_norm, but returns silu(gate) · up [num_rows, n / 2] in place of y, whose first half
+        is the gate."""
+        y, rows = self.of_norm(residual, weights)
+        return silu_mul(y), rows
+
+    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        """The stream rows + y. May overwrite rows: [num_rows, n] contiguous."""
+        return Residual(rows, delta=self(x))
+
+    def send(self, x: Tensor, mailbox: Mailbox) -> PendingNorm | None:
+        """Send y to all ranks as this one's summand, if there is a kernel that does; else None.
+
+        Returns what adds up the summands of all ranks; no other exchange may come between.
+        """
+        return None

@@ -1,0 +1,166 @@
+"""Few rows, of which two seldom share an expert; see launch.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.device import from_here, silu_mul
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.routing import expert_places, multiply, place_for_sum, weights_of
+from minisgl.kernels.tuning import FewTiles
+
+
+def few_rows_experts(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None,
+    tiles: FewTiles,
+    pdl: bool,
+) -> tuple[Tensor, Tensor | None]:
+    num_rows, hidden_size = x.shape
+    num_experts, _, size = experts.down.shape
+    numbers = {
+        "hidden_size": hidden_size,
+        "size": size,
+        "num_experts": num_experts,
+        "top_k": routing.top_k,
+        "experts_block": triton.next_power_of_2(num_experts),
+        **pdl_options(x.device, pdl),
+    }
+    inner = x.new_empty((num_rows * routing.top_k, size))
+    _few_inner[(triton.cdiv(size, tiles.inner.block_n), len(inner))](
+        inner,
+        x,
+        logits,
+        experts.gate_up,
+        exact=x.dtype == torch.float32,
+        block_n=tiles.inner.block_n,
+        block_m=tiles.inner.block_m,
+        block_k=tiles.inner.block_k,
+        num_warps=tiles.inner.num_warps,
+        num_stages=tiles.inner.num_stages,
+        **numbers,
+    )
+    num_blocks = triton.cdiv(hidden_size, tiles.block_n)
+    out, squares = place_for_sum(x, residual, num_blocks)
+    _few_outer[(num_blocks, num_rows)](
+        out,
+        squares,
+        inner,
+        logits,
+        experts.down,
+        normalize=routing.normalize,
+        places=triton.next_power_of_2(routing.top_k),
+        block_n=tiles.block_n,
+        block_k=tiles.block_k,
+        pieces=triton.cdiv(size, tiles.block_k),
+        num_warps=tiles.num_warps,
+        **numbers,
+    )
+    return out, squares
+
+
+@triton.jit
+def _few_inner(
+    inner,
+    x,
+    logits,
+    weight,
+    hidden_size: tl.constexpr,
+    size: tl.constexpr,
+    num_experts: tl.constexpr,
+    top_k: tl.constexpr,
+    experts_block: tl.constexpr,
+    exact: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a pair's activations."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(1)
+    row = pair // top_k
+    _, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
+    is_mine = rank == pair % top_k
+    expert = tl.sum(tl.where(is_mine, tl.arange(0, experts_block), 0))
+    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    weight += expert.to(tl.int64) * (2 * size * hidden_size)
+    rows = row + tl.zeros([block_m], tl.int32)
+    inside = tl.arange(0, block_m) == 0
+    gate, up = multiply(
+        weight, x, output, rows, inside, size, hidden_size, True, exact, block_n, block_m, block_k
+    )
+    result = silu_mul(gate, up, inner.dtype.element_ty)
+    place = inner + pair * size + output[:, None] + tl.zeros([1, block_m], tl.int32)
+    tl.store(place, result, mask=(output < size)[:, None] & inside[None, :])
+
+
+@triton.jit
+def _few_outer(
+    out,
+    squares,
+    inner,
+    logits,
+    weight,
+    hidden_size: tl.constexpr,
+    size: tl.constexpr,
+    num_experts: tl.constexpr,
+    top_k: tl.constexpr,
+    experts_block: tl.constexpr,
+    normalize: tl.constexpr,
+    places: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
+    row = tl.program_id(1)
+    output = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    place = tl.arange(0, places)
+    # Older than the kernel before, as the weights are.
+    probability, rank = expert_places(logits + row * num_experts, num_experts, experts_block)
+    share = weights_of(probability, rank, top_k, normalize)
+    is_here = rank[:, None] == place[None, :]
+    expert = tl.sum(tl.where(is_here, tl.arange(0, experts_block)[:, None], 0), 0)
+    share = tl.sum(tl.where(is_here, share[:, None], 0.0), 0)
+    w_at = weight + expert.to(tl.int64)[:, None, None] * (hidden_size * size)
+    w_at += output[None, :, None] * size
+    is_output = (place < top_k)[:, None, None] & (output < hidden_size)[None, :, None]
+    w, rows = (), ()
+    for i in tl.static_range(pieces):
+        k = (i * block_k + tl.arange(0, block_k))[None, None, :]
+        w += (tl.load(w_at + k, mask=is_output & (k < size), other=0.0),)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    inner += (row * top_k + place)[:, None, None] * size
+    for i in tl.static_range(pieces):
+        k = (i * block_k + tl.arange(0, block_k))[None, None, :]
+        mask = (place < top_k)[:, None, None] & (k < size)
+        rows += (tl.load(inner + k, mask=mask, other=0.0),)
+    out += row * hidden_size + output
+    if squares is not None:
+        residual = tl.load(out, mask=output < hidden_size, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # all loads are on their way
+
+    product = tl.zeros([places, block_n, block_k], tl.float32)
+    for i in tl.static_range(pieces):
+        product += from_here(w[i], pdl).to(tl.float32) * rows[i].to(tl.float32)
+    kind = out.dtype.element_ty
+    result = tl.sum(product, 2).to(kind).to(tl.float32) * share.to(kind).to(tl.float32)[:, None]
+    result = tl.sum(result.to(kind).to(tl.float32), 0).to(kind)
+    if squares is not None:
+        result = (residual + result.to(tl.float32)).to(kind)
+        wide = tl.where(output < hidden_size, result.to(tl.float32), 0.0)
+        tl.store(squares + row * tl.num_programs(0) + tl.program_id(0), tl.sum(wide * wide))
+    tl.store(out, result, mask=output < hidden_size)

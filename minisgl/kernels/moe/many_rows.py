@@ -1,0 +1,194 @@
+"""Many rows, of which each expert has several; see launch.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.device import silu_mul
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.moe.reference import ExpertWeights, Routing
+from minisgl.kernels.moe.routing import multiply, place_for_sum, topk_softmax
+from minisgl.kernels.tuning import ManyTiles
+
+_MAX_LISTED = 4096  # pairs that a program looks at at a time
+
+
+def many_rows_experts(
+    x: Tensor,
+    logits: Tensor,
+    experts: ExpertWeights,
+    routing: Routing,
+    residual: Tensor | None,
+    tiles: ManyTiles,
+    pdl: bool,
+) -> tuple[Tensor, Tensor | None]:
+    num_rows, hidden_size = x.shape
+    num_experts, _, size = experts.down.shape
+    top_k, options = routing.top_k, pdl_options(x.device, pdl)
+    chosen, weights = topk_softmax(logits, routing, pdl=pdl)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    # An expert is chosen once by a row at most.
+    lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
+    block = min(triton.next_power_of_2(chosen.numel()), _MAX_LISTED)
+    _list_pairs[(num_experts,)](
+        chosen,
+        counts,
+        lists,
+        chosen.numel(),
+        num_rows,
+        block=block,
+        num_warps=warps_for(block, 8),
+        **options,
+    )
+    inner = x.new_empty((chosen.numel(), size))
+    shares = x.new_empty((chosen.numel(), hidden_size))
+    for source, weight, target, product in (
+        (x, experts.gate_up, inner, tiles.inner),
+        (inner, experts.down, shares, tiles.outer),
+    ):
+        num_outputs, num_inputs = target.shape[1], source.shape[1]
+        across = triton.cdiv(num_outputs, product.block_n) * product.places
+        _expert_product[(across, num_experts)](
+            source,
+            weight,
+            target,
+            counts,
+            lists,
+            weights,
+            num_rows,
+            num_outputs=num_outputs,
+            num_inputs=num_inputs,
+            top_k=top_k,
+            places=product.places,
+            gated=source is x,
+            exact=x.dtype == torch.float32,
+            block_n=product.block_n,
+            block_m=product.block_m,
+            block_k=product.block_k,
+            num_warps=product.num_warps,
+            num_stages=product.num_stages,
+            **options,
+        )
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    num_blocks = triton.cdiv(hidden_size, block)
+    out, squares = place_for_sum(x, residual, num_blocks)
+    # The rows first: the other dimensions of a grid end at 65,535.
+    _add_shares[(num_rows, num_blocks)](
+        out,
+        squares,
+        shares,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        block=block,
+        num_warps=warps_for(block, 8),
+        **options,
+    )
+    return out, squares
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_rows"])
+def _list_pairs(chosen, counts, lists, num_pairs, num_rows, block: tl.constexpr, pdl: tl.constexpr):
+    """Those of one expert, in their order."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.program_id(0)
+    lists += expert.to(tl.int64) * num_rows
+    count = 0
+    for first in tl.range(0, num_pairs, block, num_stages=4):
+        pair = first + tl.arange(0, block)
+        mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+        ones = mine.to(tl.int32)
+        tl.store(lists + count + tl.cumsum(ones, 0) - 1, pair, mask=mine)
+        count += tl.sum(ones)
+    tl.store(counts + expert, count)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expert_product(
+    source,
+    weight,
+    target,
+    counts,
+    lists,
+    weights,
+    num_rows,
+    num_outputs: tl.constexpr,
+    num_inputs: tl.constexpr,
+    top_k: tl.constexpr,
+    places: tl.constexpr,
+    gated: tl.constexpr,
+    exact: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of outputs, for some of an expert's pairs.
+
+    gated: the first product. All pairs of a row share a row of `source`, the first half of W's rows
+    are gates, and the activation is applied. Otherwise the second: each pair has a row of `source`,
+    and the result is weighted.
+    """
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # The programs of one expert start together, so that its weights come from memory once.
+    across: tl.constexpr = (num_outputs + block_n - 1) // block_n
+    place, expert = tl.program_id(0) // across, tl.program_id(1)
+    output = tl.program_id(0) % across * block_n + tl.arange(0, block_n)
+    count = tl.load(counts + expert)
+    lists += expert.to(tl.int64) * num_rows
+    weight += expert.to(tl.int64) * ((2 if gated else 1) * num_outputs * num_inputs)
+    for first in range(place * block_m, count, places * block_m):
+        member = first + tl.arange(0, block_m)
+        inside = member < count
+        pair = tl.load(lists + member, mask=inside, other=0)
+        row = pair // top_k if gated else pair
+        total, up_total = multiply(
+            weight, source, output, row, inside, num_outputs, num_inputs, gated, exact,
+            block_n, block_m, block_k,
+        )  # fmt: skip
+        kind = target.dtype.element_ty
+        if gated:
+            result = silu_mul(total, up_total, kind)
+        else:
+            share = tl.load(weights + pair, mask=inside, other=0.0).to(tl.float32)
+            result = total.to(kind).to(tl.float32) * share[None, :]
+        target_at = target + pair[None, :].to(tl.int64) * num_outputs + output[:, None]
+        mask = (output < num_outputs)[:, None] & inside[None, :]
+        tl.store(target_at, result.to(kind), mask=mask)
+
+
+@triton.jit
+def _add_shares(
+    out,
+    squares,
+    shares,
+    hidden_size: tl.constexpr,
+    top_k: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of a row's sum over its experts; added to what is in `out` if there are squares."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < hidden_size
+    total = tl.zeros([block], tl.float32)
+    for place in tl.static_range(top_k):
+        share = shares + (row * top_k + place) * hidden_size + column
+        total += tl.load(share, mask=inside, other=0.0).to(tl.float32)
+    out += row * hidden_size + column
+    result = total.to(out.dtype.element_ty)
+    if squares is not None:
+        residual = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+        result = (residual + result.to(tl.float32)).to(result.dtype)
+        wide = tl.where(inside, result.to(tl.float32), 0.0)
+        tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(wide * wide))
+    tl.store(out, result, mask=inside)

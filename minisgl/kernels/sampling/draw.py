@@ -1,0 +1,104 @@
+"""The first pass over the logits, in Triton: the best token of every row before filters, and what
+filters and refused draws need so as not to read the row again."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from minisgl.kernels.sampling.device_order import order_key
+from minisgl.kernels.sampling.noise import gumbel, most_gumbel, words_of_quads
+from minisgl.kernels.sampling.rows import (
+    GROUP_QUADS,
+    SEED,
+    group_maxima,
+    ids_of,
+    load_filters,
+    load_integer,
+    load_logits,
+    source_of,
+)
+
+
+@triton.jit(
+    do_not_specialize=["tiles_per_program", "first_id"],
+    do_not_specialize_on_alignment=["slots", "output_index"],
+)
+def draw_kernel(
+    logits,
+    edited,
+    slots,
+    output_index,
+    records,
+    best_out,
+    peaks_out,
+    group_max,
+    group_bound,
+    vocab_size,
+    stride,
+    num_groups,
+    num_tiles,
+    tiles_per_program,
+    first_id,
+    full: tl.constexpr,
+    quads_block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A part of a row: its best token if it is not drawn by key; if the row is filtered, the
+    largest logit and the maxima of the groups, and what no token of a group scores more than.
+
+    The logits are of the ids from `first_id` on, a multiple of 4; best has the ids themselves."""
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    index = tl.load(output_index + row).to(tl.int32)
+    seed = load_integer(records, slot, SEED)
+    temperature, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size)
+    source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
+    group_max += row * num_groups
+    group_bound += row * num_groups
+
+    first = tl.program_id(0) * tiles_per_program
+    best = tl.full([quads_block, 4], -float("inf"), tl.float32)
+    best_ids = ids_of(first * quads_block + tl.arange(0, quads_block))
+    bar = tl.max(best)  # the best of all lanes
+    peaks = tl.full([quads_block // GROUP_QUADS], -float("inf"), tl.float32)
+    last = tl.minimum(first + tiles_per_program, num_tiles)
+    end = tl.minimum(last * quads_block * 4, vocab_size)
+    following = load_logits(source, best_ids, best_ids < end, full)
+    for tile in range(first, last):
+        x = following
+        quads = tile * quads_block + tl.arange(0, quads_block)
+        ids = ids_of(quads)
+        # On its way while this tile is worked on.
+        following = load_logits(source, ids + quads_block * 4, ids + quads_block * 4 < end, full)
+        groups = tile * (quads_block // GROUP_QUADS) + tl.arange(0, quads_block // GROUP_QUADS)
+        if filtered:
+            maxima = group_maxima(x)
+            tl.store(group_max + groups, maxima, mask=groups < num_groups)
+            peaks = tl.maximum(peaks, maxima)
+        if not by_top_k:
+            if temperature > 0:
+                words = words_of_quads(seed, index, quads + first_id // 4)
+                inverse = 1 / temperature
+                bound = tl.maximum(x * (inverse * (1 - 1e-6)), x * (inverse * (1 + 1e-6)))
+                bound += most_gumbel(words)
+                if filtered:
+                    tl.store(group_bound + groups, group_maxima(bound), mask=groups < num_groups)
+                if tl.max(bound) >= bar:
+                    score = tl.div_rn(x, temperature) + gumbel(words)
+                    # Of equals the earlier tile's stays, which has the lower ids.
+                    ahead = score > best
+                    best = tl.where(ahead, score, best)
+                    best_ids = tl.where(ahead, ids, best_ids)
+                    bar = tl.max(best)
+            else:
+                ahead = x > best
+                best = tl.where(ahead, x, best)
+                best_ids = tl.where(ahead, ids, best_ids)
+    part = row * num_tiles + tl.program_id(0)
+    tl.store(best_out + part, tl.max(order_key(best, best_ids + first_id)))
+    if filtered:
+        tl.store(peaks_out + part, tl.max(peaks))

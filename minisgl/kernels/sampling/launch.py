@@ -1,0 +1,362 @@
+"""Sampling inside a captured decode step: reference.py in Triton, for any mix of requests.
+
+Nothing here asks the host: the grid follows from the number of rows, what a row needs is read from
+the record of its slot. A token is the torch reference's on the same device; the notes say where
+rounding may differ. Three ideas keep the logits, read once, nearly the only cost:
+
+- A token's noise needs two logarithms, but only a large random word can win. So a tile bounds its
+  scores from the words' float bits, and computes them only if the bound reaches the best so far
+  (of n tiles, about ln n do). The bounds of a filtered row are kept by groups of 64 ids: if its
+  draw is refused, the next one is among the few groups whose bounds are the largest.
+- min_p, top_k and top_p each keep a prefix of one order: logit descending, then id ascending. So
+  nothing is sorted. The winner among all tokens is the winner among the kept ones if it is kept
+  itself, which the sum of the weights before it decides, and else the search goes on among the
+  tokens before it. A draw from all survives top_p with probability top_p or more.
+- The first pass leaves the maximum of every group behind. The k likeliest tokens lie in the k
+  groups with the largest maxima (of equals the lower ids): if a group is left out, each of those k
+  has a token that comes before all of its own. So top_k reads k groups again, not the row, and the
+  20 top logprobs read 20.
+
+Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full
+one has `edit` before and `record` behind them (scores.py).
+
+The bytes of a row of V logits of b bytes: bV greedy or with temperature only (256 rows of 151,936
+in bf16: 78 MB, 18 µs at 4.27 TB/s, which noise exceeds: about 27 instructions an id, compiled for
+sm_90, are 36 µs of issue slots). Any filter: V/8 more, for maxima and bounds, written and read.
+With top_k (alone or with the others) only 64bk on top, twice for k > 64, and noise for those ids
+only. top_p without top_k: bV again, and for each refused draw up to as much once more, read by one
+program; min_p alone: a few groups if the draw is refused. The full variant adds for a row with
+edits or penalties bV + 5V read and 4V written, and reads 4V in place of bV; for one with logprobs
+bV.
+
+Every sum that decides is of integers and every other reduction is a maximum, and the logprobs are
+summed in tiles of a fixed size: a row gets the same alone and in any batch, bit for bit.
+
+A kernel is compiled once for a type of logits, whatever the number of rows: nothing that follows
+from it is specialised on, since a step that compiles takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.sampling.draw import draw_kernel
+from minisgl.kernels.sampling.filters import LIST_GROUPS, LIST_IDS, settle_kernel, weigh_kernel
+from minisgl.kernels.sampling.order import ids_of
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.kernels.sampling.rows import GROUP
+from minisgl.kernels.sampling.scores import edit_kernel, record_kernel
+from minisgl.kernels.sampling.tables import SamplingTables
+from minisgl.kernels.tuning import tuning_of
+from minisgl.request import MAX_LOGPROBS
+
+_TILE = 2048  # ids that a program works on at a time
+
+
+class SampleWorkspace:
+    """What the kernels leave each other, for one stream.
+
+    Calls with more than `num_rows` rows are worked on in blocks, so that this bounds the memory:
+    about 60 KB a row for a vocabulary of 150,000, and 4 bytes a token more for the full variant.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.num_rows = num_rows
+        self.vocab_size = vocab_size
+        self.num_tiles = triton.cdiv(vocab_size, _TILE)
+        self.num_groups = triton.cdiv(vocab_size, GROUP.value)
+        self._device = device
+        self.best = self._empty(self.num_tiles, dtype=torch.int64)
+        self.peaks = self._empty(self.num_tiles, dtype=torch.float32)
+        self.sums = self._empty(self.num_tiles, 2, dtype=torch.int64)
+        self.group_max = self._empty(self.num_groups, dtype=torch.float32)
+        self.group_bound = self._empty(self.num_groups, dtype=torch.float32)
+        self.group_list = self._empty(self.num_groups + LIST_GROUPS.value, dtype=torch.int32)
+        self.gathered = self._empty(LIST_IDS.value, dtype=torch.int64)
+        # Of the full variant
+        self.edited: Tensor | None = None
+        self.raw_max: Tensor | None = None
+        self.tile_sums: Tensor | None = None
+
+    def allocate_full(self) -> None:
+        """What the full variant needs; the first call counts."""
+        if self.edited is None:
+            self.edited = self._empty(self.vocab_size, dtype=torch.float32)
+            self.raw_max = self._empty(self.num_groups, dtype=torch.float32)
+            self.tile_sums = self._empty(self.num_tiles, 2, dtype=torch.float32)
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty((self.num_rows, *shape), dtype=dtype, device=self._device)
+
+
+class TritonSampling:
+    """Samples rows of the slots of `tables`. For one stream, which may be capturing.
+
+    `logits` [rows, vocab] are float32, bfloat16 or float16, ids contiguous, and stay as they are;
+    `slots` and `output_index` [rows] are as for `Sampler.sample`. Token ids are [rows] int64. The
+    kernels keep to the rule of launch.py.
+    """
+
+    def __init__(self, tables: SamplingTables, workspace: SampleWorkspace) -> None:
+        self._tables = tables
+        self._workspace = workspace
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
+    ) -> Tensor:
+        """The plain variant: greedy, temperature, min_p, top_k, top_p and seed. Three kernels, of
+        which one is left out if no row has top_p."""
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        for part in _blocks(logits, self._workspace):
+            rows = logits[part], slots[part], output_index[part]
+            _draw(rows, None, self._tables, self._workspace, token_ids[part], top_p=top_p)
+        return token_ids
+
+    def sample_part(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        *,
+        first_id: int,
+        all_reduce_max: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Samples rows without filters from one vocabulary shard, which starts at `first_id`.
+
+        `all_reduce_max` takes order keys [rows, any] int64 of tokens of this shard, and returns the
+        largest of each row over all shards: [rows].
+        """
+        token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        for part in _blocks(logits, self._workspace):
+            rows = logits[part], slots[part], output_index[part]
+            best = _best(rows, None, self._tables, self._workspace, first_id=first_id)
+            token_ids[part] = ids_of(all_reduce_max(best))
+        return token_ids
+
+    def sample_full(
+        self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
+    ) -> tuple[Tensor, TokenScores]:
+        """The full variant: edits and penalties too, and counts the tokens into the history.
+
+        Two kernels more. Of the scores, a row's logprob and its first num_logprobs top logprobs are
+        written; those of rows that want none are undefined. Raises RuntimeError if it is captured
+        before what it needs is allocated: the tables' history, and the workspace by the first call.
+        """
+        tables, workspace = self._tables, self._workspace
+        complete = tables.prompt_seen is not None and workspace.edited is not None
+        if not complete and logits.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("allocate the history and sample once before this is captured")
+        workspace.allocate_full()
+        num_rows, vocab_size = logits.shape
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        scores = _empty_scores(num_rows, vocab_size, logits.device)
+        for part in _blocks(logits, workspace):
+            rows = logits[part], slots[part], output_index[part]
+            _edit(rows, tables, workspace)
+            _draw(rows, workspace.edited, tables, workspace, token_ids[part], top_p=top_p)
+            _record(rows, tables, workspace, token_ids[part], scores, part)
+        return token_ids, scores
+
+
+_Rows = tuple[Tensor, Tensor, Tensor]  # logits, slots, output index
+
+
+def _blocks(logits: Tensor, workspace: SampleWorkspace) -> list[slice]:
+    """Of about the same size, each of which fits the workspace."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and vocab_size <= workspace.vocab_size
+    count = max(triton.cdiv(num_rows, workspace.num_rows), 1)
+    size = max(triton.cdiv(num_rows, count), 1)
+    return [slice(first, first + size) for first in range(0, num_rows, size)]
+
+
+def _empty_scores(num_rows: int, vocab_size: int, device: torch.device) -> TokenScores:
+    shape = (num_rows, min(MAX_LOGPROBS, vocab_size))
+    return TokenScores(
+        logprob=torch.empty(num_rows, dtype=torch.float32, device=device),
+        top_ids=torch.empty(shape, dtype=torch.int64, device=device),
+        top_logprobs=torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def _split(logits: Tensor) -> tuple[int, int]:
+    """(programs a row, tiles a program): enough to fill the device, and long enough to pay off."""
+    num_rows, vocab_size = logits.shape
+    num_tiles = triton.cdiv(vocab_size, _TILE)
+    programs = tuning_of(logits.device).sampling_programs
+    tiles = triton.cdiv(num_tiles * num_rows, programs)
+    tiles = min(max(tiles, 1), num_tiles)
+    return triton.cdiv(num_tiles, tiles), tiles
+
+
+def _options(logits: Tensor) -> dict[str, Any]:
+    """Without fusion a product is rounded before a sum, as torch does."""
+    return {"enable_fp_fusion": False, **pdl_options(logits.device, True)}
+
+
+def _best(
+    rows: _Rows,
+    edited: Tensor | None,
+    tables: SamplingTables,
+    workspace: SampleWorkspace,
+    *,
+    first_id: int = 0,
+) -> Tensor:
+    """[rows, any] int64: of each row's parts the key of the best token before filters. A view of
+    the workspace, as the first pass has left it."""
+    logits, slots, output_index = rows
+    num_rows, vocab_size = logits.shape
+    splits, tiles = _split(logits)
+    draw_kernel[(splits, num_rows)](
+        logits,
+        logits if edited is None else edited,
+        slots,
+        output_index,
+        tables.records,
+        workspace.best,
+        workspace.peaks,
+        workspace.group_max,
+        workspace.group_bound,
+        vocab_size,
+        logits.stride(0),
+        workspace.num_groups,
+        workspace.num_tiles,
+        tiles,
+        first_id,
+        full=edited is not None,
+        quads_block=_TILE // 4,
+        num_warps=4,
+        maxnreg=128 if edited is None else 168,  # so that a multiprocessor holds four or three
+        **_options(logits),
+    )
+    return workspace.best[:num_rows, :splits]
+
+
+def _draw(
+    rows: _Rows,
+    edited: Tensor | None,
+    tables: SamplingTables,
+    workspace: SampleWorkspace,
+    token_ids: Tensor,
+    *,
+    top_p: bool,
+) -> None:
+    logits, slots, output_index = rows
+    num_rows, vocab_size = logits.shape
+    splits, tiles = _split(logits)
+    source = logits if edited is None else edited
+    sizes = (vocab_size, logits.stride(0))
+    padded_tiles = triton.next_power_of_2(workspace.num_tiles)
+    options = {"full": edited is not None, **_options(logits)}
+    _best(rows, edited, tables, workspace)
+    if top_p:
+        weigh_kernel[(splits, num_rows)](
+            logits,
+            source,
+            slots,
+            tables.records,
+            workspace.best,
+            workspace.peaks,
+            workspace.sums,
+            *sizes,
+            workspace.num_tiles,
+            tiles,
+            splits,
+            quads_block=_TILE // 4,
+            tiles_block=padded_tiles,
+            num_warps=4,
+            **options,
+        )
+    settle_kernel[(num_rows,)](
+        logits,
+        source,
+        slots,
+        output_index,
+        tables.records,
+        workspace.best,
+        workspace.peaks,
+        workspace.group_max,
+        workspace.group_bound,
+        workspace.sums,
+        workspace.group_list,
+        workspace.gathered,
+        token_ids,
+        *sizes,
+        workspace.num_groups,
+        workspace.num_tiles,
+        splits,
+        groups_block=triton.next_power_of_2(workspace.num_groups),
+        tiles_block=padded_tiles,
+        num_warps=8,
+        maxnreg=128,  # or a multiprocessor would hold one program only
+        **options,
+    )
+
+
+def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> None:
+    logits, slots, output_index = rows
+    assert workspace.edited is not None, "allocate_full comes first"
+    num_rows, vocab_size = logits.shape
+    splits, tiles = _split(logits)
+    edit_kernel[(splits, num_rows)](
+        logits,
+        workspace.edited,
+        slots,
+        output_index,
+        tables.records,
+        tables.edits,
+        tables.prompt_seen,
+        tables.output_counts,
+        workspace.raw_max,
+        workspace.tile_sums,
+        vocab_size,
+        logits.stride(0),
+        tables.edits.stride(0),
+        workspace.num_groups,
+        workspace.num_tiles,
+        tiles,
+        quads_block=_TILE // 4,
+        edits_block=128,
+        num_warps=8,
+        **_options(logits),
+    )
+
+
+def _record(
+    rows: _Rows,
+    tables: SamplingTables,
+    workspace: SampleWorkspace,
+    token_ids: Tensor,
+    scores: TokenScores,
+    part: slice,
+) -> None:
+    logits, slots, _ = rows
+    num_rows, vocab_size = logits.shape
+    record_kernel[(num_rows,)](
+        logits,
+        slots,
+        tables.records,
+        token_ids,
+        tables.output_counts,
+        workspace.raw_max,
+        workspace.tile_sums,
+        workspace.group_list,
+        scores.logprob[part],
+        scores.top_ids[part],
+        scores.top_logprobs[part],
+        vocab_size,
+        logits.stride(0),
+        workspace.num_groups,
+        workspace.num_tiles,
+        scores.top_ids.shape[1],
+        groups_block=triton.next_power_of_2(workspace.num_groups),
+        tiles_block=triton.next_power_of_2(workspace.num_tiles),
+        num_warps=8,
+        **_options(logits),
+    )

@@ -1,0 +1,129 @@
+"""Choosing a token from each row of logits: the torch reference, for any device.
+
+Every function works row by row: what a row gets depends on nothing else in the batch, bit for bit.
+Nothing here reads a tensor back to the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.sampling.order import order_keys
+from minisgl.kernels.sampling.philox import uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row is sampled. A filter that is None is off for every row, and costs nothing."""
+
+    temperature: Tensor  # [rows] float32; 0: greedy
+    seed: Tensor  # [rows] int64
+    output_index: Tensor  # [rows] int64: how many output tokens the request has before this one
+    min_p: Tensor | None = None  # [rows] float32; 0: off
+    top_k: Tensor | None = None  # [rows] int64; 0: off
+    top_p: Tensor | None = None  # [rows] float32; 1: off, 0: the likeliest token
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Natural logarithms of probabilities: of one token a row, and of the row's likeliest."""
+
+    logprob: Tensor  # [rows] float32
+    top_ids: Tensor  # [rows, k] int64, likeliest first; of equals the lower id first
+    top_logprobs: Tensor  # [rows, k] float32
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TokenScores:
+    """Logprobs of `token_ids` [rows] int64 and of each row's k likeliest tokens, under raw `logits`
+    [rows, vocab] float32."""
+    logprobs = logits.log_softmax(dim=-1)
+    if k == 0:
+        top_ids = token_ids.new_empty((len(token_ids), 0))
+    else:
+        top_ids = order_keys(logits).topk(min(k, logits.shape[1]), dim=-1).indices
+    return TokenScores(
+        logprob=logprobs.gather(1, token_ids[:, None]).squeeze(1),
+        top_ids=top_ids,
+        top_logprobs=logprobs.gather(1, top_ids),
+    )
+
+
+def add_bias(logits: Tensor, ids: Tensor, bias: Tensor) -> Tensor:
+    """Adds `bias` [rows, width] float32 to the logits of `ids` [rows, width] int64.
+
+    An id may occur again with a bias of 0 (padding) or -inf: the order of addition is left open.
+    """
+    return logits.scatter_add(1, ids, bias)
+
+
+def penalize(
+    logits: Tensor,
+    prompt_seen: Tensor,
+    output_counts: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Repetition, then frequency and presence penalty on biased `logits` [rows, vocab] float32.
+
+    `prompt_seen` [rows, vocab] bool and `output_counts` [rows, vocab] int32 say what the request
+    contains; the penalties are [rows] float32. Repetition (Keskar et al., "CTRL", 2019) looks at
+    prompt and output and takes a token's logit away from itself, whatever its sign; the other two
+    look at the output only. Values of 1, 0 and 0 leave a row as it is.
+    """
+    generated = output_counts > 0
+    factor = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(prompt_seen | generated, repeated, logits)
+    return logits - output_counts * frequency[:, None] - generated * presence[:, None]
+
+
+def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:
+    """[rows, vocab] float32 whose argmax is the token: the Gumbel-max trick (Gumbel, 1954).
+
+    `logits` [rows, vocab] float32 have bias, penalties and masks applied. Greedy rows come back as
+    they are; the others after temperature, min_p, top_k and top_p, with Gumbel noise on top, so
+    that the argmax is a sample of what is left. A token's noise does not depend on the filters.
+    Without filters the logits may be those from `first_id` on, a multiple of 4.
+    """
+    greedy = rows.temperature[:, None] == 0
+    scaled = logits / rows.temperature[:, None].masked_fill(greedy, 1.0)
+    if rows.min_p is not None:
+        floor = scaled.amax(dim=-1, keepdim=True) + rows.min_p[:, None].log()
+        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
+    if rows.top_k is not None or rows.top_p is not None:
+        scaled = scaled.masked_fill(~_keep_top(scaled, rows.top_k, rows.top_p), -torch.inf)
+    uniform_numbers = uniform(rows.seed, rows.output_index, logits.shape[1], first_id)
+    gumbel = -(-uniform_numbers.log()).log()
+    return torch.where(greedy, logits, scaled + gumbel)
+
+
+def _keep_top(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """[rows, vocab] bool: the k largest logits, and of those the fewest that reach top_p.
+
+    Of equal logits the lower id is taken first.
+    """
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    kept = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k is not None:
+        limit = top_k.masked_fill(top_k == 0, scaled.shape[1])
+        kept = torch.arange(scaled.shape[1], device=scaled.device) < limit[:, None]
+    if top_p is not None:
+        weights = (ordered - ordered[:, :1]).exp().masked_fill(~kept, 0.0)
+        # Integers, since a sum of floats depends on the order of addition, and so on the shape of
+        # the batch. The largest weight is 2**40, which leaves room for a vocabulary of 2**23.
+        parts = (weights * 2.0**40).long()
+        sums = parts.cumsum(dim=-1)
+        target = (sums[:, -1] * top_p.double()).masked_fill(top_p >= 1, torch.inf)
+        kept = kept & (sums - parts < target.clamp(min=1.0)[:, None])  # the first one always
+    return torch.zeros_like(kept).scatter(1, ids, kept)
+
+
+def margin(perturbed: Tensor) -> Tensor:
+    """[rows] float32: by how much the chosen token beats the next. Under the noise of two ways to
+    compute the logits, they may rightly choose differently."""
+    best = perturbed.topk(2, dim=-1).values
+    return best[:, 0] - best[:, 1]

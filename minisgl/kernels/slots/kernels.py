@@ -1,0 +1,174 @@
+"""The two launches around a captured decode step; their references are in slots.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels.sampling.reference import TokenScores
+from minisgl.kernels.slots.state import OutputRing, SlotRows, SlotState
+
+_PAGES_AT_ONCE = 256
+
+
+def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
+    """As in slots.py. One program a row; of the page table it copies what the row has in use."""
+    if len(slots) == 0:
+        return
+    _read_slot[(len(slots),)](
+        slots,
+        state.page_table,
+        state.lengths,
+        state.last_tokens,
+        state.prompt_lengths,
+        rows.slots,
+        rows.token_ids,
+        rows.positions,
+        rows.slot_mapping,
+        rows.output_index,
+        rows.lengths,
+        rows.page_table,
+        state.page_table.stride(0),
+        state.prompt_lengths.stride(0),
+        rows.page_table.stride(0),
+        state.scratch_slot,
+        page_size=state.page_size,
+        block=_PAGES_AT_ONCE,
+        num_warps=1,
+    )
+
+
+def feed_slots(
+    slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: OutputRing
+) -> None:
+    """As in slots.py; the device knows the row of the ring."""
+    num_rows = len(slots)
+    if scores is not None:
+        num_top = scores.top_ids.shape[1]
+        _send_scores[(num_rows,)](
+            scores.logprob,
+            scores.top_ids,
+            scores.top_logprobs,
+            ring.logprob,
+            ring.top_ids,
+            ring.top_logprobs,
+            ring.next_row,
+            num_top,
+            scores.top_ids.stride(0),
+            ring.top_ids.shape[1],
+            ring.top_ids.shape[2],
+            block=triton.next_power_of_2(max(1, ring.top_ids.shape[2])),
+            num_warps=1,
+        )
+    _feed[(1,)](
+        slots,
+        token_ids,
+        state.last_tokens,
+        ring.token_ids,
+        ring.next_row,
+        num_rows,
+        ring.token_ids.shape[1],
+        ring_size=ring.token_ids.shape[0],
+        block=256,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _read_slot(
+    slots,
+    page_table,
+    lengths,
+    last_tokens,
+    prompt_lengths,
+    row_slots,
+    row_tokens,
+    row_positions,
+    row_slot_mapping,
+    row_output_index,
+    row_lengths,
+    row_pages,
+    table_stride,
+    prompt_stride,
+    row_pages_stride,
+    scratch_slot,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(lengths + slot)
+    length = tl.where(slot == scratch_slot, 0, position + 1)
+    pages = page_table + slot * table_stride
+    page = tl.load(pages + position // page_size).to(tl.int64)
+    prompt_length = tl.load(prompt_lengths + slot * prompt_stride)
+    tl.store(row_slots + row, slot)
+    tl.store(row_tokens + row, tl.load(last_tokens + slot).to(tl.int64))
+    tl.store(row_positions + row, position.to(tl.int64))
+    tl.store(row_slot_mapping + row, page * page_size + position % page_size)
+    tl.store(row_output_index + row, position + 1 - prompt_length)
+    tl.store(row_lengths + row, length)
+    tl.store(lengths + slot, length)
+    copy = row_pages + row.to(tl.int64) * row_pages_stride
+    num_pages = tl.cdiv(length, page_size)
+    for start in range(0, num_pages, block):
+        column = start + tl.arange(0, block)
+        tl.store(
+            copy + column,
+            tl.load(pages + column, mask=column < num_pages),
+            mask=column < num_pages,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _feed(
+    slots,
+    token_ids,
+    last_tokens,
+    ring,
+    next_row,
+    num_rows,
+    row_stride,
+    ring_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program, since it moves on to the next row when it has written this one."""
+    ring_row = tl.load(next_row)
+    target = ring + ring_row * row_stride
+    for start in range(0, num_rows, block):
+        row = start + tl.arange(0, block)
+        there = row < num_rows
+        token = tl.load(token_ids + row, mask=there).to(tl.int32)
+        tl.store(last_tokens + tl.load(slots + row, mask=there), token, mask=there)
+        tl.store(target + row, token, mask=there)
+    tl.debug_barrier()  # every thread has read the old one
+    tl.store(next_row, (ring_row + 1) % ring_size)
+
+
+@triton.jit
+def _send_scores(
+    logprob,
+    top_ids,
+    top_logprobs,
+    ring_logprob,
+    ring_ids,
+    ring_logprobs,
+    next_row,
+    num_top,
+    top_stride,
+    ring_rows,
+    ring_top,
+    block: tl.constexpr,
+):
+    """A row a program; before `_feed` moves on."""
+    row = tl.program_id(0)
+    place = tl.load(next_row) * ring_rows + row
+    tl.store(ring_logprob + place, tl.load(logprob + row))
+    index = tl.arange(0, block)
+    there = index < num_top
+    source = row * top_stride + index
+    target = place * ring_top + index
+    ids = tl.load(top_ids + source, mask=there).to(tl.int32)
+    tl.store(ring_ids + target, ids, mask=there)
+    tl.store(ring_logprobs + target, tl.load(top_logprobs + source, mask=there), mask=there)

@@ -1,0 +1,185 @@
+"""What the choice of tiles and kernels depends on, as data: one `DeviceTuning` a GPU.
+
+The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
+shared memory, until somebody measures there (scripts/bench_*.py --tune) and gives `tuning_of`
+its values. Counts of programs decide how sums are split, and so the rounding of results: they stay
+the H200's on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+NO_LIMIT = 1 << 62
+
+# Without a GPU there is Triton's interpreter, which runs the programs one after the other.
+_INTERPRETED_SMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """How one GEMM over experts is tiled. Sizes of blocks are powers of two."""
+
+    block_n: int  # rows of W in a program; of the gated GEMM, rows of either half
+    block_m: int  # token-expert pairs
+    block_k: int
+    num_warps: int
+    num_stages: int  # tiles in flight, the one at work included
+    places: int = 1  # programs that share an expert's pairs
+
+
+@dataclass(frozen=True, slots=True)
+class FewTiles:
+    """How the experts' GEMMs of few rows are tiled: the gated one with a program for each pair, and
+    the second one."""
+
+    inner: ExpertTiles = ExpertTiles(32, 16, 128, num_warps=4, num_stages=4)
+    block_n: int = 8  # outputs in a program
+    block_k: int = 256
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTiles:
+    """How the experts' GEMMs of many rows are tiled: the gated one and the second one."""
+
+    inner: ExpertTiles
+    outer: ExpertTiles
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTiles:
+    """How a program of decode attention works, and over how many programs the keys are split."""
+
+    block_n: int  # keys in a tile
+    num_warps: int
+    num_stages: int  # tiles in flight, the one at work included
+    programs_per_sm: int  # the keys of all rows are split over so many, if there are enough keys
+    min_split: int  # keys; a row is not split into fewer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """How a program of prefill attention works."""
+
+    block_m: int  # pairs of a token and a head
+    block_n: int  # keys in a tile
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTuning:
+    """Tables are read from the top: the first entry whose limit is not exceeded counts."""
+
+    # -- the device ----------------------------------------------------------------------------
+    num_sms: int = 132
+    # Shared memory of a program, in bytes: on GPUs of compute capability 8.6, 8.9 and 12.0 99 KiB,
+    # of 8.0 163, of 9.0 and 10.0 227. With more, a launch fails.
+    shared_bytes: int = 227 << 10
+
+    # -- elementwise kernels -------------------------------------------------------------------
+    # Rows from which the bandwidth counts, and a program takes more of them; with fewer the latency
+    # counts, and the work is spread over as many programs as there are.
+    many_rows: int = 1024
+
+    # -- linear maps of few rows ---------------------------------------------------------------
+    # (rows, most elements of W) up to which our kernels beat the best of cuBLAS's algorithms, by
+    # the time of whole decode steps of Qwen3-0.6B and 14B.
+    linear_weights: tuple[tuple[int, int], ...] = ((16, 1 << 26), (32, 1 << 24), (128, 1 << 22))
+    # Rows from which on only ungated maps count, and up to 64 rows only those with k > n.
+    linear_gated_rows: int = 32
+    # Rows and k up to which a GEMM norms its own input: where x is long, that holds up reading W.
+    norm_rows: int = 32
+    norm_k: int = 2048
+    # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
+    linear_programs: int = 132
+
+    # -- experts -------------------------------------------------------------------------------
+    few_tiles: FewTiles = FewTiles()
+    few_pairs: int = 8  # token-expert pairs up to which FewTiles are taken
+    few_weights: int = 48 << 10  # elements of W in the registers of such a program at most
+    # By the pairs that an expert has, if they spread evenly.
+    many_tiles: tuple[tuple[float, ManyTiles], ...] = (
+        (8, ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3))),
+        (24, ManyTiles(ExpertTiles(64, 32, 64, 4, 3), ExpertTiles(128, 32, 64, 4, 4))),
+        (48, ManyTiles(ExpertTiles(64, 64, 64, 4, 3, 2), ExpertTiles(128, 64, 64, 4, 4, 2))),
+        (384, ManyTiles(ExpertTiles(64, 128, 64, 4, 3, 4), ExpertTiles(128, 64, 64, 4, 4, 8))),
+        (
+            NO_LIMIT,
+            ManyTiles(ExpertTiles(128, 128, 64, 8, 4, 8), ExpertTiles(128, 256, 64, 8, 3, 4)),
+        ),
+    )
+    # In float32, for tests.
+    float32_tiles: ManyTiles = ManyTiles(
+        ExpertTiles(32, 16, 32, num_warps=4, num_stages=2, places=2),
+        ExpertTiles(32, 16, 32, num_warps=4, num_stages=2, places=2),
+    )
+
+    # -- attention -----------------------------------------------------------------------------
+    # By the number of pairs of a row and a KV head, for half precision and heads of up to 128;
+    # measured with head_dim 128 (bench_attention.py --tune). Few are split over as many programs as
+    # there are SMs, or twice as many, each long enough to be worth the work at its ends. Many fill
+    # the device by themselves, and are split so that no long row is left alone at the end. Two
+    # warps read as fast as four, but with them a step of 8 rows whose programs all rotate their
+    # row's heads (decode_qkv) was slower than one that left this to a kernel of its own.
+    decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+        (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
+        (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
+        (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),
+        (NO_LIMIT, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=8, min_split=64)),
+    )
+    wide_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 4, programs_per_sm=3, min_split=64)
+    # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
+    float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
+    # By head_dim. Not measured yet (bench_attention.py --tune-prefill): they keep their registers
+    # on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs.
+    prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
+        (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (NO_LIMIT, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+    )
+    float32_prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
+        (128, PrefillTiles(block_m=32, block_n=16, num_warps=8, num_stages=2)),
+        (NO_LIMIT, PrefillTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)),
+    )
+
+    # -- sampling ------------------------------------------------------------------------------
+    sampling_programs: int = 1056  # that the rows of logits are split over: about eight on each SM
+
+    # -- collectives ---------------------------------------------------------------------------
+    # A rank's rows, in bytes, that two ranks add up in one shot. Between more, one shot sends each
+    # row more often than two shots do, and wins with fewer: measured with two and four.
+    one_shot_bytes: int = 1600 << 10
+    collective_programs: int = 264  # of a sum: two on each SM
+
+
+H200 = DeviceTuning()
+
+
+@cache
+def tuning_of(device: torch.device) -> DeviceTuning:
+    """The tuning of a CUDA device; of any other, that of Triton's interpreter, which has no limit
+    of shared memory."""
+    if device.type != "cuda":
+        return replace(H200, num_sms=_INTERPRETED_SMS)
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return replace(
+        H200,
+        num_sms=torch.cuda.get_device_properties(index).multi_processor_count,
+        # What Triton itself compares with.
+        shared_bytes=int(driver.active.utils.get_device_properties(index)["max_shared_mem"]),
+    )
+
+
+def fitting_stages(num_stages: int, stage_bytes: int, shared_bytes: int) -> int:
+    """`num_stages`, or as many tiles in flight as there is shared memory for.
+
+    The tile at work counts: wgmma reads it from shared memory. Without wgmma it is in registers,
+    and there is room to spare.
+    """
+    return min(num_stages, shared_bytes // stage_bytes)
