@@ -31,7 +31,7 @@ from minisgl.bench.workload import Job, make_job, make_workload
 from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import ConfigError, ContextLengthError, StepError
-from minisgl.models.config import read_model_config
+from minisgl.models.registry import read_model_config
 from minisgl.request import SamplingParams
 
 # -- the workload ---------------------------------------------------------------------------------

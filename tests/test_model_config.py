@@ -30,10 +30,11 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.models import hub
-from minisgl.models.config import ModelConfig, read_model_config
+from minisgl.models.config import ModelConfig
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -22,8 +22,9 @@ from minisgl.attention.base import AttentionBackend, DecodeBatch, LayerKV, Prefi
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.models.config import ModelConfig, RopeConfig, read_model_config
+from minisgl.models.config import ModelConfig, RopeConfig
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
 # How far over the tolerance a mistake must be, so that no parity test can miss it by luck.

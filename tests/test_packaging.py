@@ -35,7 +35,7 @@ def test_the_wheel_holds_every_module_and_every_asset(wheel_names: set[str]) -> 
         f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, installed in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".md"
     }
     assert "minisgl/py.typed" in modules
     assert {name for name in wheel_names if ".dist-info/" not in name} == modules

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader
-from minisgl.models.config import read_model_config
 from minisgl.models.loader import checkpoint_slots, load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
 

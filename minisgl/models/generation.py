@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
-from minisgl.models.config import CONFIG_FILE, read_json
+from minisgl.models.config_reader import CONFIG_FILE, read_json
 from minisgl.request import MAX_EDITS, SamplingParams
 
 GENERATION_FILE = "generation_config.json"

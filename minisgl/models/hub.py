@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from minisgl.errors import CheckpointError, DownloadError, ModelNotFoundError
-from minisgl.models.config import CONFIG_FILE, read_json
+from minisgl.models.config_reader import CONFIG_FILE, read_json
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"

@@ -23,6 +23,7 @@ from minisgl.layers.linear import (
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
+from minisgl.models.registry import FAMILIES
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, whole
 
@@ -51,7 +52,8 @@ def load_model(
     what the rank holds; 'dummy' draws random weights and reads nothing. Blocks. Raises
     CheckpointError where the files are not exactly what `config` describes.
     """
-    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device, comm=ranks)
+    model_type = FAMILIES[config.architecture].model
+    model = model_type(config, max_seq_len=max_seq_len, dtype=dtype, device=device, comm=ranks)
     if load_format == "dummy":
         _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     else:
