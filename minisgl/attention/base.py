@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 
@@ -22,7 +23,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     page_size: int
-    dtype: torch.dtype  # of queries, keys and values
+    dtype: torch.dtype  # of queries
+    kv_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,11 @@ class AttentionBackend(Protocol):
     reads KV head h // (num_heads // num_kv_heads).
     """
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         ...
 
@@ -131,7 +133,7 @@ class FusedDecode(Protocol):
     """
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
     ) -> Tensor:
         """qkv: as qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim]."""
         ...
@@ -153,7 +155,12 @@ class Attention:
             self.prefill_backend.plan_prefill(inputs.chunks)
 
     def attend_qkv(
-        self, qkv: Tensor, kv: LayerKV, inputs: ForwardBatch, norm_rope: NormRope, scale: float
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        inputs: ForwardBatch,
+        norm_rope: NormRope,
+        spec: AttentionSpec,
     ) -> Tensor:
         """Norm and turn the heads of q and k, write the rows' K and V to the cache, and attend.
 
@@ -161,23 +168,23 @@ class Attention:
         """
         rows, backend = inputs.decodes, self.decode_backend
         if rows.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
-            return backend.decode_qkv(qkv, kv, rows, norm_rope, scale)
+            return backend.decode_qkv(qkv, kv, rows, norm_rope, spec)
         q = dispatch.qk_norm_rope_store_kv(
             qkv, inputs.positions, inputs.slot_mapping, kv.k, kv.v, norm_rope
         )
-        return self(q, kv, inputs, scale)
+        return self(q, kv, inputs, spec)
 
-    def __call__(self, q: Tensor, kv: LayerKV, inputs: ForwardBatch, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, kv: LayerKV, inputs: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Attend over the cache, where K and V of the rows are already.
 
         q: [num_rows, num_heads, head_dim]; returns the same shape.
         """
         num_decodes = inputs.decodes.num_rows
         if num_decodes == q.shape[0]:
-            return self.decode_backend.decode(q, kv, inputs.decodes, scale)
+            return self.decode_backend.decode(q, kv, inputs.decodes, spec)
         if num_decodes == 0:
-            return self.prefill_backend.prefill(q, kv, inputs.chunks, scale)
+            return self.prefill_backend.prefill(q, kv, inputs.chunks, spec)
         out = q.new_empty(q.shape)
-        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, inputs.decodes, scale)
-        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, inputs.chunks, scale)
+        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, inputs.decodes, spec)
+        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, inputs.chunks, spec)
         return out

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 
 
 class _Kernels(Protocol):
@@ -31,9 +32,11 @@ class _Kernels(Protocol):
         """Pages must have a multiple of so many tokens."""
         ...
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor: ...
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor: ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor: ...
+    def prefill(
+        self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec
+    ) -> Tensor: ...
 
 
 class FlashAttention:
@@ -50,13 +53,13 @@ class FlashAttention:
         """Pages must have a multiple of so many tokens."""
         return self._kernels.page_multiple
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.decode(q, kv, rows, scale)
+        return self._kernels.decode(q, kv, rows, spec)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.prefill(q, kv, rows, scale)
+        return self._kernels.prefill(q, kv, rows, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +73,19 @@ class _Generation2:
         package = importlib.import_module("flash_attn")
         return _Generation2(package.flash_attn_with_kvcache, package.flash_attn_varlen_func)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         out: Tensor = self.with_kvcache(
             q.unsqueeze(1),
             kv.k,
             kv.v,
             cache_seqlens=rows.lengths,
             block_table=rows.page_table,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         out: Tensor = self.varlen(
             q,
             kv.k,
@@ -92,7 +95,7 @@ class _Generation2:
             cu_seqlens_k=F.pad(rows.ends.cumsum(0, dtype=torch.int32), (1, 0)),
             max_seqlen_q=max(rows.lengths),
             max_seqlen_k=_most_keys(rows),
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
             block_table=rows.page_table,
         )
@@ -109,19 +112,19 @@ class _Generation3:
         module = importlib.import_module("flash_attn_interface")
         return _Generation3(module.flash_attn_with_kvcache)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         out: Tensor = self.with_kvcache(
             q.unsqueeze(1),
             kv.k,
             kv.v,
             cache_seqlens=rows.lengths,
             page_table=rows.page_table,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
         )
         return out.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         out: Tensor = self.with_kvcache(
             q,
             kv.k,
@@ -130,7 +133,7 @@ class _Generation3:
             page_table=rows.page_table,
             cu_seqlens_q=rows.row_starts,
             max_seqlen_q=max(rows.lengths),
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
         )
         return out
@@ -149,7 +152,7 @@ class _Generation4:
             raise ImportError("flash_attn.cute is not that of the package flash-attn-4")
         return _Generation4(module.flash_attn_varlen_func)
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         # Splitting the keys is left off: on Hopper it is refused.
         out, _ = self.varlen(
             q.unsqueeze(1),
@@ -157,13 +160,13 @@ class _Generation4:
             kv.v,
             seqused_k=rows.lengths,
             page_table=rows.page_table,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
         )
         attended: Tensor = out
         return attended.squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         out, _ = self.varlen(
             q,
             kv.k,
@@ -173,7 +176,7 @@ class _Generation4:
             max_seqlen_k=_most_keys(rows),
             seqused_k=rows.ends,
             page_table=rows.page_table,
-            softmax_scale=scale,
+            softmax_scale=spec.scale,
             causal=True,
         )
         attended: Tensor = out

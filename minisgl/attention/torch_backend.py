@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 
 # Bounds of the dense tensors that one call of the kernel works on. On the CPU keys and values that
 # stay in its caches are attended to four times as fast; a GPU wants few large launches.
@@ -28,7 +29,7 @@ _MAX_SCORES = 64 << 20
 class TorchAttention:
     """Implements AttentionBackend on any device and in any floating dtype. Never waits for it."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
@@ -36,10 +37,10 @@ class TorchAttention:
         for first in range(0, rows.num_rows, group):
             part = slice(first, first + group)
             table, lengths = rows.page_table[part], rows.lengths[part]
-            out[part] = _decode(q[part], kv, table, lengths, rows.longest, scale)
+            out[part] = _decode(q[part], kv, table, lengths, rows.longest, spec.scale)
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         starts, lengths = rows.starts, rows.lengths
@@ -50,7 +51,7 @@ class TorchAttention:
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], q[part], kv, rows.page_table[chunk], start, scale)
+                _prefill(out[part], q[part], kv, rows.page_table[chunk], start, spec.scale)
             first += length
         return out
 

@@ -5,7 +5,15 @@ facts about the model and the device into a `ResolvedConfig`, in which nothing i
 """
 
 from minisgl.config.engine import ATTENTION_BACKENDS, EngineConfig, refuse_engine_options
-from minisgl.config.facts import DTYPE_BYTES, DTYPES, DeviceFacts, ExpertFacts, ModelFacts
+from minisgl.config.facts import (
+    DTYPE_BYTES,
+    DTYPES,
+    AttentionSpec,
+    DeviceFacts,
+    ExpertFacts,
+    KVSpec,
+    ModelFacts,
+)
 from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
@@ -48,10 +56,12 @@ __all__ = [
     "MAX_CPU_RANKS",
     "TRTLLM_PAGE_SIZES",
     "TYPE_NAMES",
+    "AttentionSpec",
     "Capacity",
     "DeviceFacts",
     "EngineConfig",
     "ExpertFacts",
+    "KVSpec",
     "ModelFacts",
     "ResolvedConfig",
     "check_at_least",

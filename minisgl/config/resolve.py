@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from minisgl.config.engine import EngineConfig
 from minisgl.config.facts import DeviceFacts, ModelFacts
 from minisgl.config.options import refuse
-from minisgl.errors import ConfigError, one_of
+from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
 # Backends whose decoding reads all that changes from step to step on the device.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
@@ -89,7 +89,11 @@ def overlap_enabled() -> bool:
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
 ) -> ResolvedConfig:
-    """Settle every automatic option. Pure; raises ConfigError where model or device object."""
+    """Settle every automatic option. Pure.
+
+    Raises ConfigError where an option does not fit the model or the device, UnsupportedModelError
+    where no attention backend computes the model on the device.
+    """
     notes: list[str] = []
     target = config.device
     if target == "auto":
@@ -130,7 +134,7 @@ def resolve(
 
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
-    """Raises ConfigError where the model or the machine cannot be divided so."""
+    """Raises ConfigError where the model cannot be sharded so, or the machine has too few GPUs."""
     at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
     allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
     if config.tp in allowed:
@@ -139,9 +143,12 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
         found = f"{at_most} GPUs" if target == "cuda" else f"at most {at_most} ranks on a CPU"
         reason = f"there are {found}"
     else:
+        heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
         reason = (
-            f"{model.num_heads} heads, {model.num_kv_heads} KV heads, an MLP of "
-            f"{model.intermediate_size} and a vocabulary of {model.vocab_size} do not divide so"
+            f"cannot shard this model over {config.tp} ranks: its "
+            + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
+            + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
+            "divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed)}")
 
@@ -163,9 +170,12 @@ def _resolve_attention(
     usable: list[tuple[str, ...]] = []
     for names in (device.prefill_backends, device.decode_backends):
         if target == "cpu":
-            names = ("torch",)
+            names = tuple(name for name in ("torch",) if name not in device.missing_backends)
         elif dtype == "float32":
             names = tuple(name for name in names if name in FLOAT32_BACKENDS)
+        if not names:
+            reasons = "; ".join(device.missing_backends.values())
+            raise UnsupportedModelError(f"No attention backend runs this model here: {reasons}.")
         usable.append(names)
     if config.attn == "auto":
         prefill, decode = usable[0][0], usable[1][0]

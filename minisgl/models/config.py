@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minisgl.config import ExpertFacts, ModelFacts
+from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,15 @@ class ModelConfig:
     notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
 
+    def attention(self, layer: int) -> AttentionSpec:
+        """What the attention of layer `layer` computes."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+        )
+
     def facts(self) -> ModelFacts:
         """The properties of the model that option resolution needs."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and o, of k and v
@@ -84,10 +93,7 @@ class ModelConfig:
             max_seq_len=self.max_seq_len,
             max_seq_len_reason=self.max_seq_len_reason,
             vocab_size=self.vocab_size,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            attention=tuple(map(self.attention, range(self.num_layers))),
             intermediate_size=math.gcd(*inner_sizes),
             num_layer_weights=num_layer_weights,
             num_head_weights=self.hidden_size * self.vocab_size,

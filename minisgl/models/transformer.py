@@ -39,9 +39,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
         self.self_attn = SelfAttention(
             hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            config.attention(index),
             format,
             comm,
             qkv_bias=config.qkv_bias,
