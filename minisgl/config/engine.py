@@ -1,4 +1,4 @@
-"""Every option of the engine, once, as the user wrote it."""
+"""The options of the engine, as the user sets them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options as the user gave them. Raises ConfigError on a value that can never be right."""
+    """The options as the user set them. Raises ConfigError for a value that is never valid."""
 
     model: str = option(
         "",
@@ -32,7 +32,7 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Tensor-parallel ranks, on one host.",
+        "Number of tensor-parallel ranks, on one host.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
         group="Parallelism",
     )
@@ -45,21 +45,25 @@ class EngineConfig:
         group="Memory",
     )
     num_pages: int | None = option(
-        None, "Size of the KV cache in pages; from memory if not given.", group="Memory"
+        None, "Size of the KV cache in pages; all that memory allows if not given.", group="Memory"
     )
     page_size: int | None = option(
-        None, "Tokens per page; chosen by backend if not given.", group="Memory"
+        None,
+        "Tokens per page of the KV cache; chosen for the attention backend if not given.",
+        group="Memory",
     )
     cache_type: str = option(
         "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
     )
-    max_running_requests: int = option(256, "Running requests at most.", group="Scheduling")
+    max_running_requests: int = option(
+        256, "Maximum number of concurrently running requests.", group="Scheduling"
+    )
     max_queued_requests: int = option(
-        2048, "Waiting requests before new ones are refused.", group="Scheduling"
+        2048, "Maximum number of waiting requests; further ones are refused.", group="Scheduling"
     )
     max_prefill_length: int = option(
         8192,
-        "Prompt tokens in one step; longer prompts are prefilled in chunks.",
+        "Maximum number of prompt tokens per step; longer prompts are prefilled in chunks.",
         group="Scheduling",
     )
     schedule_policy: str = option(
@@ -122,7 +126,7 @@ class EngineConfig:
 
 
 def refuse_engine_options(config: EngineConfig) -> None:
-    """With --url there is no engine: raises ConfigError for an option that would do nothing."""
+    """Raises ConfigError for an option that has no effect with --url, which starts no engine."""
     for spec in fields(config):
         value = getattr(config, spec.name)
         if spec.name != "model" and value != spec.default:

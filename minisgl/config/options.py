@@ -28,28 +28,32 @@ def option(
     group: str = "Engine",
     secret: bool = False,
 ) -> Any:
-    """A dataclass field that the command line offers as an option.
+    """Returns a dataclass field that is an option of the command line.
 
-    The option is spelled after the field (`page_size` → `--page-size`) unless `names` says
-    otherwise; the first name is the one that messages use. A secret's value is in no message.
+    names: its spellings, by default that of the field (`page_size` → `--page-size`); messages use
+    the first. group: heading in --help. secret: its value appears in no message.
     """
     metadata = {"help": help, "names": names, "group": group, "secret": secret}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
 def option_names(spec: Field[Any]) -> tuple[str, ...]:
+    """The spellings of an option on the command line."""
     return tuple(spec.metadata["names"]) or ("--" + spec.name.replace("_", "-"),)
 
 
 def refuse(config: Any, name: str, allowed: str) -> NoReturn:
-    """Raise ConfigError for field `name`, made with `option`, of the dataclass `config`."""
+    """Raise ConfigError for the value of field `name`, declared with `option`, in `config`.
+
+    allowed: what is allowed, or why the value is refused.
+    """
     spec = next(spec for spec in fields(config) if spec.name == name)
     shown = HIDDEN if spec.metadata["secret"] else getattr(config, name)
     raise ConfigError(option_names(spec)[0], shown, allowed)
 
 
 def check_types(config: Any) -> None:
-    """Refuse a field whose value is not of the type that it is declared with."""
+    """Raise ConfigError for a field whose value does not have its declared type."""
     for name, hint in get_type_hints(type(config)).items():
         kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
         if get_origin(hint) is tuple:
@@ -57,14 +61,14 @@ def check_types(config: Any) -> None:
         value = getattr(config, name)
         if float in kinds:
             kinds.add(int)
-        # A bool is an int to Python, and to nobody else.
+        # To Python a bool is an int; as an option it is not.
         if type(value) not in kinds:
             names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
             refuse(config, name, f"allowed: {names}")
 
 
 def check_at_least(config: Any, name: str, low: int) -> None:
-    """Refuse a field that is given and below `low`."""
+    """Raise ConfigError if field `name` is set to a value below `low`."""
     value = getattr(config, name)
     if value is not None and value < low:
         refuse(config, name, f"allowed: {low} or more")

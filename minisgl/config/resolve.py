@@ -1,6 +1,6 @@
-"""The options with nothing left to choose, from what the user wrote, the model and the device.
+"""Resolution of the automatic options, given the user's and the facts about model and device.
 
-What is known only after loading the model is the runner's result, a `Capacity`.
+What is known only after loading the model is returned by the runner, as a `Capacity`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from minisgl.config.facts import DeviceFacts, ModelFacts
 from minisgl.config.options import refuse
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
-# Backends whose decoding reads all that changes from step to step on the device.
+# Backends whose decoding needs nothing from the host that changes from step to step.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
 FLOAT32_BACKENDS = ("triton", "torch")
 LARGEST_AUTO_GRAPH = 512
 DEFAULT_PAGE_SIZE = 16
-# FlashInfer's kernels and TensorRT-LLM's are at their best there.
+# The page size at which the kernels of FlashInfer and TensorRT-LLM are fastest.
 FLASHINFER_PAGE_SIZE = 64
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
 MAX_CPU_RANKS = 8
-# On CPU the KV cache is modest unless --num-pages says otherwise.
+# Bounds of the KV cache on a CPU, where --num-pages does not set its size.
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The options with nothing left to choose."""
+    """The options, none of them automatic any more."""
 
     model: str
     device: str
@@ -55,21 +55,22 @@ class ResolvedConfig:
     attn_decode: str
     cuda_graph_max_bs: int
     overlap: bool
-    notes: tuple[str, ...]  # what was decided and why, for the log
+    notes: tuple[str, ...]  # decisions and their reasons, for the log
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the runner found room for, once the weights were loaded."""
+    """The sizes that fit into memory beside the weights."""
 
-    num_pages: int  # page 0 is scratch, so one less is usable
+    num_pages: int  # including page 0, the scratch page
     page_size: int
     num_slots: int
     max_seq_len: int
-    max_graph_batch: int = 0  # the largest batch whose decoding is captured
+    max_graph_batch: int = 0  # largest batch whose decoding is captured
 
     @staticmethod
     def of(config: ResolvedConfig, num_pages: int) -> Capacity:
+        """The capacity with `num_pages` pages, whose tokens bound the longest sequence."""
         return Capacity(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -79,7 +80,7 @@ class Capacity:
 
 
 def overlap_enabled() -> bool:
-    """What the environment says of look-ahead. Raises ConfigError."""
+    """Whether the environment leaves overlap scheduling on. Raises ConfigError."""
     value = os.environ.get(DISABLE_OVERLAP, "")
     if value not in ("", "0", "1"):
         raise ConfigError(DISABLE_OVERLAP, value, one_of((0, 1)))
@@ -166,7 +167,7 @@ def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: 
 def _resolve_attention(
     config: EngineConfig, device: DeviceFacts, target: str, dtype: str, notes: list[str]
 ) -> tuple[str, str]:
-    """The backends of prefill and decode."""
+    """The names of the backends for prefill and decode."""
     usable: list[tuple[str, ...]] = []
     for names in (device.prefill_backends, device.decode_backends):
         if target == "cpu":
@@ -219,7 +220,7 @@ def _resolve_page_size(
 def _resolve_graphs(
     config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
 ) -> int:
-    """The largest batch to capture, if there is memory for it."""
+    """The largest batch whose decoding is captured, memory permitting; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
     if target == "cpu":
