@@ -1,4 +1,4 @@
-"""What this machine offers, as far as the options depend on it."""
+"""Finds the properties of this machine that option resolution needs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from minisgl.kernels.dispatch import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
-    """For one rank of a model. Imports the attention packages that are installed, which may take
-    seconds."""
+    """The facts about this machine, for one rank of `model`.
+
+    Imports the attention packages that are installed, which may take seconds.
+    """
     # Not every system says how much memory is free; all say how much there is.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -39,7 +41,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
 
 
 def device_name(device: str) -> str:
-    """What people call `device`, cpu or cuda."""
+    """The display name of `device`, cpu or cuda."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     num_threads = torch.get_num_threads()
