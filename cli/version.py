@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 
 from minisgl.bench.environment import PACKAGES, Environment, versions
+from minisgl.config import AttentionSpec
 
-# The backends depend on the model a little; most have such heads.
-HEAD_DIM, GROUP = 128, 4
+# Which backends run depends on the model a little; most have such heads.
+LAYER = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
 
 def version() -> int:
@@ -55,7 +56,7 @@ def _hardware() -> Iterator[str]:
         yield "gpu none that PyTorch can use"
         for gpu_name in environment.gpus:
             yield f"gpu of the machine {gpu_name}"
-    found = available_backends(capability, HEAD_DIM, GROUP)
+    found = available_backends(capability, (LAYER,))
     yield f"attention prefill {', '.join(found.prefill)}; decode {', '.join(found.decode)}"
     for name, reason in found.missing.items():
         yield f"attention without {name}: {reason}"

@@ -41,9 +41,9 @@ from minisgl.errors import (
 from minisgl.fanout import Fanout
 from minisgl.intake import Intake
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
+from minisgl.models.registry import read_model_config
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,

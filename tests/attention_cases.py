@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.slots.state import slot_mapping_of
@@ -38,9 +39,14 @@ class Shape:
     device: str = "cpu"
 
     @property
-    def scale(self) -> float:
+    def spec(self) -> AttentionSpec:
         """Peaked: over random keys the model's own scale gives nearly uniform weights."""
-        return 2 * self.head_dim**-0.5
+        return AttentionSpec(
+            num_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=2 * self.head_dim**-0.5,
+        )
 
     def queries(self, num_rows: int) -> Tensor:
         """A part of a wider tensor, as of one projection to q, k and v."""
@@ -92,8 +98,8 @@ def check_decode(
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
     rows = DecodeBatch(table, on_device, max(lengths))
     q = shape.queries(len(lengths))
-    out = backend.decode(q, kv, rows, shape.scale)
-    assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
+    out = backend.decode(q, kv, rows, shape.spec)
+    assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.spec), shape)
     return out
 
 
@@ -108,10 +114,10 @@ def check_decode_qkv(
     qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
     forget_own(kv, rows)
     expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
-    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
     assert_close(out, expected, shape)
     assert_stored(kv, expected_kv, rows)
-    assert torch.equal(backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale), out)
+    assert torch.equal(backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec), out)
     assert_stored(kv, expected_kv, rows)
 
 
@@ -136,7 +142,7 @@ def turned_and_attended(
     q = reference.qk_norm_rope_store_kv(qkv[live], positions, slots, kv.k, kv.v, norm_rope)
     live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
     out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
-    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.scale)
+    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec)
     return out, kv
 
 
@@ -158,8 +164,8 @@ def check_prefill(
     starts, lengths = zip(*chunks, strict=True)
     rows = PrefillBatch.of(table, starts, lengths)
     q = shape.queries(rows.num_rows)
-    out = backend.prefill(q, kv, rows, shape.scale)
-    assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.scale), shape)
+    out = backend.prefill(q, kv, rows, shape.spec)
+    assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec), shape)
     return out
 
 

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine, Loaded
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.server.app import create_app

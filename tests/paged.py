@@ -22,6 +22,7 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 from minisgl.models.config import ModelConfig
 from minisgl.models.transformer import CausalLM
 
@@ -38,6 +39,13 @@ def page_table(rows: Sequence[Sequence[int]]) -> Tensor:
     width = max(map(len, rows), default=0) + 2
     padded = [[*row, *[UNDEFINED_PAGE] * (width - len(row))] for row in rows]
     return torch.tensor(padded, dtype=torch.int32).view(len(rows), width)
+
+
+def spec_of(q: Tensor, kv: LayerKV, scale: float) -> AttentionSpec:
+    """The attention of queries [n, num_heads, head_dim] over `kv`."""
+    return AttentionSpec(
+        num_heads=q.shape[1], num_kv_heads=kv.k.shape[2], head_dim=q.shape[2], scale=scale
+    )
 
 
 class PagedModel:

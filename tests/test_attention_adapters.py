@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import page_table
+from paged import page_table, spec_of
 from test_torch_attention import Cache
 from torch import Tensor
 
@@ -40,7 +40,7 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import ATTENTION_BACKENDS
+from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
 
 SCALE = 0.3
 
@@ -427,6 +427,7 @@ class Case:
                 head_dim=head_dim,
                 page_size=page_size,
                 dtype=torch.float32,
+                kv_dtype=torch.float32,
             ),
             decode_q=torch.randn(len(lengths), num_heads, head_dim),
             decodes=DecodeBatch(
@@ -443,6 +444,10 @@ class Case:
             ),
         )
 
+    @property
+    def spec(self) -> AttentionSpec:
+        return spec_of(self.decode_q, self.kv, SCALE)
+
     def inputs(self) -> ForwardBatch:
         nothing = torch.empty(0, dtype=torch.int64)
         return ForwardBatch(nothing, nothing, nothing, self.decodes, self.chunks)
@@ -451,10 +456,10 @@ class Case:
         outputs = []
         if self.decodes.num_rows:
             decode = attention.decode_backend.decode
-            outputs.append(decode(self.decode_q, self.kv, self.decodes, SCALE))
+            outputs.append(decode(self.decode_q, self.kv, self.decodes, self.spec))
         if self.chunks.lengths:
             prefill = attention.prefill_backend.prefill
-            outputs.append(prefill(self.chunk_q, self.kv, self.chunks, SCALE))
+            outputs.append(prefill(self.chunk_q, self.kv, self.chunks, self.spec))
         return outputs
 
 
@@ -554,8 +559,8 @@ def test_queries_may_be_a_strided_view(packages: Callable[..., None]) -> None:
     attention.prepare(case.inputs())
     views = wide[:, :4]
     assert not views.is_contiguous()
-    out = attention.decode_backend.decode(views, case.kv, case.decodes, SCALE)
-    right = TorchAttention().decode(case.decode_q, case.kv, case.decodes, SCALE)
+    out = attention.decode_backend.decode(views, case.kv, case.decodes, case.spec)
+    right = TorchAttention().decode(case.decode_q, case.kv, case.decodes, case.spec)
     torch.testing.assert_close(out, right)
 
 
@@ -707,25 +712,58 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", module("triton"))
 
 
+def layers(head_dim: int, group: int, **extra: Any) -> tuple[AttentionSpec, ...]:
+    spec = AttentionSpec(
+        num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5, **extra
+    )
+    return (spec, spec)
+
+
 def test_available_on_hopper(everything: None) -> None:
-    found = available_backends((9, 0), 128, 2)
+    found = available_backends((9, 0), layers(128, 2))
     assert found.prefill == ("fi", "trtllm", "triton", "fa", "torch")
     assert found.decode == ("triton", "trtllm", "fa", "fi", "torch")
     assert found.missing == {}
 
 
 def test_available_on_ampere(everything: None) -> None:
-    found = available_backends((8, 0), 128, 4)
+    found = available_backends((8, 0), layers(128, 4))
     assert found.prefill == ("fi", "triton", "fa", "torch")
     assert found.decode == ("triton", "fa", "fi", "torch")
     assert found.missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
 
 
 def test_available_for_odd_models(everything: None) -> None:
-    found = available_backends((9, 0), 96, 7)
+    found = available_backends((9, 0), layers(96, 7))
     assert found.prefill == found.decode == ("triton", "fa", "torch")
-    found = available_backends((7, 5), 128, 1)
+    found = available_backends((7, 5), layers(128, 1))
     assert found.prefill == found.decode == ("torch",) and "8.0" in found.missing["fi"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"window": 4096}, "sliding windows"),
+        ({"softcap": 50.0, "sinks": True}, "soft caps and no attention sinks"),
+    ],
+)
+@pytest.mark.parametrize("compute_capability", [None, (9, 0)])
+def test_backends_refuse_what_they_do_not_compute(
+    everything: None,
+    compute_capability: tuple[int, int] | None,
+    extra: dict[str, Any],
+    words: str,
+) -> None:
+    """It is enough that one layer asks for it."""
+    found = available_backends(compute_capability, layers(128, 2) + layers(128, 2, **extra))
+    assert found.prefill == found.decode == ()
+    assert found.missing == {name: f"{name} computes no {words}" for name in ATTENTION_BACKENDS}
+
+
+def test_flashinfer_refuses_layers_with_different_heads(everything: None) -> None:
+    found = available_backends((9, 0), layers(128, 2) + layers(128, 4))
+    assert found.prefill == found.decode == ("triton", "fa", "torch")
+    assert "layers with the same heads" in found.missing["fi"]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -743,7 +781,7 @@ def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError(f"{name} was imported")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    found = available_backends(None, 128, 2)
+    found = available_backends(None, layers(128, 2))
     assert found.prefill == found.decode == ("torch",)
     assert found.missing["fi"] == "fi needs a GPU" and len(found.missing) == 4
 
@@ -752,20 +790,20 @@ def test_each_gap_has_its_reason(everything: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(backends, "_finds_nvcc", lambda: False)
     installed = {"flashinfer", "triton", "flash_attn"}
     monkeypatch.setattr(backends, "_is_installed", lambda module: module in installed)
-    assert "nvcc" in available_backends((9, 0), 128, 2).missing["fi"]
+    assert "nvcc" in available_backends((9, 0), layers(128, 2)).missing["fi"]
     installed.add("flashinfer_jit_cache")  # kernels that come compiled
-    assert "fi" in available_backends((9, 0), 128, 2).prefill
+    assert "fi" in available_backends((9, 0), layers(128, 2)).prefill
 
     for name, _ in FLASH.values():
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    found = available_backends((9, 0), 128, 2)
+    found = available_backends((9, 0), layers(128, 2))
     assert found.prefill == found.decode == ("triton", "torch")
     assert found.missing["fa"].startswith("flash-attn does not import: no generation")
     assert found.missing["fi"].startswith("flashinfer-python does not import: ")
 
     installed.clear()
-    found = available_backends((9, 0), 128, 2)
+    found = available_backends((9, 0), layers(128, 2))
     assert found.prefill == found.decode == ("torch",)
     assert found.missing == {
         "fa": "flash-attn is not installed",

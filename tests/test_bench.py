@@ -31,7 +31,7 @@ from minisgl.bench.workload.requests import OfflineRequest, make_offline_request
 from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.errors import ConfigError, ContextLengthError, StepError
-from minisgl.models.config import read_model_config
+from minisgl.models.registry import read_model_config
 from minisgl.request import SamplingParams
 
 # -- the workload ---------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_cached_tokens_are_read_and_not_computed(tmp_path: Path) -> None:
     assert cold.kv_bytes == (11 + 12 + 10 + 2) * per_token
     assert warm.kv_bytes == (11 + 12 + 2 + 2) * per_token
     assert cold.weight_bytes == warm.weight_bytes
-    pair = 4 * model.num_layers * model.num_heads * model.head_dim
+    pair = 4 * 2 * 16 * model.attention[0].head_dim
     head = 2 * model.num_head_weights  # of the one row that is sampled
     assert cold.prefill_operations == 10 * 2 * model.num_layer_weights + 55 * pair + head
     assert warm.prefill_operations == 2 * 2 * model.num_layer_weights + (9 + 10) * pair + head
@@ -295,7 +295,7 @@ def test_a_decode_step_is_the_average_of_those_of_a_run(tmp_path: Path) -> None:
     read = (11 + 12 + 21 + 22) / 2  # in two steps
     assert step.weight_bytes == 2 * weights
     assert step.kv_bytes == (read + 2) * model.kv_bytes_per_token("bfloat16")
-    pair = 4 * model.num_layers * model.num_heads * model.head_dim
+    pair = 4 * 2 * 16 * model.attention[0].head_dim
     assert step.operations == 2 * 2 * weights + read * pair
     moving = (step.weight_bytes + step.kv_bytes) / 1e9
     assert step.seconds(Peak(bytes_per_s=1e9, operations_per_s=1e15)) == pytest.approx(moving)

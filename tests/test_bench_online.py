@@ -53,8 +53,8 @@ from minisgl.client.errors import ServerError
 from minisgl.client.models import ServedModel
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models.config import read_model_config
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
 from minisgl_cli import main as cli
 
 # -- a server of somebody else --------------------------------------------------------------------

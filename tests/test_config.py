@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.config import (
+    AttentionSpec,
     Capacity,
     DeviceFacts,
     EngineConfig,
@@ -16,17 +17,14 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, UnsupportedModelError
 
 MODEL = ModelFacts(
     dtype="bfloat16",
     max_seq_len=4096,
     max_seq_len_reason=None,
     vocab_size=1000,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
+    attention=(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125),) * 2,
     intermediate_size=3072,
     num_layer_weights=100_000,
     num_head_weights=256_000,
@@ -88,7 +86,8 @@ def test_a_value_that_is_never_right_is_refused_at_once(
         ({"attn": "torch,fi"}, "--attn torch,fi: fi needs a GPU"),
         (
             {"tp": 3},
-            "--tp 3: 4 heads, 2 KV heads, an MLP of 3072 .* not divide so; allowed: 1, 2 or 4",
+            "--tp 3: cannot shard this model over 3 ranks: its 4 heads, 2 KV heads, MLP of 3072 or "
+            "vocabulary of 1000 is not divisible; allowed: 1, 2 or 4",
         ),
         ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: CUDA graphs need a GPU; allowed: 0"),
     ],
@@ -211,6 +210,18 @@ def test_the_longest_sequence() -> None:
         resolved(fixed, max_seq_len_override=4097)
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_a_model_that_no_backend_computes_is_refused(machine: DeviceFacts) -> None:
+    windowless = dataclasses.replace(
+        machine,
+        prefill_backends=(),
+        decode_backends=(),
+        missing_backends={"torch": "torch computes no sliding windows"},
+    )
+    with pytest.raises(UnsupportedModelError, match="here: torch computes no sliding windows"):
+        resolved(machine=windowless)
+
+
 def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
     assert resolved().num_pages == 1 + 65_536 // 16
     assert resolved(page_size=64).num_pages == 1 + 1024
@@ -248,9 +259,7 @@ def test_no_more_ranks_than_gpus() -> None:
 
 def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:
     heads = {tp: MODEL.on_rank(tp) for tp in (1, 2, 4)}
-    assert {tp: (facts.num_heads, facts.num_kv_heads) for tp, facts in heads.items()} == {
-        1: (4, 2),
-        2: (2, 1),
-        4: (1, 1),
-    }
+    for tp, expected in {1: (4, 2), 2: (2, 1), 4: (1, 1)}.items():
+        for spec in heads[tp].attention:
+            assert (spec.num_heads, spec.num_kv_heads) == expected
     assert 2 * heads[2].kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16")

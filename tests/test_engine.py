@@ -20,9 +20,9 @@ from minisgl.errors import (
     QueueFullError,
     StepError,
 )
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult

@@ -24,8 +24,8 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError
 from minisgl.kernels.moe import reference as experts
 from minisgl.kernels.moe.reference import Routing
-from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
 NAMES = [spec.name for spec in EXPERT_SPECS]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from minisgl.config import EngineConfig
 from minisgl.engine import load
 from minisgl.errors import CheckpointError, InvalidRequestError, MinisglError
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
 from minisgl.models.rope import inverse_frequencies
 from minisgl.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from minisgl.config import ModelFacts
+from minisgl.config import AttentionSpec, ModelFacts
 from minisgl.errors import (
     CheckpointError,
     DownloadError,
@@ -30,10 +30,11 @@ from minisgl.errors import (
     UnsupportedModelError,
 )
 from minisgl.models import hub
-from minisgl.models.config import ModelConfig, read_model_config
+from minisgl.models.config import ModelConfig
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import locate_model, safetensors_files
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -164,10 +165,8 @@ def test_facts(read: Read) -> None:
         max_seq_len=40960,
         max_seq_len_reason=None,
         vocab_size=151936,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+        attention=(AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),)
+        * 36,
         intermediate_size=12288,
         num_layer_weights=36 * 4096 * ((32 + 32 + 8 + 8) * 128 + 3 * 12288),
         num_head_weights=4096 * 151936,

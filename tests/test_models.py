@@ -24,8 +24,9 @@ from paged import PagedModel, PagedSequence
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minisgl.models.config import ModelConfig, read_model_config
+from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.rope import inverse_frequencies
 from minisgl.models.transformer import CausalLM
 

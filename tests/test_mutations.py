@@ -20,10 +20,12 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, DecodeBatch, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
-from minisgl.models.config import ModelConfig, RopeConfig, read_model_config
+from minisgl.models.config import ModelConfig, RopeConfig
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 
 # How far over the tolerance a mistake must be, so that no parity test can miss it by luck.
@@ -36,11 +38,11 @@ Change = Callable[[ModelConfig], ModelConfig]
 class WrongHeadMap(TorchAttention):
     """Query head h reads KV head h % num_kv_heads instead of h // group."""
 
-    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
-        return self._unmix(super().decode(self._mix(q, kv), kv, rows, scale), kv)
+    def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
+        return self._unmix(super().decode(self._mix(q, kv), kv, rows, spec), kv)
 
-    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, scale: float) -> Tensor:
-        return self._unmix(super().prefill(self._mix(q, kv), kv, rows, scale), kv)
+    def prefill(self, q: Tensor, kv: LayerKV, rows: PrefillBatch, spec: AttentionSpec) -> Tensor:
+        return self._unmix(super().prefill(self._mix(q, kv), kv, rows, spec), kv)
 
     def _mix(self, q: Tensor, kv: LayerKV) -> Tensor:
         num_kv_heads = kv.k.shape[2]

@@ -30,8 +30,8 @@ from minisgl.config import EngineConfig, resolve
 from minisgl.engine import AsyncEngine, EngineStats, Loaded
 from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
+from minisgl.models.registry import read_model_config
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner

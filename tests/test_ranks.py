@@ -232,7 +232,8 @@ def test_a_checkpoint_that_is_broken_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"--tp 3: .* do not divide so; allowed: 1, 2 or 4"):
+    refusal = r"--tp 3: cannot shard this model over 3 ranks: .* not divisible; allowed: 1, 2 or 4"
+    with pytest.raises(ConfigError, match=refusal):
         LLM(tp=3, device="cpu")
     assert not multiprocessing.active_children()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.attention.base import Attention, DecodeBatch, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 from minisgl.engine import AsyncEngine
 from minisgl.errors import DeviceMemoryError
 from minisgl.runner import graphs, load
@@ -150,9 +151,9 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
         def plan_prefill(self, rows: object) -> None:
             pass
 
-        def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, scale: float) -> Tensor:
+        def decode(self, q: Tensor, kv: LayerKV, rows: DecodeBatch, spec: AttentionSpec) -> Tensor:
             assert self.planned
-            return super().decode(q, kv, rows, scale)
+            return super().decode(q, kv, rows, spec)
 
     def make(*_: object) -> Attention:
         backend = Planning()

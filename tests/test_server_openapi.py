@@ -23,7 +23,7 @@ from serving import Served, demo_engine, served
 from starlette.routing import Route
 
 from minisgl.engine import AsyncEngine
-from minisgl.models.config import CONFIG_FILE
+from minisgl.models.config_reader import CONFIG_FILE
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server import schemas
 from minisgl.server.app import create_app

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader
-from minisgl.models.config import read_model_config
-from minisgl.models.loader import checkpoint_slots, load_model
+from minisgl.models.loader import checkpoint_targets, load_model
+from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
 
@@ -69,7 +69,7 @@ def test_ranks_hold_the_checkpoint_between_them(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(spec_named(name), tmp_path)
-    whole = {name: slot.target for name, slot in checkpoint_slots(load(folder)).items()}
+    whole = {name: target.weight for name, target in checkpoint_targets(load(folder)).items()}
     read = 0
 
     def reading(stored: Any, cut: tuple[Shard, ...]) -> torch.Tensor:
@@ -82,18 +82,18 @@ def test_ranks_hold_the_checkpoint_between_them(
     monkeypatch.setattr(loader, "_part", reading)
     for rank in range(size):
         read = 0
-        slots = checkpoint_slots(load(folder, rank, size))
-        assert slots.keys() == whole.keys()
-        for tensor_name, slot in slots.items():
+        targets = checkpoint_targets(load(folder, rank, size))
+        assert targets.keys() == whole.keys()
+        for tensor_name, target in targets.items():
             wanted = whole[tensor_name]
-            real = tuple(slice(shard.first, shard.first + shard.num_real) for shard in slot.cut)
-            there = tuple(slice(shard.num_real) for shard in slot.cut)
-            assert torch.equal(slot.target[there], wanted[real]), tensor_name
-            padding = slot.target.clone()
+            real = tuple(slice(shard.first, shard.first + shard.num_real) for shard in target.cut)
+            there = tuple(slice(shard.num_real) for shard in target.cut)
+            assert torch.equal(target.weight[there], wanted[real]), tensor_name
+            padding = target.weight.clone()
             padding[there] = 0
             assert not padding.any()
         # Nothing but what it holds: no padding, no other rank's part.
-        held = sum(slot.target.nbytes for slot in slots.values())
+        held = sum(target.weight.nbytes for target in targets.values())
         assert read <= held
         assert held < 0.75 * sum(tensor.nbytes for tensor in whole.values())
 

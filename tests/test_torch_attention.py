@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged import page_table
+from paged import page_table, spec_of
 from torch import Tensor
 
 from minisgl.attention import torch_backend
@@ -78,7 +78,7 @@ def check_decode(
     rows = DecodeBatch(
         page_table(cache.pages), torch.tensor(lengths, dtype=torch.int32), max(lengths) + slack
     )
-    out = TorchAttention().decode(q, cache.kv, rows, scale=0.3)
+    out = TorchAttention().decode(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
     assert out.shape == q.shape and out.dtype == dtype
     assert_close(out, [cache.attend(q[i], i, n, 0.3) for i, n in enumerate(lengths)])
 
@@ -96,7 +96,7 @@ def check_prefill(
     starts, lengths = zip(*chunks, strict=True)
     q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
     rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
-    out = TorchAttention().prefill(q, cache.kv, rows, scale=0.3)
+    out = TorchAttention().prefill(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
     assert out.shape == q.shape and out.dtype == dtype
     places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
     assert_close(out, [cache.attend(q[row], i, p + 1, 0.3) for row, (i, p) in enumerate(places)])
@@ -161,8 +161,8 @@ def test_chunks_that_only_the_device_knows() -> None:
     q = torch.randn(30, 4, 64)
     known = PrefillBatch.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
     unknown = replace(known, starts=(), lengths=(), num_rows=30)
-    expected = TorchAttention().prefill(q[:22], cache.kv, known, scale=0.3)
-    out = TorchAttention().prefill(q, cache.kv, unknown, scale=0.3)
+    expected = TorchAttention().prefill(q[:22], cache.kv, known, spec_of(q, cache.kv, 0.3))
+    out = TorchAttention().prefill(q, cache.kv, unknown, spec_of(q, cache.kv, 0.3))
     assert torch.equal(out[:22], expected)
 
 

@@ -99,7 +99,7 @@ def test_scores_far_below_zero() -> None:
     kv.k.mul_(0.1).add_(stored.k.flatten(0, 1)[own_places(kv, rows)[2]])
     forget_own(kv, rows)
     expected, _ = turned_and_attended(qkv, kv, rows, norm_rope, shape)
-    out = TritonAttention(TILES).decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+    out = TritonAttention(TILES).decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
     assert_close(out, expected, shape)
 
 
@@ -161,9 +161,9 @@ def test_chunks_that_only_the_device_knows(chunks: list[tuple[int, int]], block_
     q = shape.queries(unknown.num_rows)
     q[known.num_rows :] = torch.nan
     tiles = PrefillTiles(block_m, block_n=16, num_warps=4, num_stages=2)
-    out = TritonAttention(prefill=tiles).prefill(q, kv, unknown, shape.scale)
+    out = TritonAttention(prefill=tiles).prefill(q, kv, unknown, shape.spec)
     assert out.shape == q.shape
-    expected = TorchAttention().prefill(q[: known.num_rows], kv, known, shape.scale)
+    expected = TorchAttention().prefill(q[: known.num_rows], kv, known, shape.spec)
     assert_close(out[: known.num_rows], expected, shape)
 
 
@@ -234,7 +234,7 @@ def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(dispatch, "qk_norm_rope_store_kv", recorded)
     attention = Attention(TorchAttention(), TritonAttention())
-    out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.scale)
+    out = attention.attend_qkv(qkv, kv, inputs, norm_rope, shape.spec)
     assert turned == ([qkv.shape[0]] if num_chunk_rows else [])
     assert_close(out[:2], expected, shape)
     own_keys = kv.k.flatten(0, 1)[slots].cpu()

@@ -35,8 +35,8 @@ from minisgl.kernels.linear import config as linear_config
 from minisgl.kernels.linear.config import LinearWorkspace
 from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
 from minisgl.kernels.tuning import H200
-from minisgl.models.config import read_model_config
 from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
 
 pytestmark = [
     # What overflows on the way becomes 0 or infinity in numpy too, but it says so.

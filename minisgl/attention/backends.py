@@ -6,12 +6,13 @@ import importlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from minisgl.attention.base import Attention, AttentionBackend, AttentionShape
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import ATTENTION_BACKENDS
+from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
 
 ComputeCapability = tuple[int, int]
 
@@ -35,6 +36,9 @@ _UNMEASURED = {
     "prefill": ("fi", "trtllm", "triton", "fa", "torch"),
     "decode": ("triton", "trtllm", "fa", "fi", "torch"),
 }
+
+# What a backend computes beyond plain causal attention, in the words of AttentionSpec.extras.
+_COMPUTED_EXTRAS: dict[str, tuple[str, ...]] = {}
 
 _OLDEST = (8, 0)
 _TRTLLM_MAJORS = (9, 10, 12)
@@ -84,17 +88,18 @@ class Available:
 
 
 def available_backends(
-    compute_capability: ComputeCapability | None, head_dim: int, group: int
+    compute_capability: ComputeCapability | None, layers: Sequence[AttentionSpec]
 ) -> Available:
     """The backends that run a model in half precision here; float32 is for triton and torch only.
 
-    compute_capability: of the GPU, None without one; group: query heads that share a KV head.
+    compute_capability: of the GPU, None without one; layers: the attention of each, on one rank.
     Imports the packages, which takes seconds, but compiles nothing.
     """
+    group = max(spec.group for spec in layers)
     missing = {
         name: reason
         for name in ATTENTION_BACKENDS
-        if (reason := _why_missing(name, compute_capability, head_dim)) is not None
+        if (reason := _why_missing(name, compute_capability, set(layers))) is not None
     }
     prefill, decode = (
         tuple(name for name in choose(phase, compute_capability, group) if name not in missing)
@@ -124,9 +129,11 @@ def flash_page_multiple() -> int:
 
 
 def _why_missing(
-    name: str, compute_capability: ComputeCapability | None, head_dim: int
+    name: str, compute_capability: ComputeCapability | None, layers: Set[AttentionSpec]
 ) -> str | None:
     """The reason why `name` cannot run, as one short sentence; None if it can."""
+    if (reason := _why_not_computed(name, layers)) is not None:
+        return reason
     if name == "torch":
         return None
     if compute_capability is None:
@@ -137,14 +144,21 @@ def _why_missing(
         case "triton":
             return _why_not_importable("triton", "triton")
         case "fa":
-            return _why_no_flash(head_dim)
+            return _why_no_flash(layers)
         case _:
-            return _why_no_flashinfer(name, compute_capability, head_dim)
+            return _why_no_flashinfer(name, compute_capability, layers)
 
 
-def _why_no_flash(head_dim: int) -> str | None:
-    if head_dim % 8 or head_dim > _LARGEST_FLASH_HEAD_DIM:
-        return f"flash-attn has no kernels for head_dim {head_dim}"
+def _why_not_computed(name: str, layers: Iterable[AttentionSpec]) -> str | None:
+    extras = dict.fromkeys(extra for spec in layers for extra in spec.extras())
+    missing = [extra for extra in extras if extra not in _COMPUTED_EXTRAS.get(name, ())]
+    return f"{name} computes no {' and no '.join(missing)}" if missing else None
+
+
+def _why_no_flash(layers: Iterable[AttentionSpec]) -> str | None:
+    for head_dim in sorted({spec.head_dim for spec in layers}):
+        if head_dim % 8 or head_dim > _LARGEST_FLASH_HEAD_DIM:
+            return f"flash-attn has no kernels for head_dim {head_dim}"
     if not any(_is_installed(module) for module in ("flash_attn", "flash_attn_interface")):
         return "flash-attn is not installed"
     from minisgl.attention.flash_backend import load_kernels
@@ -157,10 +171,13 @@ def _why_no_flash(head_dim: int) -> str | None:
 
 
 def _why_no_flashinfer(
-    name: str, compute_capability: ComputeCapability, head_dim: int
+    name: str, compute_capability: ComputeCapability, layers: Set[AttentionSpec]
 ) -> str | None:
-    if head_dim not in _FLASHINFER_HEAD_DIMS:
-        return f"FlashInfer has no kernels for head_dim {head_dim}"
+    for head_dim in sorted({spec.head_dim for spec in layers}):
+        if head_dim not in _FLASHINFER_HEAD_DIMS:
+            return f"FlashInfer has no kernels for head_dim {head_dim}"
+    if len({(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in layers}) > 1:
+        return "FlashInfer plans a step once, for layers with the same heads"
     if name == "trtllm" and compute_capability[0] not in _TRTLLM_MAJORS:
         return "trtllm's kernels are for Hopper and Blackwell"
     reason = _why_not_importable("flashinfer", "flashinfer-python")

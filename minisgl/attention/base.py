@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from minisgl.config import AttentionSpec
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 
@@ -22,7 +23,8 @@ class AttentionShape:
     num_kv_heads: int  # of this rank
     head_dim: int
     page_size: int
-    dtype: torch.dtype  # of queries, keys and values
+    dtype: torch.dtype  # of queries
+    kv_dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,15 @@ class AttentionBackend(Protocol):
 
     One backend may serve decode and another prefill. Heads are grouped: query head h reads KV head
     h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim], of the dtype of the
-    cache; `scale` multiplies q · k. Both methods return a new tensor of the shape of q, and
+    cache; `spec.scale` multiplies q · k. Both methods return a new tensor of the shape of q, and
     queue their work on the current stream.
     """
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """Attends from the only token of each row to all keys of the row."""
         ...
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """Attends from each row of a chunk to the keys before it and to its own. Rows of no chunk
         have an undefined result."""
         ...
@@ -140,7 +142,7 @@ class FusedDecode(Protocol):
     """
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
     ) -> Tensor:
         """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads,
         head_dim]."""
@@ -163,7 +165,12 @@ class Attention:
             self.prefill_backend.plan_prefill(batch.chunks)
 
     def attend_qkv(
-        self, qkv: Tensor, kv: LayerKV, batch: ForwardBatch, norm_rope: NormRope, scale: float
+        self,
+        qkv: Tensor,
+        kv: LayerKV,
+        batch: ForwardBatch,
+        norm_rope: NormRope,
+        spec: AttentionSpec,
     ) -> Tensor:
         """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
 
@@ -171,23 +178,23 @@ class Attention:
         """
         decodes, backend = batch.decodes, self.decode_backend
         if decodes.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
-            return backend.decode_qkv(qkv, kv, decodes, norm_rope, scale)
+            return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec)
         q = dispatch.qk_norm_rope_store_kv(
             qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope
         )
-        return self(q, kv, batch, scale)
+        return self(q, kv, batch, spec)
 
-    def __call__(self, q: Tensor, kv: LayerKV, batch: ForwardBatch, scale: float) -> Tensor:
+    def __call__(self, q: Tensor, kv: LayerKV, batch: ForwardBatch, spec: AttentionSpec) -> Tensor:
         """Attend over the cache, which already holds K and V of the rows.
 
         q: [num_rows, num_heads, head_dim]; returns the same shape.
         """
         num_decodes = batch.decodes.num_rows
         if num_decodes == q.shape[0]:
-            return self.decode_backend.decode(q, kv, batch.decodes, scale)
+            return self.decode_backend.decode(q, kv, batch.decodes, spec)
         if num_decodes == 0:
-            return self.prefill_backend.prefill(q, kv, batch.chunks, scale)
+            return self.prefill_backend.prefill(q, kv, batch.chunks, spec)
         out = q.new_empty(q.shape)
-        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, batch.decodes, scale)
-        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, batch.chunks, scale)
+        out[:num_decodes] = self.decode_backend.decode(q[:num_decodes], kv, batch.decodes, spec)
+        out[num_decodes:] = self.prefill_backend.prefill(q[num_decodes:], kv, batch.chunks, spec)
         return out

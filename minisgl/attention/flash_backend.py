@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 
 
 class FlashAttention:
@@ -36,13 +37,13 @@ class FlashAttention:
         """The number of tokens that the page size must be a multiple of."""
         return self._kernels.page_multiple
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.decode(q, kv, batch, scale)
+        return self._kernels.decode(q, kv, batch, spec)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._kernels.prefill(q, kv, batch, scale)
+        return self._kernels.prefill(q, kv, batch, spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,15 +119,15 @@ class _Kernels:
     def page_multiple(self) -> int:
         return self.generation.page_multiple
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         names = self.generation
         arguments = {names.decode_lengths: batch.lengths, names.page_table: batch.page_table}
         out = self.decode_function(
-            q.unsqueeze(1), kv.k, kv.v, **arguments, softmax_scale=scale, causal=True
+            q.unsqueeze(1), kv.k, kv.v, **arguments, softmax_scale=spec.scale, causal=True
         )
         return _result(out).squeeze(1)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         names, lengths = self.generation, batch.ends
         if names.adds_up_lengths:  # as if the keys lay one after the other
             lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -138,7 +139,9 @@ class _Kernels:
         }
         if names.takes_longest:
             arguments["max_seqlen_k"] = max(map(sum, zip(batch.starts, batch.lengths, strict=True)))
-        out = self.prefill_function(q, kv.k, kv.v, **arguments, softmax_scale=scale, causal=True)
+        out = self.prefill_function(
+            q, kv.k, kv.v, **arguments, softmax_scale=spec.scale, causal=True
+        )
         return _result(out)
 
 

@@ -18,6 +18,7 @@ from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 from torch import Tensor
 
 from minisgl.attention.base import AttentionShape, DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 
 # Query heads per KV head up to which decode on CUDA cores is bound by memory. With more, tensor
 # cores win: measured on an H200 at 2 and 4 against 5 and 8.
@@ -62,7 +63,7 @@ class FlashInferAttention:
             shape.head_dim,
             shape.page_size,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
             sm_scale=1.0,
             seq_lens=pages.lengths,
         )
@@ -83,19 +84,19 @@ class FlashInferAttention:
             shape.page_size,
             causal=True,
             q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
             sm_scale=1.0,
             seq_lens=pages.lengths,
             max_token_per_sequence=max(batch.lengths),
         )
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._decodes.planned(batch), q, kv, scale)
+        return _run(self._decodes.planned(batch), q, kv, spec)
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return _run(self._chunks.planned(batch), q, kv, scale)
+        return _run(self._chunks.planned(batch), q, kv, spec)
 
     def _make_decode_wrapper(self, device: torch.device) -> Any:
         group = self._shape.num_heads // self._shape.num_kv_heads
@@ -145,7 +146,7 @@ class TrtllmAttention:
         """Queue the plan of a step's chunks."""
         self._prefill.plan_prefill(batch)
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = trtllm_batch_decode_with_kv_cache(
             q.contiguous(),  # the kernel takes pointers of these three, and no strides
@@ -154,15 +155,15 @@ class TrtllmAttention:
             batch.page_table.contiguous(),
             batch.lengths.contiguous(),
             max_seq_len=batch.page_table.shape[1] * kv.page_size,
-            bmm1_scale=scale,
+            bmm1_scale=spec.scale,
             bmm2_scale=1.0,
             kv_layout="NHD",
         )
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
-        return self._prefill.prefill(q, kv, batch, scale)
+        return self._prefill.prefill(q, kv, batch, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +246,9 @@ class _Rotation:
         return self._wrappers[-1]
 
 
-def _run(wrapper: Any, q: Tensor, kv: LayerKV, scale: float) -> Tensor:
+def _run(wrapper: Any, q: Tensor, kv: LayerKV, spec: AttentionSpec) -> Tensor:
     """Runs a plan, which was made with a scale of one: `q_scale` multiplies that."""
-    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
+    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=spec.scale, out=q.new_empty(q.shape))
     return out
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 
 # Limits of the dense tensors of one call. A CPU attends four times as fast to keys and values that
 # stay in its caches; a GPU wants few large launches.
@@ -28,7 +29,7 @@ class TorchAttention:
     """Implements AttentionBackend on any device and in any floating dtype, without waiting for the
     device."""
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
@@ -36,10 +37,10 @@ class TorchAttention:
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
-            out[part] = _decode(q[part], kv, table, lengths, batch.longest, scale)
+            out[part] = _decode(q[part], kv, table, lengths, batch.longest, spec.scale)
         return out
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         starts, lengths = batch.starts, batch.lengths
@@ -50,7 +51,7 @@ class TorchAttention:
         for chunk, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = slice(first, first + length)
             if length:
-                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, scale)
+                _prefill(out[part], q[part], kv, batch.page_table[chunk], start, spec.scale)
             first += length
         return out
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
+from minisgl.config import AttentionSpec
 from minisgl.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
 from minisgl.kernels.attention.paged_prefill import paged_prefill
 from minisgl.kernels.elementwise.reference import NormRope
@@ -53,15 +54,15 @@ class TritonAttention:
         # The last one is the largest; captured graphs may hold the others.
         self._workspaces: list[DecodeWorkspace] = []
 
-    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
+    def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
 
         Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
         """
-        return self._decode(q, q.shape[1], kv, batch, scale, None)
+        return self._decode(q, q.shape[1], kv, batch, spec, None)
 
     def decode_qkv(
-        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, scale: float
+        self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
     ) -> Tensor:
         """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
 
@@ -70,7 +71,7 @@ class TritonAttention:
         num_kv_heads, head_dim = kv.k.shape[2:]
         num_all = qkv.shape[1] // head_dim
         heads = qkv.view(qkv.shape[0], num_all, head_dim)
-        return self._decode(heads, num_all - 2 * num_kv_heads, kv, batch, scale, norm_rope)
+        return self._decode(heads, num_all - 2 * num_kv_heads, kv, batch, spec, norm_rope)
 
     def _decode(
         self,
@@ -78,7 +79,7 @@ class TritonAttention:
         num_heads: int,
         kv: LayerKV,
         batch: DecodeBatch,
-        scale: float,
+        spec: AttentionSpec,
         norm_rope: NormRope | None,
     ) -> Tensor:
         num_rows, _, head_dim = heads.shape
@@ -95,7 +96,7 @@ class TritonAttention:
             kv.v,
             batch.page_table,
             batch.lengths,
-            scale=scale,
+            scale=spec.scale,
             target_splits=target_splits,
             workspace=self._workspace(
                 num_stats, num_stats * head_dim, num_rows * num_kv_heads, heads
@@ -105,7 +106,7 @@ class TritonAttention:
             pdl=self._pdl,
         )
 
-    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, scale: float) -> Tensor:
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         return paged_prefill(
             q,
@@ -114,7 +115,7 @@ class TritonAttention:
             batch.page_table,
             batch.row_starts,
             batch.ends,
-            scale=scale,
+            scale=spec.scale,
             tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
             pdl=self._pdl,
         )

@@ -24,7 +24,7 @@ from itertools import accumulate
 import torch
 
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.config import DTYPE_BYTES, ModelFacts, ResolvedConfig
+from minisgl.config import ModelFacts, ResolvedConfig
 
 # Large enough to make launches and caches of a GPU negligible, small enough for the memory that the
 # engine leaves free.
@@ -53,8 +53,6 @@ class Work:
     def of(cls, run: RunRecord, model: ModelFacts, dtype: str, *, max_running: int) -> Work:
         """The work of the requests and steps of `run` for `model` in `dtype`, if at most
         `max_running` requests run at a time."""
-        weights = run.num_steps * (model.num_layer_weights + model.num_head_weights)
-        weights += _expert_weights_read(run, model, max_running)
         # Tokens whose keys and values are read or written.
         num_moved = sum(
             _num_decode_reads(request)
@@ -65,7 +63,8 @@ class Work:
             for request in run.requests
         )
         return cls(
-            weight_bytes=weights * DTYPE_BYTES[dtype],
+            weight_bytes=run.num_steps * model.weight_bytes(dtype)
+            + _expert_bytes_read(run, model, dtype, max_running),
             kv_bytes=num_moved * model.kv_bytes_per_token(dtype),
             prefill_operations=prefill_operations(run.requests, model),
         )
@@ -89,10 +88,9 @@ class DecodeStep:
         [num_output_tokens] = {request.num_output_tokens for request in run.requests}
         num_steps, batch_size = num_output_tokens - 1, len(run.requests)
         num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
-        weights = model.num_layer_weights + model.num_head_weights
-        used = weights + _expert_weights_of_row(model)
+        used = model.num_layer_weights + model.num_head_weights + _expert_weights_of_row(model)
         return cls(
-            weight_bytes=(weights + _expert_weights(model, batch_size)) * DTYPE_BYTES[dtype],
+            weight_bytes=model.weight_bytes(dtype) + _expert_bytes(model, dtype, batch_size),
             kv_bytes=(num_read + batch_size) * model.kv_bytes_per_token(dtype),
             operations=2 * used * batch_size + num_read * _operations_per_pair(model),
         )
@@ -122,26 +120,26 @@ def _expert_weights_of_row(model: ModelFacts) -> int:
     return 0 if experts is None else experts.num_layers * experts.num_chosen * experts.num_weights
 
 
-def _expert_weights(model: ModelFacts, num_rows: int) -> int:
-    """Expected number of weights of the experts that the rows of a step choose together."""
+def _expert_bytes(model: ModelFacts, dtype: str, num_rows: int) -> int:
+    """Expected number of bytes of the experts that the rows of a step choose together."""
     experts = model.experts
     if experts is None:
         return 0
     missed = (1 - experts.num_chosen / experts.num_experts) ** num_rows
     num_read = experts.num_layers * experts.num_experts * (1 - missed)
-    return round(num_read * experts.num_weights)
+    return round(num_read * experts.weight_bytes(dtype))
 
 
-def _expert_weights_read(run: RunRecord, model: ModelFacts, max_running: int) -> int:
-    """Number of expert weights that the steps of a run read, if its requests decode as early as
+def _expert_bytes_read(run: RunRecord, model: ModelFacts, dtype: str, max_running: int) -> int:
+    """Number of expert bytes that the steps of a run read, if its requests decode as early as
     possible. The other steps prefill many rows and read all experts."""
     experts = model.experts
     if experts is None:
         return 0
     batches = _decode_batches(run.requests, max_running)[: run.num_steps]
     prefills = run.num_steps - len(batches)
-    everything = experts.num_layers * experts.num_experts * experts.num_weights
-    return prefills * everything + sum(_expert_weights(model, batch) for batch in batches)
+    everything = experts.num_layers * experts.num_experts * experts.weight_bytes(dtype)
+    return prefills * everything + sum(_expert_bytes(model, dtype, batch) for batch in batches)
 
 
 def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list[int]:
@@ -164,7 +162,7 @@ def _num_decode_reads(request: RequestRecord) -> int:
 
 def _operations_per_pair(model: ModelFacts) -> int:
     """Operations of a query with one key and value, in all heads and layers."""
-    return 4 * model.num_layers * model.num_heads * model.head_dim
+    return sum(4 * spec.num_heads * spec.head_dim for spec in model.attention)
 
 
 def engine_peak(config: ResolvedConfig) -> Peak | None:

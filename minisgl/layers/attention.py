@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch, LayerKV
+from minisgl.config import AttentionSpec
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.residual import Residual
@@ -18,15 +19,14 @@ class SelfAttention(nn.Module):
     """o(attention(q(x), k(x), v(x))) for x the norm of the residual stream, with rotary positions;
     added to the stream. A rank computes its share of the heads.
 
-    `qk_norm_eps`: of the RMS norm of every head of q and k; None: they have none.
+    `spec`: of all ranks together; `self.spec` is this rank's. `qk_norm_eps`: of the RMS norm of
+    every head of q and k; None: they have none.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        spec: AttentionSpec,
         format: WeightFormat,
         comm: Communicator,
         *,
@@ -35,9 +35,10 @@ class SelfAttention(nn.Module):
         qk_norm_eps: float | None,
     ) -> None:
         super().__init__()
-        self.scale = head_dim**-0.5
-        heads = even_shard(num_heads, comm.rank, comm.size).times(head_dim)
-        kv_heads = kv_head_shard(num_kv_heads, comm.rank, comm.size).times(head_dim)
+        self.spec = spec.on_rank(comm.size)
+        head_dim = spec.head_dim
+        heads = even_shard(spec.num_heads, comm.rank, comm.size).times(head_dim)
+        kv_heads = kv_head_shard(spec.num_kv_heads, comm.rank, comm.size).times(head_dim)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         self.qkv_proj = MergedColumnParallelLinear(whole(hidden_size), parts, format, bias=qkv_bias)
         self.o_proj = RowParallelLinear(heads, hidden_size, format, comm, bias=o_bias)
@@ -58,7 +59,7 @@ class SelfAttention(nn.Module):
     ) -> Residual:
         """Writes the rows' K and V into `kv`. rotary_table: RotaryEmbedding.table."""
         qkv, rows = self.qkv_proj.product.of_norm(residual, norm)
-        out = attention.attend_qkv(qkv, kv, batch, self._norm_rope(rotary_table), self.scale)
+        out = attention.attend_qkv(qkv, kv, batch, self._norm_rope(rotary_table), self.spec)
         return self.o_proj.add_to(out.flatten(1), rows)
 
     def _norm_rope(self, rotary_table: Tensor) -> NormRope:

@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled from, and which tokens end its answers."""
+"""The sampling defaults and EOS tokens of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.errors import CheckpointError, InvalidRequestError
-from minisgl.models.config import CONFIG_FILE, read_json
+from minisgl.models.config_reader import CONFIG_FILE, read_json
 from minisgl.request import MAX_EDITS, SamplingParams
 
 GENERATION_FILE = "generation_config.json"
@@ -21,12 +21,14 @@ _ALWAYS = ("repetition_penalty",)
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
+    """Sampling defaults and EOS tokens of a checkpoint."""
+
     eos_token_ids: frozenset[int]
-    # Values for SamplingParams by field name, only those that the checkpoint sets.
+    # Values of fields of SamplingParams; only those that the checkpoint sets.
     values: Mapping[str, float] = field(default_factory=dict)
 
     def sampling(self, **chosen: Any) -> SamplingParams:
-        """SamplingParams with what is chosen, and the checkpoint's values where it is silent."""
+        """SamplingParams with the `chosen` fields, and the checkpoint's defaults for the others."""
         return SamplingParams(**{**self.values, **chosen})
 
 
@@ -35,12 +37,12 @@ def read_generation_defaults(
 ) -> GenerationDefaults:
     """Combine generation_config.json, config.json and the tokenizer's EOS id.
 
-    Each may name other EOS tokens (Llama 3 has three), so all of them count. Both files may be
-    absent. Raises CheckpointError where a file is broken or a value cannot be sampled with.
+    They may name different EOS tokens (Llama 3 has three), so the result is the union. Both files
+    may be absent. Raises CheckpointError where a file is broken or a value is invalid.
     """
-    generation = _read_if_there(folder / GENERATION_FILE)
+    generation = _read_if_present(folder / GENERATION_FILE)
     eos_token_ids = _token_ids(generation, GENERATION_FILE)
-    eos_token_ids |= _token_ids(_read_if_there(folder / CONFIG_FILE), CONFIG_FILE)
+    eos_token_ids |= _token_ids(_read_if_present(folder / CONFIG_FILE), CONFIG_FILE)
     if tokenizer_eos_id is not None:
         eos_token_ids |= {tokenizer_eos_id}
     if len(eos_token_ids) > MAX_EDITS:
@@ -60,7 +62,7 @@ def read_generation_defaults(
     return GenerationDefaults(eos_token_ids, sampling)
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
+def _read_if_present(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 

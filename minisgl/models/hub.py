@@ -1,4 +1,4 @@
-"""Where a model's files are: bundled, in a local folder, or on the Hugging Face Hub."""
+"""Locates the files of a model: bundled, in a local folder, or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from huggingface_hub.errors import (
 )
 
 from minisgl.errors import CheckpointError, DownloadError, ModelNotFoundError
-from minisgl.models.config import CONFIG_FILE, read_json
+from minisgl.models.config_reader import CONFIG_FILE, read_json
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# What people should know about it, in one sentence.
+# Shown to users of the demo model.
 DEMO_NOTE = (
     "This is the bundled demo model, small and with few skills; --model takes a real one, as a "
     "folder or a Hugging Face id."
 )
 
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
-# Folders hold other formats of the same weights, and so does Mistral's consolidated file.
+# Other formats of the same weights: subfolders, and Mistral's consolidated file.
 _IGNORED = ["*/*", "consolidated*"]
 
 
 def locate_model(name: str, *, load_format: str = "auto") -> Path:
     """The folder of model `name`: '' is the bundled demo model, else a folder or a Hub id.
 
-    A Hub id is downloaded into the Hub's cache, with a progress bar, unless it is there already;
+    A Hub id is downloaded into the Hub's cache, with a progress bar, unless it is cached already;
     with load_format 'dummy' without its weights. Blocks. Raises ModelNotFoundError, or
-    DownloadError where it may work another time.
+    DownloadError for a failure that may be temporary.
     """
     if not name:
         if not (DEMO_FOLDER / CONFIG_FILE).is_file():
@@ -56,7 +56,7 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights, in order. Raises CheckpointError if one is missing."""
+    """The files with the weights, sorted. Raises CheckpointError if one is missing."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -83,7 +83,8 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether it stays in its folder. (The file may be a link, as those of the Hub's cache are.)"""
+    """Whether `name` is a file name without a folder. (The file itself may be a link, as in the
+    Hub's cache.)"""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return name.isprintable() and not any(separator in name for separator in "/\\")
@@ -108,20 +109,20 @@ def _download(name: str, *, with_weights: bool) -> Path:
             "HF_TOKEN or run `hf auth login`."
         ) from error
     except LocalEntryNotFoundError as error:
-        # Told to stay offline, it would fail alike another time.
+        # In offline mode another attempt would fail in the same way.
         kind = ModelNotFoundError if constants.HF_HUB_OFFLINE else DownloadError
         raise kind(
             f"{name} is no folder, it is not (wholly) in the local cache, and Hugging Face cannot "
             "be reached; give a local folder, or go online. Without --model the demo model runs."
         ) from error
-    except Exception as error:  # the Hub's client lets those of its HTTP library through
+    except Exception as error:  # the Hub's client lets errors of its HTTP library pass
         reason = (str(error) or type(error).__name__).splitlines()[0]
         kind = ModelNotFoundError if _is_final(error) else DownloadError
         raise kind(f"{name} cannot be downloaded: {reason}") from error
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another attempt would fail alike."""
+    """Whether another attempt would fail in the same way."""
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         status: int = error.response.status_code
         return 400 <= status < 500 and status not in (408, 429)

@@ -1,4 +1,4 @@
-"""Weights into a model: streamed from safetensors, or random for benchmarks."""
+"""Loads weights into a model: streamed from safetensors, or random for benchmarks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from minisgl.layers.linear import (
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
+from minisgl.models.registry import FAMILIES
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, whole
 
@@ -30,7 +31,7 @@ _WEIGHT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 _DUMMY_SEED = 0
 
-# Called with the bytes filled so far and the bytes in all.
+# Called with the number of bytes filled so far, and the total.
 Progress = Callable[[int, int], None]
 
 
@@ -47,11 +48,12 @@ def load_model(
 ) -> CausalLM:
     """Build the model, or this rank's part of it, on `device` and fill every parameter.
 
-    load_format 'safetensors' reads the files in `folder`, one tensor at a time, and of each only
-    what the rank holds; 'dummy' draws random weights and reads nothing. Blocks. Raises
-    CheckpointError where the files are not exactly what `config` describes.
+    load_format 'safetensors' reads the files in `folder`, one tensor at a time, and only the rank's
+    part of each; 'dummy' draws random weights and reads nothing. Blocks. Raises CheckpointError if
+    the files do not match `config` exactly.
     """
-    model = CausalLM(config, max_seq_len=max_seq_len, dtype=dtype, device=device, comm=ranks)
+    model_type = FAMILIES[config.architecture].model
+    model = model_type(config, max_seq_len=max_seq_len, dtype=dtype, device=device, comm=ranks)
     if load_format == "dummy":
         _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     else:
@@ -60,29 +62,29 @@ def load_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a tensor of a checkpoint goes."""
+class Target:
+    """The destination of a checkpoint tensor."""
 
-    target: Tensor  # (a part of) a weight
-    cut: tuple[Shard, ...]  # what of each of the tensor's dimensions
+    weight: Tensor  # a parameter, or a part of one
+    cut: tuple[Shard, ...]  # the range of each of the tensor's dimensions
 
     @property
     def shape(self) -> list[int]:
-        """Of the tensor in the checkpoint."""
+        """The shape of the tensor in the checkpoint."""
         return [shard.whole for shard in self.cut]
 
     def fill(self, part: Tensor) -> None:
-        """part: what the checkpoint has of the cut. The rest of it is padding."""
-        self.target.zero_()
-        self.target[tuple(slice(size) for size in part.shape)].copy_(part)
+        """part: the cut as far as the checkpoint has it. The rest of the target is zero padding."""
+        self.weight.zero_()
+        self.weight[tuple(slice(size) for size in part.shape)].copy_(part)
 
 
-def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
-    """By the names of a checkpoint's tensors, without 'model.'."""
-    slots: dict[str, Slot] = {}
+def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
+    """Maps the names of a checkpoint's tensors, without 'model.', to their destinations."""
+    targets: dict[str, Target] = {}
     for path, module in model.named_modules():
         if isinstance(module, FusedExperts):
-            slots |= _expert_slots(path, module)
+            targets |= _expert_targets(path, module)
             continue
         for kind, weight in module.named_parameters(recurse=False):
             if isinstance(module, MergedColumnParallelLinear):
@@ -90,41 +92,41 @@ def checkpoint_slots(model: CausalLM) -> dict[str, Slot]:
                 pieces = weight.split([part.size for part in module.parts.values()])
                 for (name, part), piece in zip(module.parts.items(), pieces, strict=True):
                     cut = (part, module.inputs)[: weight.dim()]
-                    slots[f"{parent}.{name}.{kind}"] = Slot(piece, cut)
+                    targets[f"{parent}.{name}.{kind}"] = Target(piece, cut)
             else:
-                slots[f"{path}.{kind}"] = Slot(weight, _cut(module, weight))
-    return slots
+                targets[f"{path}.{kind}"] = Target(weight, _cut(module, weight))
+    return targets
 
 
-def _expert_slots(path: str, module: FusedExperts) -> dict[str, Slot]:
+def _expert_targets(path: str, module: FusedExperts) -> dict[str, Target]:
     """One tensor for each matrix of each expert."""
-    slots: dict[str, Slot] = {}
+    targets: dict[str, Target] = {}
     inner, hidden = module.inner, whole(module.down_proj.shape[1])
     for expert, (gate_up, down) in enumerate(
         zip(module.gate_up_proj, module.down_proj, strict=True)
     ):
         gate, up = gate_up.chunk(2)
-        slots[f"{path}.{expert}.gate_proj.weight"] = Slot(gate, (inner, hidden))
-        slots[f"{path}.{expert}.up_proj.weight"] = Slot(up, (inner, hidden))
-        slots[f"{path}.{expert}.down_proj.weight"] = Slot(down, (hidden, inner))
-    return slots
+        targets[f"{path}.{expert}.gate_proj.weight"] = Target(gate, (inner, hidden))
+        targets[f"{path}.{expert}.up_proj.weight"] = Target(up, (inner, hidden))
+        targets[f"{path}.{expert}.down_proj.weight"] = Target(down, (hidden, inner))
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """A tensor of a checkpoint that holds the matrices of all experts.
 
-    Other programs write them transposed. Of one layer's two, the shape of at least one then does
-    not fit: that of the gates does if hidden_size is twice an expert's size, that of the other if
-    it is the same.
+    Some exporters store these transposed. The shapes reveal it, because at most one of a layer's
+    two can fit by accident: the gates' if hidden_size is twice an expert's size, the other's if
+    both are equal.
     """
 
-    slots: tuple[Slot, ...]  # which it fills, each from its own cut
-    stands_for: tuple[str, ...]  # the names of `checkpoint_slots` that it takes the place of
+    targets: tuple[Target, ...]  # the destinations, each with its own cut
+    stands_for: tuple[str, ...]  # the names in `checkpoint_targets` that it replaces
 
 
 def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
-    """By name, as in `checkpoint_slots`."""
+    """Maps names, as in `checkpoint_targets`, to the stacks of a checkpoint."""
     stacks: dict[str, Stack] = {}
     for path, module in model.named_modules():
         if not isinstance(module, FusedExperts):
@@ -136,11 +138,11 @@ def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
         gates = Shard(inner.first, inner.size, 2 * inner.whole)
         ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
         stacks[f"{path}.gate_up_proj"] = Stack(
-            (Slot(gate, (experts, gates, hidden)), Slot(up, (experts, ups, hidden))),
+            (Target(gate, (experts, gates, hidden)), Target(up, (experts, ups, hidden))),
             tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
         )
         stacks[f"{path}.down_proj"] = Stack(
-            (Slot(module.down_proj, (experts, hidden, inner)),),
+            (Target(module.down_proj, (experts, hidden, inner)),),
             tuple(f"{name}.down_proj.weight" for name in names),
         )
     return stacks
@@ -158,8 +160,8 @@ def _cut(module: nn.Module, weight: Tensor) -> tuple[Shard, ...]:
 
 
 def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> None:
-    slots, stacks = checkpoint_slots(model), checkpoint_stacks(model)
-    total_bytes = sum(slot.target.nbytes for slot in slots.values())
+    targets, stacks = checkpoint_targets(model), checkpoint_stacks(model)
+    total_bytes = sum(target.weight.nbytes for target in targets.values())
     done_bytes = 0
     filled: set[str] = set()
     unexpected: list[str] = []
@@ -168,28 +170,28 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
         for full_name, stored in _tensors(file):
             name = full_name.removeprefix("model.")
             if name == _HEAD and model.lm_head is None:
-                tied_head = _part(stored, slots[_EMBEDDING].cut)
+                tied_head = _part(stored, targets[_EMBEDDING].cut)
                 continue
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
                 continue
             dtype = stored.get_dtype()
-            known = name in slots or name in stacks
+            known = name in targets or name in stacks
             if not known or dtype not in _WEIGHT_DTYPES:
                 unexpected.append(f"{full_name} ({dtype})")
                 continue
-            stack = stacks[name] if name in stacks else Stack((slots[name],), (name,))
+            stack = stacks[name] if name in stacks else Stack((targets[name],), (name,))
             if not filled.isdisjoint(stack.stands_for):
                 raise CheckpointError(
                     f"{file.parent} holds {full_name} twice, again in {file.name}."
                 )
-            for slot in stack.slots:
-                if stored.get_shape() != slot.shape:
+            for target in stack.targets:
+                if stored.get_shape() != target.shape:
                     raise CheckpointError(
                         f"{file}: {full_name} has the shape {stored.get_shape()}; "
-                        f"the config asks for {slot.shape}."
+                        f"the config asks for {target.shape}."
                     )
-                slot.fill(_part(stored, slot.cut))
-                done_bytes += slot.target.nbytes
+                target.fill(_part(stored, target.cut))
+                done_bytes += target.weight.nbytes
                 progress(done_bytes, total_bytes)
             filled.update(stack.stands_for)
     folder = files[0].parent
@@ -197,10 +199,10 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
         raise CheckpointError(
             f"{folder} holds weights that the model does not take: {_few(unexpected)}."
         )
-    if missing := slots.keys() - filled:
+    if missing := targets.keys() - filled:
         raise CheckpointError(f"{folder} lacks weights: {_few(sorted(missing))}.")
     if tied_head is not None:
-        embedding = slots[_EMBEDDING].target[: len(tied_head)]
+        embedding = targets[_EMBEDDING].weight[: len(tied_head)]
         if not torch.equal(tied_head.to(embedding), embedding):
             raise CheckpointError(
                 f"{folder}: {_HEAD} differs from the embedding, to which the config ties it; "
@@ -209,7 +211,7 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """The tensors of one file, of which nothing is read before it is asked for."""
+    """The names and lazily read tensors of one file. Raises CheckpointError."""
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.offset_keys():
@@ -219,7 +221,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _part(stored: Any, cut: tuple[Shard, ...]) -> Tensor:
-    """Read the cut of one of `_tensors`, as far as there is something."""
+    """Reads the cut of a tensor from `_tensors`, without padding."""
     parts = (slice(min(shard.first, shard.whole), shard.first + shard.num_real) for shard in cut)
     part: Tensor = stored[tuple(parts)]
     return part
@@ -244,7 +246,7 @@ def _fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
 
 
 def _num_inputs(module: nn.Module, weight: Tensor) -> int:
-    """Of the whole map, of which this may be a rank's part."""
+    """The number of inputs of the whole linear map, of which `weight` may be a rank's part."""
     if isinstance(module, Linear):
         return module.inputs.whole
     if isinstance(module, FusedExperts) and weight is module.down_proj:

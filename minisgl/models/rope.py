@@ -1,4 +1,4 @@
-"""How fast each pair of a head turns: plain rope and the ways to stretch its context."""
+"""Rotary frequencies: plain RoPE, and the methods that extend its context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair, [head_dim / 2] float32, on the CPU.
 
     Computed in float32 as transformers does: at position 100,000 the last bits are visible angles.
-    'dynamic' is as default, since the engine keeps sequences within the original context.
+    'dynamic' equals 'default', because the engine limits sequences to the original context.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope.theta**exponents
@@ -28,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1: slow pairs are stretched, fast ones kept, those between blended."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, others interpolated."""
     turns = rope.original_max_position * frequencies / (2 * math.pi)  # within the old context
     band = rope.high_freq_factor - rope.low_freq_factor
     kept = ((turns - rope.low_freq_factor) / band).clamp(0, 1)
@@ -36,7 +36,7 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): the same idea, blended linearly over the index of the pair."""
+    """YaRN (arXiv 2309.00071): the same idea, interpolated linearly over the index of the pair."""
 
     def pair_that_turns(times: float) -> float:
         wavelength = rope.original_max_position / (2 * math.pi * times)

@@ -1,12 +1,13 @@
-"""The decoder that Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE share: config in, logits out.
+"""The decoder of Llama and its relatives: config in, logits out.
 
-Modules are named as in Hugging Face checkpoints (without their leading 'model.'), which is how
-the loader finds where a tensor goes.
+Modules are named as in Hugging Face checkpoints (without the prefix 'model.'), so that the loader
+finds the parameter of each tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from minisgl.kernels.linear.dense import DenseProduct, share_kernels, tune
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import Residual
 from minisgl.layers.attention import SelfAttention
-from minisgl.layers.experts import SparseMoeBlock
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
 from minisgl.layers.mlp import GatedMLP
@@ -29,9 +29,7 @@ from minisgl.shards import vocab_shard, whole
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP or experts, each on the norm of the stream and added to the stream."""
-
-    mlp: GatedMLP | SparseMoeBlock
+    """Attention, then an MLP, each on the norm of the residual stream and added to the stream."""
 
     def __init__(
         self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
@@ -41,9 +39,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
         self.self_attn = SelfAttention(
             hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            config.attention(index),
             format,
             comm,
             qkv_bias=config.qkv_bias,
@@ -51,21 +47,16 @@ class DecoderLayer(nn.Module):
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
-        experts = config.experts
-        if experts is not None and index in experts.layers:
-            self.mlp = SparseMoeBlock(
-                hidden_size,
-                format,
-                comm,
-                num_experts=experts.num_experts,
-                top_k=experts.num_chosen,
-                expert_size=experts.size,
-                normalize=experts.normalize,
-            )
-        else:
-            self.mlp = GatedMLP(
-                hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
-            )
+        self.mlp: nn.Module = self.make_mlp(config, index, format, comm)
+
+    def make_mlp(
+        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        """What follows the attention of layer `index`: called with the residual stream and the
+        norm of its input, it returns the stream with its output added."""
+        return GatedMLP(
+            config.hidden_size, config.intermediate_size, format, comm, bias=config.mlp_bias
+        )
 
     def forward(
         self,
@@ -84,7 +75,12 @@ class DecoderLayer(nn.Module):
 
 class CausalLM(nn.Module):
     """A decoder with its head, or one rank's part of it. Constructed with uninitialised weights;
-    `load_model` fills them."""
+    `load_model` fills them.
+
+    A family whose layers differ derives a class with another `layer_type`.
+    """
+
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(
         self,
@@ -102,7 +98,7 @@ class CausalLM(nn.Module):
         with device:  # every parameter is created where and as it stays
             self.embed_tokens = VocabParallelEmbedding(self.vocab, hidden_size, dtype, comm)
             self.layers = nn.ModuleList(
-                DecoderLayer(config, index, format, comm) for index in range(config.num_layers)
+                self.layer_type(config, index, format, comm) for index in range(config.num_layers)
             )
             self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
             self.lm_head: Linear | None = None

@@ -20,11 +20,13 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     # Not every system reports how much memory is free; all report the total.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    if not torch.cuda.is_available():
-        return DeviceFacts(has_cuda=False, free_cpu_bytes=free_cpu_bytes)
-    found = available_backends(
-        torch.cuda.get_device_capability(), model.head_dim, model.num_heads // model.num_kv_heads
-    )
+    has_cuda = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if has_cuda else None
+    found = available_backends(capability, model.attention)
+    if not has_cuda:
+        return DeviceFacts(
+            has_cuda=False, free_cpu_bytes=free_cpu_bytes, missing_backends=found.missing
+        )
     missing = dict(found.missing)
     if "triton" not in missing and not runs_triton(torch.device("cuda")):
         missing["triton"] = "Triton does not run here; the log says why"

@@ -80,7 +80,7 @@ def load_runner(
     del trial
     num_pages = config.num_pages or fit_num_pages(
         config,
-        model_config.facts().on_rank(config.tp),
+        model_config.facts().on_rank(config.tp).kv_specs(config.dtype),
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
@@ -155,12 +155,15 @@ class _Builder:
         self._facts = model_config.facts().on_rank(config.tp)
         self._model = model
         self._lanes = lanes
+        # Backends that plan are refused where the layers differ in their heads.
+        layer = self._facts.attention[0]
         shape = AttentionShape(
-            num_heads=self._facts.num_heads,
-            num_kv_heads=self._facts.num_kv_heads,
-            head_dim=self._facts.head_dim,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
             page_size=config.page_size,
             dtype=getattr(torch, config.dtype),
+            kv_dtype=getattr(torch, layer.kv(config.dtype).dtype),
         )
         self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         self._captured_attention = self._attention
@@ -172,10 +175,9 @@ class _Builder:
     def __call__(self, num_pages: int) -> ModelRunner:
         config = self._config
         kv = allocate_kv(
-            self._facts,
+            self._facts.kv_specs(config.dtype),
             num_pages=num_pages,
             page_size=config.page_size,
-            dtype=getattr(torch, config.dtype),
             device=self._lanes.device,
         )
         runner = ModelRunner(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from minisgl.attention.base import LayerKV
-from minisgl.config import ModelFacts, ResolvedConfig
+from minisgl.config import KVSpec, ResolvedConfig
 from minisgl.errors import DeviceMemoryError
 
 GIB = 1 << 30
@@ -16,23 +17,20 @@ MIN_PAGES = 2  # the scratch page and one for requests
 
 
 def allocate_kv(
-    facts: ModelFacts, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    layers: Sequence[KVSpec], *, num_pages: int, page_size: int, device: torch.device
 ) -> list[LayerKV]:
-    """Allocate the KV cache of all layers, each k and v [num_pages, page_size, num_kv_heads,
-    head_dim].
+    """Allocate the KV cache of all layers, of each k and v [num_pages, page_size, *spec.shape].
 
     Zeroed, because attention may multiply unwritten positions by 0, which only works for finite
     values. Raises DeviceMemoryError if it does not fit.
     """
-    shape = (num_pages, page_size, facts.num_kv_heads, facts.head_dim)
+
+    def zeros(spec: KVSpec) -> torch.Tensor:
+        shape = (num_pages, page_size, *spec.shape)
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+
     try:
-        return [
-            LayerKV(
-                k=torch.zeros(shape, dtype=dtype, device=device),
-                v=torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for _ in range(facts.num_layers)
-        ]
+        return [LayerKV(k=zeros(spec), v=zeros(spec)) for spec in layers]
     except RuntimeError as error:  # on a CPU; OutOfMemoryError on a GPU
         raise DeviceMemoryError(
             f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "
@@ -66,12 +64,13 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def fit_num_pages(config: ResolvedConfig, facts: ModelFacts, use: MemoryUse) -> int:
+def fit_num_pages(config: ResolvedConfig, layers: Sequence[KVSpec], use: MemoryUse) -> int:
     """Number of pages that fit into `memory_ratio` of a GPU's free memory next to `use`.
+
 
     Raises DeviceMemoryError if nothing is left for the cache.
     """
-    page_bytes = facts.kv_bytes_per_token(config.dtype) * config.page_size
+    page_bytes = sum(spec.bytes_per_token for spec in layers) * config.page_size
     budget = int(use.free_at_start * config.memory_ratio)
     taken = use.weight_bytes + use.activation_bytes + use.graph_bytes
     num_pages = (budget - taken) // page_bytes

@@ -34,6 +34,7 @@ from minisgl.attention.base import (
     LayerKV,
     PrefillBatch,
 )
+from minisgl.config import AttentionSpec
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.attention.triton_backend import TritonAttention
@@ -61,6 +62,7 @@ class Heads:
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=DTYPE,
+            kv_dtype=DTYPE,
         )
 
 
@@ -80,8 +82,14 @@ class Case:
         return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * 2
 
     @property
-    def scale(self) -> float:
-        return float(self.heads.head_dim**-0.5)
+    def spec(self) -> AttentionSpec:
+        heads = self.heads
+        return AttentionSpec(
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            scale=heads.head_dim**-0.5,
+        )
 
 
 DECODE_CASES = [
@@ -187,7 +195,7 @@ class DecodeClock:
 
         def step() -> None:
             for layer in self._layers:
-                attention.decode_backend.decode(self._q, layer, self._rows, self._case.scale)
+                attention.decode_backend.decode(self._q, layer, self._rows, self._case.spec)
 
         step()  # compiles, and allocates what outlives the graph
         torch.cuda.synchronize()
@@ -208,8 +216,8 @@ class PrefillClock:
 
     def seconds(self, attention: Attention) -> float:
         begin(attention, no_decodes(), self._rows)
-        prefill, scale = attention.prefill_backend.prefill, self._case.scale
-        return median_s(lambda: prefill(self._q, self._layer, self._rows, scale), self._replays)
+        prefill, spec = attention.prefill_backend.prefill, self._case.spec
+        return median_s(lambda: prefill(self._q, self._layer, self._rows, spec), self._replays)
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -313,7 +321,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
         rows = DecodeBatch(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
         with suppress_too_large():
             q = random_queries(case, num_rows)
-            TritonAttention(tiles).decode(q, layer, rows, case.scale)
+            TritonAttention(tiles).decode(q, layer, rows, case.spec)
 
 
 def tune_prefill(jobs: int) -> None:
@@ -360,7 +368,7 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
     rows = PrefillBatch.of(table, (0,), (16,))
     with suppress_too_large():
         q = random_queries(case, 16)
-        TritonAttention(prefill=tiles).prefill(q, layer, rows, case.scale)
+        TritonAttention(prefill=tiles).prefill(q, layer, rows, case.spec)
 
 
 def compile_all(compile_one: Callable[[Any], None], kinds: list[Any], jobs: int) -> None:

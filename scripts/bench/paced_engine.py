@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from minisgl.config import Capacity, EngineConfig, overlap_enabled, resolve
 from minisgl.engine import AsyncEngine, Loaded
-from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from paged import page_table
+from paged import page_table, spec_of
 from torch import Tensor
 
 from minisgl.attention.backends import available_backends, flash_page_multiple, make_attention
@@ -22,6 +22,7 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -78,6 +79,7 @@ class Step:
                 head_dim=head_dim,
                 page_size=page_size,
                 dtype=dtype,
+                kv_dtype=dtype,
             ),
             q=torch.randn(len(lengths) + sum(num_queries), num_heads, head_dim, device=device).to(
                 dtype
@@ -87,14 +89,15 @@ class Step:
 
     def attend(self, attention: Attention, kv: LayerKV, q: Tensor) -> Tensor:
         num_decodes = self.inputs.decodes.num_rows
-        scale = 1.5 * self.shape.head_dim**-0.5  # peaked, and not the packages' default
+        # Peaked, and not the packages' default.
+        spec = spec_of(q, kv, 1.5 * self.shape.head_dim**-0.5)
         parts = []
         if num_decodes:
             decode = attention.decode_backend.decode
-            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, scale))
+            parts.append(decode(q[:num_decodes], kv, self.inputs.decodes, spec))
         if num_decodes < len(q):
             prefill = attention.prefill_backend.prefill
-            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, scale))
+            parts.append(prefill(q[num_decodes:], kv, self.inputs.chunks, spec))
         return torch.cat(parts)
 
     def expected(self) -> Tensor:
@@ -105,7 +108,8 @@ class Step:
 
 
 def require(name: str, heads: tuple[int, int, int], page_size: int) -> None:
-    found = available_backends(torch.cuda.get_device_capability(), heads[2], group=1)
+    layer = AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=heads[2], scale=1.0)
+    found = available_backends(torch.cuda.get_device_capability(), (layer,))
     for part in name.split(","):
         if part in found.missing:
             pytest.skip(found.missing[part])

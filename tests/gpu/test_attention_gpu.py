@@ -95,9 +95,9 @@ def test_the_same_bits_every_time() -> None:
     kv, table = paged_cache(shape, [3000, 700, 129] * 5)
     lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")
     rows, q, backend = DecodeBatch(table, lengths, 3000), shape.queries(15), TritonAttention()
-    first = backend.decode(q, kv, rows, shape.scale)
+    first = backend.decode(q, kv, rows, shape.spec)
     for _ in range(200):
-        assert torch.equal(backend.decode(q, kv, rows, shape.scale), first)
+        assert torch.equal(backend.decode(q, kv, rows, shape.spec), first)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
@@ -112,10 +112,10 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
     q = shape.queries(num_rows)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
     kv.k[0], kv.v[0] = 0, 0
-    backend.decode(q, kv, rows, shape.scale)  # compiles, and makes the workspace
+    backend.decode(q, kv, rows, shape.spec)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode(q, kv, rows, shape.scale)
+        out = backend.decode(q, kv, rows, shape.spec)
     for turn in range(6):
         # The longest row first, whole: then everything that it left behind must not matter.
         order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
@@ -126,8 +126,8 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
         q.copy_(torch.randn_like(q))
         out.fill_(torch.nan)
         graph.replay()
-        assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.scale), shape)
-        assert torch.equal(out, backend.decode(q, kv, rows, shape.scale))
+        assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.spec), shape)
+        assert torch.equal(out, backend.decode(q, kv, rows, shape.spec))
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
@@ -142,10 +142,10 @@ def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None
     lengths = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
     qkv, norm_rope = shape.qkv(num_rows), shape.norm_rope(32768, normed=True)
     backend, rows = TritonAttention(), DecodeBatch(table, lengths, 32768)
-    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)  # compiles, makes the workspace
+    backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)  # compiles, makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale)
+        out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
     full_kv = LayerKV(kv.k.clone(), kv.v.clone())
     for turn in range(6):
         order = torch.arange(15, 15 - num_rows, -1) if turn == 0 else torch.randperm(16)[:num_rows]
@@ -164,7 +164,7 @@ def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None
         graph.replay()
         assert_close(out, expected, shape)
         assert_stored(kv, expected_kv, rows)
-        assert torch.equal(out, backend.decode_qkv(qkv, kv, rows, norm_rope, shape.scale))
+        assert torch.equal(out, backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec))
 
 
 @pytest.mark.parametrize("group", [2, 5])
@@ -182,10 +182,10 @@ def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
         lengths=(),
     )
     q, backend = shape.queries(num_rows), TritonAttention()
-    backend.prefill(q, kv, rows, shape.scale)  # compiles
+    backend.prefill(q, kv, rows, shape.spec)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.prefill(q, kv, rows, shape.scale)
+        out = backend.prefill(q, kv, rows, shape.spec)
     for lengths in ([600], [1, 64, 63, 0, 129], [1] * 8, [0, 300, 0, 300], [], [7, 500, 3]):
         starts = [draw.randint(0, 4000 - length) for length in lengths]
         order = torch.randperm(12, device="cuda")[: len(lengths)]
@@ -201,7 +201,7 @@ def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
         assert out[known.num_rows :].isnan().all()
         if lengths:
             real, real_kv = in_float32(q[: known.num_rows], kv)
-            expected = TorchAttention().prefill(real, real_kv, known, shape.scale)
+            expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
             assert_close(out[: known.num_rows], expected, shape)
 
 
@@ -218,8 +218,8 @@ def test_launches_that_overlap() -> None:
     def run(backend: TritonAttention) -> list[torch.Tensor]:
         outs = [q]
         for _ in range(8):
-            outs.append(backend.decode(outs[-1], kv, rows, shape.scale))
-            outs.append(backend.prefill(outs[-1], kv, chunks, shape.scale))
+            outs.append(backend.decode(outs[-1], kv, rows, shape.spec))
+            outs.append(backend.prefill(outs[-1], kv, chunks, shape.spec))
         return outs
 
     expected = run(TritonAttention(pdl=False))
@@ -252,7 +252,7 @@ def test_turning_overlaps_with_the_projection_before_it(num_rows: int) -> None:
     def run(backend: TritonAttention, *, pdl: bool) -> list[Tensor]:
         qkvs = [first]
         for _ in range(12):
-            out = backend.decode_qkv(qkvs[-1], kv, rows, norm_rope, shape.scale)
+            out = backend.decode_qkv(qkvs[-1], kv, rows, norm_rope, shape.spec)
             qkvs.append(linear(out.flatten(1), weight, None, workspace=workspace, pdl=pdl))
         return qkvs
 
@@ -285,9 +285,9 @@ def test_the_device_is_never_waited_for() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.scale)
-            backend.decode_qkv(qkv, kv, DecodeBatch(table, lengths, 300), norm_rope, shape.scale)
+            backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.spec)
+            backend.decode_qkv(qkv, kv, DecodeBatch(table, lengths, 300), norm_rope, shape.spec)
             rows = PrefillBatch.of(table, (260, 20), (40, 20))
-            backend.prefill(chunks, kv, rows, shape.scale)
+            backend.prefill(chunks, kv, rows, shape.spec)
     finally:
         torch.cuda.set_sync_debug_mode("default")

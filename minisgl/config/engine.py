@@ -1,0 +1,135 @@
+"""The options of the engine, as the user sets them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from minisgl.config.facts import DTYPES
+from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
+from minisgl.errors import ConfigError, one_of
+
+ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The options as the user set them. Raises ConfigError for a value that is never valid."""
+
+    model: str = option(
+        "",
+        "Local folder or Hugging Face id; the bundled demo model if not given.",
+        names=("--model", "--model-path"),
+        group="Model",
+    )
+    dtype: str = option("auto", "auto, bfloat16, float16 or float32.", group="Model")
+    device: str = option("auto", "auto, cuda or cpu.", group="Model")
+    load_format: str = option(
+        "auto", "auto (safetensors) or dummy (random weights).", group="Model"
+    )
+    max_seq_len_override: int | None = option(
+        None, "Longest sequence in tokens; the model's own if not given.", group="Model"
+    )
+    tp: int = option(
+        1,
+        "Number of tensor-parallel ranks, on one host.",
+        names=("--tp", "--tensor-parallel-size", "--tp-size"),
+        group="Parallelism",
+    )
+    disable_pynccl: bool = option(
+        False, "Use torch.distributed's own collectives for everything.", group="Parallelism"
+    )
+    memory_ratio: float = option(
+        0.9,
+        "Fraction of the GPU memory free at start for weights, activations and KV cache together.",
+        group="Memory",
+    )
+    num_pages: int | None = option(
+        None, "Size of the KV cache in pages; all that memory allows if not given.", group="Memory"
+    )
+    page_size: int | None = option(
+        None,
+        "Tokens per page of the KV cache; chosen for the attention backend if not given.",
+        group="Memory",
+    )
+    cache_type: str = option(
+        "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
+    )
+    max_running_requests: int = option(
+        256, "Maximum number of concurrently running requests.", group="Scheduling"
+    )
+    max_queued_requests: int = option(
+        2048, "Maximum number of waiting requests; further ones are refused.", group="Scheduling"
+    )
+    max_prefill_length: int = option(
+        8192,
+        "Maximum number of prompt tokens per step; longer prompts are prefilled in chunks.",
+        group="Scheduling",
+    )
+    schedule_policy: str = option(
+        "fcfs", "fcfs (in order) or lpm (longest cached prefix first).", group="Scheduling"
+    )
+    schedule_conservativeness: float = option(
+        1.0,
+        "Scales the reserve for tokens not yet generated; under 1 admits more and may retract.",
+        group="Scheduling",
+    )
+    step_timeout: float = option(
+        30.0,
+        "Seconds that a step may take longer than ones like it before the engine fails; a third of "
+        "it makes /health say so.",
+        group="Scheduling",
+    )
+    attn: str = option(
+        "auto",
+        "auto, a backend for both phases, or a pair PREFILL,DECODE.",
+        names=("--attn", "--attention-backend"),
+        group="Kernels",
+    )
+    cuda_graph_max_bs: int | None = option(
+        None,
+        "Largest batch whose decoding runs as a CUDA graph; 0 turns graphs off.",
+        group="Kernels",
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        self._check_choice("dtype", ("auto", *DTYPES))
+        self._check_choice("device", ("auto", "cuda", "cpu"))
+        self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("cache_type", ("radix", "naive"))
+        self._check_choice("schedule_policy", ("fcfs", "lpm"))
+        check_at_least(self, "tp", 1)
+        check_at_least(self, "num_pages", 2)
+        check_at_least(self, "page_size", 1)
+        check_at_least(self, "max_seq_len_override", 1)
+        check_at_least(self, "max_running_requests", 1)
+        check_at_least(self, "max_queued_requests", 1)
+        check_at_least(self, "max_prefill_length", 1)
+        check_at_least(self, "cuda_graph_max_bs", 0)
+        if not 0 < self.memory_ratio <= 1:
+            refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
+        if not 0 < self.schedule_conservativeness < math.inf:
+            refuse(self, "schedule_conservativeness", "allowed: a number above 0")
+        if not self.step_timeout > 0:
+            refuse(self, "step_timeout", "allowed: a number above 0, or inf")
+        backends = self.attn.split(",")
+        if self.attn != "auto" and (
+            len(backends) > 2 or any(name not in ATTENTION_BACKENDS for name in backends)
+        ):
+            choices = one_of(("auto", *ATTENTION_BACKENDS))
+            refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        if getattr(self, name) not in choices:
+            refuse(self, name, one_of(choices))
+
+
+def refuse_engine_options(config: EngineConfig) -> None:
+    """Raises ConfigError for an option that has no effect with --url, which starts no engine."""
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        if spec.name != "model" and value != spec.default:
+            shown = "(given)" if value is True else value
+            reason = "is for an engine of its own, and with --url there is none"
+            raise ConfigError(option_names(spec)[0], shown, reason)

@@ -1,0 +1,141 @@
+"""What option resolution needs to know about the model and about the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from minisgl.shards import can_divide, kv_head_shard
+
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """What the KV cache of one layer stores per token: a key and a value of each KV head."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # one of DTYPES
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a token's keys, and of its values."""
+        return self.num_kv_heads, self.head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What the attention of one layer computes: softmax(scale · q kᵀ) v over the tokens up to each
+    query, by heads. Query head h reads KV head h // (num_heads // num_kv_heads)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # a query sees its last `window` tokens, itself included; None: all
+    softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
+    sinks: bool = False  # each head has a learned logit that takes part in the softmax alone
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def extras(self) -> tuple[str, ...]:
+        """What it computes beyond plain causal attention, in words."""
+        found = {
+            "sliding windows": self.window is not None,
+            "soft caps": self.softcap is not None,
+            "attention sinks": self.sinks,
+        }
+        return tuple(name for name, used in found.items() if used)
+
+    def kv(self, dtype: str) -> KVSpec:
+        """What the layer's KV cache stores, in `dtype`."""
+        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+
+    def on_rank(self, num_ranks: int) -> AttentionSpec:
+        """The same with the heads of one of `num_ranks` ranks, which must divide the heads."""
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=kv_head_shard(self.num_kv_heads, 0, num_ranks).size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFacts:
+    """Properties of the layers with experts."""
+
+    num_layers: int
+    num_experts: int  # per layer
+    num_chosen: int  # per token
+    num_weights: int  # in the matrices of one expert
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the matrices of one expert, in a model that computes in `dtype`."""
+        return self.num_weights * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Properties of the model that option resolution needs."""
+
+    dtype: str  # of the checkpoint, one of DTYPES
+    max_seq_len: int
+    max_seq_len_reason: str | None  # why a longer --max-seq-len-override is refused; None: allowed
+    vocab_size: int
+    attention: tuple[AttentionSpec, ...]  # one per layer
+    intermediate_size: int  # greatest common divisor of the inner sizes of MLPs and experts
+    num_layer_weights: int  # in the matrices of all layers, without experts
+    num_head_weights: int  # in the matrix that computes the logits
+    experts: ExpertFacts | None = None
+
+    def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
+        """What each layer's KV cache stores, in `dtype`."""
+        return tuple(spec.kv(dtype) for spec in self.attention)
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes that the KV caches of all layers store per token, in `dtype`."""
+        return sum(spec.bytes_per_token for spec in self.kv_specs(dtype))
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the matrices of layers and head, without experts, in a model that computes in
+        `dtype`."""
+        return (self.num_layer_weights + self.num_head_weights) * DTYPE_BYTES[dtype]
+
+    def can_divide(self, num_ranks: int) -> bool:
+        """Whether the model can be sharded over `num_ranks` ranks."""
+        return all(
+            can_divide(
+                num_ranks,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                intermediate_size=self.intermediate_size,
+                vocab_size=self.vocab_size,
+            )
+            for spec in set(self.attention)
+        )
+
+    def on_rank(self, num_ranks: int) -> ModelFacts:
+        """The same facts with the heads of one rank; `num_ranks` must divide the model."""
+        return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """Properties of the machine that option resolution needs."""
+
+    has_cuda: bool
+    free_cpu_bytes: int
+    num_gpus: int = 0
+    # Backends that run the model on the GPU in half precision, best first.
+    prefill_backends: tuple[str, ...] = ()
+    decode_backends: tuple[str, ...] = ()
+    missing_backends: dict[str, str] = field(default_factory=dict)  # why the others cannot
+    flash_page_multiple: int = 1  # the page size of fa must be a multiple of this

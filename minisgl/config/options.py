@@ -1,0 +1,74 @@
+"""Dataclass fields as options: their declaration, and the checks of their values."""
+
+from __future__ import annotations
+
+from dataclasses import Field, field, fields
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from minisgl.errors import ConfigError
+
+TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    tuple: "a tuple of texts",
+    NoneType: "None",
+}
+
+HIDDEN = "(not shown)"  # in place of a secret
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    names: tuple[str, ...] = (),
+    group: str = "Engine",
+    secret: bool = False,
+) -> Any:
+    """Returns a dataclass field that is an option of the command line.
+
+    names: its spellings, by default that of the field (`page_size` → `--page-size`); messages use
+    the first. group: heading in --help. secret: its value appears in no message.
+    """
+    metadata = {"help": help, "names": names, "group": group, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def option_names(spec: Field[Any]) -> tuple[str, ...]:
+    """The spellings of an option on the command line."""
+    return tuple(spec.metadata["names"]) or ("--" + spec.name.replace("_", "-"),)
+
+
+def refuse(config: Any, name: str, allowed: str) -> NoReturn:
+    """Raise ConfigError for the value of field `name`, declared with `option`, in `config`.
+
+    allowed: what is allowed, or why the value is refused.
+    """
+    spec = next(spec for spec in fields(config) if spec.name == name)
+    shown = HIDDEN if spec.metadata["secret"] else getattr(config, name)
+    raise ConfigError(option_names(spec)[0], shown, allowed)
+
+
+def check_types(config: Any) -> None:
+    """Raise ConfigError for a field whose value does not have its declared type."""
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = {get_origin(kind) or kind for kind in get_args(hint) or (hint,)}
+        if get_origin(hint) is tuple:
+            kinds = {tuple}
+        value = getattr(config, name)
+        if float in kinds:
+            kinds.add(int)
+        # To Python a bool is an int; as an option it is not.
+        if type(value) not in kinds:
+            names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
+            refuse(config, name, f"allowed: {names}")
+
+
+def check_at_least(config: Any, name: str, low: int) -> None:
+    """Raise ConfigError if field `name` is set to a value below `low`."""
+    value = getattr(config, name)
+    if value is not None and value < low:
+        refuse(config, name, f"allowed: {low} or more")

@@ -1,0 +1,266 @@
+"""Resolution of the automatic options, given the user's and the facts about model and device.
+
+What is known only after loading the model is returned by the runner, as a `Capacity`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from minisgl.config.engine import EngineConfig
+from minisgl.config.facts import DeviceFacts, ModelFacts
+from minisgl.config.options import refuse
+from minisgl.errors import ConfigError, UnsupportedModelError, one_of
+
+# Backends whose decoding needs nothing from the host that changes from step to step.
+CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
+FLOAT32_BACKENDS = ("triton", "torch")
+LARGEST_AUTO_GRAPH = 512
+DEFAULT_PAGE_SIZE = 16
+# The page size at which the kernels of FlashInfer and TensorRT-LLM are fastest.
+FLASHINFER_PAGE_SIZE = 64
+TRTLLM_PAGE_SIZES = (16, 32, 64)
+
+DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
+
+MAX_CPU_RANKS = 8
+# Bounds of the KV cache on a CPU, where --num-pages does not set its size.
+CPU_KV_TOKENS = 65_536
+CPU_KV_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig:
+    """The options, none of them automatic any more."""
+
+    model: str
+    device: str
+    dtype: str
+    load_format: str
+    max_seq_len: int  # before the capacity of the KV cache is known
+    tp: int
+    disable_pynccl: bool
+    memory_ratio: float
+    num_pages: int  # 0: as many as memory_ratio leaves room for
+    page_size: int
+    cache_type: str
+    max_running_requests: int
+    max_queued_requests: int
+    max_prefill_length: int
+    schedule_policy: str
+    schedule_conservativeness: float
+    step_timeout: float
+    attn_prefill: str
+    attn_decode: str
+    cuda_graph_max_bs: int
+    overlap: bool
+    notes: tuple[str, ...]  # decisions and their reasons, for the log
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The sizes that fit into memory beside the weights."""
+
+    num_pages: int  # including page 0, the scratch page
+    page_size: int
+    num_slots: int
+    max_seq_len: int
+    max_graph_batch: int = 0  # largest batch whose decoding is captured
+
+    @staticmethod
+    def of(config: ResolvedConfig, num_pages: int) -> Capacity:
+        """The capacity with `num_pages` pages, whose tokens bound the longest sequence."""
+        return Capacity(
+            num_pages=num_pages,
+            page_size=config.page_size,
+            num_slots=config.max_running_requests,
+            max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
+        )
+
+
+def overlap_enabled() -> bool:
+    """Whether the environment leaves overlap scheduling on. Raises ConfigError."""
+    value = os.environ.get(DISABLE_OVERLAP, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(DISABLE_OVERLAP, value, one_of((0, 1)))
+    return value != "1"
+
+
+def resolve(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
+) -> ResolvedConfig:
+    """Settle every automatic option. Pure.
+
+    Raises ConfigError where an option does not fit the model or the device, UnsupportedModelError
+    where no attention backend computes the model on the device.
+    """
+    notes: list[str] = []
+    target = config.device
+    if target == "auto":
+        target = "cuda" if device.has_cuda else "cpu"
+    elif target == "cuda" and not device.has_cuda:
+        raise ConfigError(
+            "--device", "cuda", "PyTorch finds no usable GPU here; allowed: auto or cpu"
+        )
+
+    _check_tp(config, model, device, target)
+    dtype = _resolve_dtype(config, model, target, notes)
+    prefill, decode = _resolve_attention(config, device, target, dtype, notes)
+    page_size = _resolve_page_size(config, device, (prefill, decode), notes)
+    return ResolvedConfig(
+        model=config.model,
+        device=target,
+        dtype=dtype,
+        load_format="safetensors" if config.load_format == "auto" else config.load_format,
+        max_seq_len=_resolve_max_seq_len(config, model, notes),
+        tp=config.tp,
+        disable_pynccl=config.disable_pynccl,
+        memory_ratio=config.memory_ratio,
+        num_pages=_resolve_num_pages(config, model, device, target, dtype, page_size),
+        page_size=page_size,
+        cache_type=config.cache_type,
+        max_running_requests=config.max_running_requests,
+        max_queued_requests=config.max_queued_requests,
+        max_prefill_length=config.max_prefill_length,
+        schedule_policy=config.schedule_policy,
+        schedule_conservativeness=config.schedule_conservativeness,
+        step_timeout=config.step_timeout,
+        attn_prefill=prefill,
+        attn_decode=decode,
+        cuda_graph_max_bs=_resolve_graphs(config, device, target, decode, notes),
+        overlap=overlap,
+        notes=tuple(notes),
+    )
+
+
+def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+    """Raises ConfigError where the model cannot be sharded so, or the machine has too few GPUs."""
+    at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
+    allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
+    if config.tp in allowed:
+        return
+    if model.can_divide(config.tp):
+        found = f"{at_most} GPUs" if target == "cuda" else f"at most {at_most} ranks on a CPU"
+        reason = f"there are {found}"
+    else:
+        heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
+        reason = (
+            f"cannot shard this model over {config.tp} ranks: its "
+            + ", ".join(f"{num_heads} heads, {num_kv} KV heads" for num_heads, num_kv in heads)
+            + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
+            "divisible"
+        )
+    refuse(config, "tp", f"{reason}; {one_of(allowed)}")
+
+
+def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    if target == "cpu":
+        return "float32"
+    if model.dtype == "float32":
+        notes.append("a float32 checkpoint runs in float16; --dtype bfloat16 has the wider range")
+    return "bfloat16" if model.dtype == "bfloat16" else "float16"
+
+
+def _resolve_attention(
+    config: EngineConfig, device: DeviceFacts, target: str, dtype: str, notes: list[str]
+) -> tuple[str, str]:
+    """The names of the backends for prefill and decode."""
+    usable: list[tuple[str, ...]] = []
+    for names in (device.prefill_backends, device.decode_backends):
+        if target == "cpu":
+            names = tuple(name for name in ("torch",) if name not in device.missing_backends)
+        elif dtype == "float32":
+            names = tuple(name for name in names if name in FLOAT32_BACKENDS)
+        if not names:
+            reasons = "; ".join(device.missing_backends.values())
+            raise UnsupportedModelError(f"No attention backend runs this model here: {reasons}.")
+        usable.append(names)
+    if config.attn == "auto":
+        prefill, decode = usable[0][0], usable[1][0]
+        notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
+        return prefill, decode
+    first, _, last = config.attn.partition(",")
+    chosen = (first, last or first)
+    for name, allowed in zip(chosen, usable, strict=True):
+        if name not in allowed:
+            why = device.missing_backends.get(name)
+            if target == "cpu":
+                why = f"{name} needs a GPU"
+            elif dtype == "float32" and name not in FLOAT32_BACKENDS:
+                why = f"{name} computes in bfloat16 and float16 only"
+            reason = why or f"{name} is not usable here"
+            raise ConfigError("--attn", config.attn, f"{reason}; {one_of(('auto', *allowed))}")
+    return chosen
+
+
+def _resolve_page_size(
+    config: EngineConfig, device: DeviceFacts, backends: tuple[str, str], notes: list[str]
+) -> int:
+    wanted = config.page_size
+    if "trtllm" in backends and wanted is not None and wanted not in TRTLLM_PAGE_SIZES:
+        allowed = ", ".join(map(str, TRTLLM_PAGE_SIZES))
+        notes.append(f"page size 64 instead of {wanted}: trtllm takes pages of {allowed} tokens")
+        return FLASHINFER_PAGE_SIZE
+    multiple = device.flash_page_multiple if "fa" in backends else 1
+    if wanted is None:
+        # Measured on an H200: triton reads pages of 16 as fast as larger ones, and small pages
+        # share more of a prefix.
+        by_backend = backends[1] in ("fi", "trtllm")
+        return max(multiple, FLASHINFER_PAGE_SIZE if by_backend else DEFAULT_PAGE_SIZE)
+    if wanted % multiple:
+        refuse(config, "page_size", f"fa takes a multiple of {multiple} here")
+    if "fi" in backends and wanted & (wanted - 1):
+        refuse(config, "page_size", "fi takes a power of two")
+    return wanted
+
+
+def _resolve_graphs(
+    config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
+) -> int:
+    """The largest batch whose decoding is captured, memory permitting; 0: none."""
+    wanted = config.cuda_graph_max_bs
+    reason = None
+    if target == "cpu":
+        reason = "CUDA graphs need a GPU"
+    elif decode not in CAPTURED_BACKENDS:
+        reason = f"decoding by {decode} needs the host at each step, and runs without graphs"
+    elif "triton" in device.missing_backends:
+        reason = f"CUDA graphs need Triton: {device.missing_backends['triton']}"
+    if reason is not None:
+        if wanted:
+            refuse(config, "cuda_graph_max_bs", f"{reason}; allowed: 0")
+        if target == "cuda":
+            notes.append(reason)
+        return 0
+    if wanted is None:
+        wanted = LARGEST_AUTO_GRAPH
+    return min(wanted, config.max_running_requests)
+
+
+def _resolve_max_seq_len(config: EngineConfig, model: ModelFacts, notes: list[str]) -> int:
+    wanted = config.max_seq_len_override
+    if wanted is None:
+        return model.max_seq_len
+    if wanted > model.max_seq_len:
+        if model.max_seq_len_reason:
+            reason = f"{model.max_seq_len_reason}; allowed: at most {model.max_seq_len}"
+            refuse(config, "max_seq_len_override", reason)
+        notes.append(f"the model was made for {model.max_seq_len} tokens, not for {wanted}")
+    return wanted
+
+
+def _resolve_num_pages(
+    config: EngineConfig,
+    model: ModelFacts,
+    device: DeviceFacts,
+    target: str,
+    dtype: str,
+    page_size: int,
+) -> int:
+    if config.num_pages is not None or target == "cuda":
+        return config.num_pages or 0
+    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(dtype)
+    return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)

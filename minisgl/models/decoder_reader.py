@@ -1,0 +1,225 @@
+"""The part of config.json that all supported families share.
+
+Spellings of transformers 4 (rope_scaling, rope_theta, torch_dtype) and 5 (rope_parameters, dtype)
+are read.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+
+from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
+from minisgl.models.config import ExpertsConfig, ModelConfig, RopeConfig
+from minisgl.models.config_reader import (
+    CONFIG_FILE,
+    HARMLESS_FIELDS,
+    Fields,
+    checkpoint_dtype,
+    field_names,
+)
+
+# The fields that `read_decoder` and the functions for sliding windows take into account.
+DECODER_FIELDS = HARMLESS_FIELDS | field_names(
+    """architectures dtype torch_dtype vocab_size hidden_size intermediate_size num_hidden_layers
+    num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps tie_word_embeddings
+    max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
+    rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
+    layer_types"""
+)
+
+_ROPE_FIELDS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": field_names("factor"),
+    "dynamic": field_names("factor original_max_position_embeddings"),
+    "llama3": field_names(
+        "factor low_freq_factor high_freq_factor original_max_position_embeddings"
+    ),
+    "yarn": field_names(
+        """factor original_max_position_embeddings attention_factor mscale mscale_all_dim
+        beta_fast beta_slow truncate"""
+    ),
+}
+_SHARED_ROPE_FIELDS = field_names("rope_type type rope_theta partial_rotary_factor")
+_REQUIRED_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
+def read_decoder(
+    fields: Fields,
+    architecture: str,
+    *,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    window: int | None = None,
+    experts: ExpertsConfig | None = None,
+) -> ModelConfig:
+    """The config of a decoder, given what its family adds.
+
+    head_dim: the default; None: hidden_size / num_attention_heads. window: tokens that layers with
+    a sliding window see; it limits max_seq_len, because attention past it is not supported.
+
+    Raises CheckpointError, UnsupportedModelError.
+    """
+    if (activation := fields.values.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; allowed: silu")
+    hidden_size = fields.count("hidden_size")
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    head_dim = fields.count("head_dim", head_dim or hidden_size // num_heads)
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: {num_heads} heads, {num_kv_heads} KV heads and head_dim {head_dim} do "
+            "not fit: heads must divide into KV heads and head_dim must be even."
+        )
+    max_position = fields.count("max_position_embeddings")
+    rope = read_rope(fields, max_position)
+    max_seq_len, reason = _limit(max_position, rope, window)
+    notes: tuple[str, ...] = ()
+    if max_seq_len < max_position:
+        notes = (f"longest sequence {max_seq_len} instead of {max_position}: {reason}",)
+    return ModelConfig(
+        architecture=architecture,
+        dtype=checkpoint_dtype(fields),
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=qk_norm,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        max_seq_len=max_seq_len,
+        max_seq_len_reason=reason,
+        notes=notes,
+        experts=experts,
+    )
+
+
+def sliding_window(fields: Fields, default: int | None = None) -> int | None:
+    """The sliding window of all layers in tokens; None: they have none.
+
+    default: the window of a config that does not mention it; null switches the window off.
+    """
+    _layer_kinds(fields)
+    if not fields.values.get("sliding_window", default):
+        return None
+    return fields.count("sliding_window", default)
+
+
+def switched_window(fields: Fields, default: int) -> int | None:
+    """As `sliding_window`, where the window applies only if use_sliding_window is set."""
+    return fields.count("sliding_window", default) if _is_switched_on(fields, default) else None
+
+
+def switched_window_of_some(fields: Fields, default: int) -> int | None:
+    """As `switched_window`, where only some layers have the window; None if no layer does."""
+    if not _is_switched_on(fields, default):
+        return None
+    if kinds := _layer_kinds(fields):
+        some = "sliding_attention" in kinds
+    else:  # transformers 4 wrote no layer_types
+        some = fields.number("max_window_layers", 28) < fields.count("num_hidden_layers")
+    return fields.count("sliding_window", default) if some else None
+
+
+def _is_switched_on(fields: Fields, default: int) -> bool:
+    _layer_kinds(fields)
+    if not fields.values.get("sliding_window", default):
+        return False
+    return fields.flag("use_sliding_window", False)
+
+
+def _layer_kinds(fields: Fields) -> list[str]:
+    kinds = fields.values.get("layer_types") or []
+    if not isinstance(kinds, list) or any(
+        kind not in ("full_attention", "sliding_attention") for kind in kinds
+    ):
+        raise UnsupportedModelError(
+            f"{CONFIG_FILE}: layer_types {reprlib.repr(kinds)} are not supported."
+        )
+    return kinds
+
+
+def _limit(max_position: int, rope: RopeConfig, window: int | None) -> tuple[int, str | None]:
+    """The longest sequence, and why the limit is hard (None: it may be exceeded)."""
+    limits: list[tuple[int, str]] = []
+    if rope.type == "dynamic":
+        reason = "with dynamic rope scaling keys already cached would be rotated with another base"
+        limits.append((rope.original_max_position, reason))
+    if window is not None:
+        limits.append((window, f"attention past the sliding window of {window} is not supported"))
+    if not limits:
+        return max_position, None
+    limit, reason = min(limits)
+    return min(limit, max_position), reason
+
+
+def read_rope(fields: Fields, max_position: int) -> RopeConfig:
+    """max_position: max_position_embeddings. Raises CheckpointError, UnsupportedModelError."""
+    source = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    values = fields.values.get(source) or {}
+    where = f"{CONFIG_FILE}: {source}"
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is not a JSON object.")
+    rope = Fields(values, where)
+    type_ = str(values.get("rope_type") or values.get("type") or "default")
+    if type_ not in _ROPE_FIELDS:
+        raise UnsupportedModelError(f"{where}: rope_type {type_}; {one_of(_ROPE_FIELDS)}")
+    rope.refuse_others(_ROPE_FIELDS[type_] | _SHARED_ROPE_FIELDS)
+    for name in _REQUIRED_ROPE_FIELDS.get(type_, ()):
+        rope.number_above(0, name)
+
+    # As in transformers, the field at the top level takes precedence.
+    original = fields.count(
+        "original_max_position_embeddings",
+        rope.count("original_max_position_embeddings", max_position),
+    )
+    factor = rope.number_above(0, "factor", max_position / original)
+    plain = RopeConfig()
+    low_freq_factor = rope.number("low_freq_factor", plain.low_freq_factor)
+    return RopeConfig(
+        type=type_,
+        # With a base of 1 all pairs would rotate alike.
+        theta=rope.number_above(1, "rope_theta", fields.number_above(1, "rope_theta", plain.theta)),
+        factor=factor,
+        original_max_position=original,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=rope.number_above(
+            low_freq_factor, "high_freq_factor", plain.high_freq_factor
+        ),
+        beta_fast=_yarn_turns(rope, "beta_fast", plain.beta_fast),
+        beta_slow=_yarn_turns(rope, "beta_slow", plain.beta_slow),
+        truncate=rope.flag("truncate", plain.truncate),
+        attention_factor=_yarn_attention_factor(rope, factor) if type_ == "yarn" else 1.0,
+    )
+
+
+def _yarn_turns(rope: Fields, name: str, default: float) -> float:
+    """0 counts as absent."""
+    return rope.number_above(0, name, default) if rope.values.get(name) else default
+
+
+def _yarn_attention_factor(rope: Fields, factor: float) -> float:
+    """The factor of cos and sin (YaRN, arXiv 2309.00071, section 3.4)."""
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    mscale, mscale_all_dim = rope.number("mscale", 0), rope.number("mscale_all_dim", 0)
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1)

@@ -1,0 +1,16 @@
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671): Llama with biases of q, k and v."""
+
+from __future__ import annotations
+
+from minisgl.models.config import ModelConfig
+from minisgl.models.config_reader import Fields
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """The biases of q, k and v are always there; o has none."""
+    fields.refuse_others(DECODER_FIELDS)
+    window = switched_window_of_some(fields, 4096)
+    return read_decoder(fields, ARCHITECTURE, qkv_bias=True, window=window)

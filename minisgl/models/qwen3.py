@@ -1,0 +1,24 @@
+"""Qwen3 (arXiv 2505.09388): Llama with an RMS norm of every head of q and k."""
+
+from __future__ import annotations
+
+from minisgl.models.config import ModelConfig
+from minisgl.models.config_reader import Fields, field_names
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window_of_some
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """attention_bias switches the biases of q, k, v and o on. head_dim is 128 by default."""
+    fields.refuse_others(DECODER_FIELDS | field_names("attention_bias"))
+    attention_bias = fields.flag("attention_bias", False)
+    return read_decoder(
+        fields,
+        ARCHITECTURE,
+        head_dim=128,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        window=switched_window_of_some(fields, 4096),
+    )

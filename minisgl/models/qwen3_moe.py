@@ -1,0 +1,89 @@
+"""Qwen3-MoE (arXiv 2505.09388): Qwen3 with a mixture of experts in place of most MLPs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from minisgl.distributed.communicator import Communicator
+from minisgl.errors import CheckpointError
+from minisgl.layers.experts import SparseMoeBlock
+from minisgl.layers.formats import WeightFormat
+from minisgl.models.config import ExpertsConfig, ModelConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names
+from minisgl.models.decoder_reader import DECODER_FIELDS, read_decoder, switched_window
+from minisgl.models.transformer import CausalLM, DecoderLayer
+
+ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+# transformers does not read use_qk_norm, which the configs of Qwen3-Coder set.
+_FIELDS = DECODER_FIELDS | field_names(
+    """attention_bias
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    decoder_sparse_step mlp_only_layers output_router_logits router_aux_loss_coef use_qk_norm"""
+)
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """As Qwen3, except that head_dim has no default of its own and a sliding window, where it is
+    switched on, applies to every layer."""
+    fields.refuse_others(_FIELDS)
+    attention_bias = fields.flag("attention_bias", False)
+    return read_decoder(
+        fields,
+        ARCHITECTURE,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        window=switched_window(fields, 4096),
+        experts=_read_experts(fields),
+    )
+
+
+def _read_experts(fields: Fields) -> ExpertsConfig:
+    # transformers 4 and 5 name the number differently.
+    name = "num_local_experts" if fields.values.get("num_local_experts") else "num_experts"
+    num_experts, num_chosen = fields.count(name), fields.count("num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: num_experts_per_tok {num_chosen} is more than {name} {num_experts}."
+        )
+    dense = frozenset(fields.whole_numbers("mlp_only_layers"))
+    step = fields.count("decoder_sparse_step", 1)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        size=fields.count("moe_intermediate_size"),
+        normalize=fields.flag("norm_topk_prob", False),
+        layers=frozenset(
+            layer
+            for layer in range(fields.count("num_hidden_layers"))
+            if layer not in dense and (layer + 1) % step == 0
+        ),
+    )
+
+
+class Qwen3MoeDecoderLayer(DecoderLayer):
+    """A layer whose MLP is a mixture of experts in the layers that the config lists."""
+
+    def make_mlp(
+        self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
+    ) -> nn.Module:
+        """A mixture of experts, or the MLP of a dense layer."""
+        experts = config.experts
+        if experts is None or index not in experts.layers:
+            return super().make_mlp(config, index, format, comm)
+        return SparseMoeBlock(
+            config.hidden_size,
+            format,
+            comm,
+            num_experts=experts.num_experts,
+            top_k=experts.num_chosen,
+            expert_size=experts.size,
+            normalize=experts.normalize,
+        )
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    """Qwen3-MoE."""
+
+    layer_type = Qwen3MoeDecoderLayer

@@ -1,0 +1,48 @@
+"""The supported model families by the name of their architecture in config.json."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl.errors import ModelNotFoundError, UnsupportedModelError, one_of
+from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from minisgl.models.config import ModelConfig
+from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.transformer import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture: the reader of its config.json, and its module."""
+
+    read_config: Callable[[Fields], ModelConfig]
+    model: type[CausalLM] = CausalLM
+
+
+FAMILIES = {
+    llama.ARCHITECTURE: Family(llama.read_config),
+    mistral.ARCHITECTURE: Family(mistral.read_config),
+    qwen2.ARCHITECTURE: Family(qwen2.read_config),
+    qwen3.ARCHITECTURE: Family(qwen3.read_config),
+    qwen3_moe.ARCHITECTURE: Family(qwen3_moe.read_config, qwen3_moe.Qwen3MoeForCausalLM),
+}
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Read `folder`/config.json.
+
+    Raises ModelNotFoundError without the file, CheckpointError where it is broken or contradicts
+    itself, UnsupportedModelError where it asks for what minisgl does not compute.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ModelNotFoundError(f"{folder} holds no model: it has no {CONFIG_FILE}.")
+    fields = Fields(read_json(path), CONFIG_FILE)
+    names = fields.values.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
+    if name not in FAMILIES:
+        raise UnsupportedModelError(f"Architecture {name} is not supported; {one_of(FAMILIES)}")
+    return FAMILIES[name].read_config(fields)
