@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from minisgl.request import FinishReason
+from minisgl.text.thinking import CLOSE, Split, ThinkingSplitter
 
 from .model import ReplyDelta
-from .thinking import CLOSE, Split, ThinkingSplitter
 from .wording import count
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
+from minisgl.text.thinking import split_whole
 
 from . import parameters, saved
 from .conversation import Conversation
@@ -16,7 +17,6 @@ from .face import Face
 from .model import ChatModel
 from .quotes import unquoted_argument
 from .tally import Tally
-from .thinking import split_whole
 from .wording import aligned, count, did_you_mean, shortened
 
 NUM_QUOTED_CHARS = 50

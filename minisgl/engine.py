@@ -28,7 +28,6 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
-from minisgl.detokenizer import Detokenizer
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -63,7 +62,8 @@ from minisgl.runner.watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.stats import EngineStats, Meter
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

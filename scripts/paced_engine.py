@@ -16,7 +16,7 @@ from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 8191  # drawn once; more than any step samples
 

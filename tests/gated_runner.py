@@ -25,7 +25,7 @@ from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind, http_settings
 from minisgl.server.service import Service
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 # In the demo tokenizer these ids are single characters, but for the first three, which are special.
 VOCAB = 80

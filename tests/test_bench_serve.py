@@ -21,7 +21,7 @@ from minisgl.bench.client import Answer, post
 from minisgl.bench.online import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.plan import PlannedRequest
 from minisgl.bench.target import Target
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]

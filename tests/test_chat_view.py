@@ -17,6 +17,7 @@ from rich.console import Console
 from screens import Screen
 
 from minisgl.printable import printable
+from minisgl.text.thinking import MAX_HELD_CHARS, ThinkingSplitter
 from minisgl_cli import view
 from minisgl_cli.live import Line, LiveLines
 from minisgl_cli.markdown import (
@@ -31,7 +32,6 @@ from minisgl_cli.markdown import (
 )
 from minisgl_cli.pipe import Pipe
 from minisgl_cli.repl import on_interrupt
-from minisgl_cli.thinking import MAX_HELD_CHARS, ThinkingSplitter
 from minisgl_cli.view import MarkdownView, PlainView
 
 ANSWER = """# A *title*

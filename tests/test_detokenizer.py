@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_tokenizers import TEXTS, byte_level, byte_level_backend, spelled, spelled_backend
 
-from minisgl.detokenizer import Detokenizer
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 TRICKY = st.lists(

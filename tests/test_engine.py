@@ -26,7 +26,7 @@ from minisgl.models.hub import DEMO_FOLDER
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 VOCAB = 50
 EOS = 7

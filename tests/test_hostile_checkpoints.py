@@ -22,7 +22,7 @@ from minisgl.models.config import read_model_config
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.rope import inverse_frequencies
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 HUGE = 10**400
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -32,8 +32,8 @@ from minisgl.errors import (
     TextTooLongError,
 )
 from minisgl.intake import ALWAYS_TAKEN_CHARS, PLACE_BYTES, SHORT_BYTES, Intake
-from minisgl.rendering import Renderer, render
-from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.text.rendering import Renderer, render
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 CHAT = "/v1/chat/completions"
 ENDLESS_SERVER = Path(__file__).with_name("endless_template_server.py")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 ROWS = (
     ("errors", "request", "shards", "config", "keys", "progress", "printable"),
-    ("rendering", "vocabulary", "tokenizer", "detokenizer", "kvcache"),
+    ("text", "kvcache"),
     ("scheduler", "stats", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),

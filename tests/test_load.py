@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.bench.client import Answer, post
 from minisgl.config import EngineConfig
-from minisgl.detokenizer import Detokenizer
 from minisgl.engine import AsyncEngine, OutputStream
 from minisgl.fanout import CONSUMERS_PER_TURN, Fanout
 from minisgl.request import FinishReason, Request, SamplingParams
 from minisgl.server.connection import MAX_UNSENT_BYTES, WANTED_FILES, raise_file_limit
+from minisgl.text.detokenizer import Detokenizer
 
 COMPLETIONS = "/v1/completions"
 
