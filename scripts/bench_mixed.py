@@ -26,7 +26,8 @@ from minisgl.bench.report import percentile
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.setting import describe, settle_memory, start_engine
 from minisgl.bench.workload import make_job, random_tokens
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import ConfigError
 
 MAX_WARM_UP_S = 3.0

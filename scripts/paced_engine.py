@@ -10,7 +10,8 @@ import time
 from dataclasses import dataclass, replace
 
 from minisgl.config import Capacity, EngineConfig, overlap_enabled, resolve
-from minisgl.engine import AsyncEngine, Loaded
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER

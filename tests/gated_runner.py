@@ -15,7 +15,8 @@ from fake_runner import FakeRunner, expected_output
 from starlette.types import ASGIApp
 
 from minisgl.config import Capacity, EngineConfig, resolve
-from minisgl.engine import AsyncEngine, Loaded
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER

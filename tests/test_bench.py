@@ -29,7 +29,8 @@ from minisgl.bench.report import Distribution, Figures, Limit, percentile
 from minisgl.bench.script import engine_config, make_parser
 from minisgl.bench.workload import Job, make_job, make_workload
 from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import ConfigError, ContextLengthError, StepError
 from minisgl.models.config import read_model_config
 from minisgl.request import SamplingParams

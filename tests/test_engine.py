@@ -12,7 +12,9 @@ import pytest
 from fake_runner import FakeRunner, expected_output
 
 from minisgl.config import Capacity, EngineConfig, resolve
-from minisgl.engine import AsyncEngine, Loaded, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,

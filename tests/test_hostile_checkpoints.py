@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import EngineConfig
-from minisgl.engine import load
+from minisgl.engine.startup import load
 from minisgl.errors import CheckpointError, InvalidRequestError, MinisglError
 from minisgl.models.config import read_model_config
 from minisgl.models.generation import read_generation_defaults

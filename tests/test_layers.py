@@ -17,10 +17,10 @@ ROOT = Path(__file__).parent.parent
 ROWS = (
     ("errors", "request", "shards", "config", "keys", "progress", "printable"),
     ("text", "kvcache"),
-    ("scheduler", "stats", "client"),
+    ("scheduler", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
-    ("fanout", "intake", "engine", "llm"),
+    ("engine", "llm"),
     ("server", "bench"),
     ("cli",),
 )

@@ -17,10 +17,10 @@ from test_engine import ScriptedRunner, deltas_of, engine_on, params
 from test_parity import case_of, complete, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS, EngineStats, Histogram, Meter
 from minisgl.errors import StepError
 from minisgl.request import FinishReason, Request, SamplingParams
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS, EngineStats, Histogram, Meter
 
 BOUNDS = (0.5, 1.0, 4.0)
 NUM_REQUESTS = 5
@@ -199,8 +199,8 @@ async def test_each_ending_has_a_line_at_debug(caplog: pytest.LogCaptureFixture)
 def test_counting_needs_neither_torch_nor_prometheus_client() -> None:
     """So that a token can cost no call into the library, and the server starts without torch."""
     check = (
-        "import sys, minisgl.stats; assert 'torch' not in sys.modules;"
-        "import minisgl.engine; assert 'prometheus_client' not in sys.modules"
+        "import sys, minisgl.engine.stats; assert 'torch' not in sys.modules;"
+        "import minisgl.engine.engine; assert 'prometheus_client' not in sys.modules"
     )
     served = "import sys, minisgl.server.app; assert 'torch' not in sys.modules"
     for code in (check, served):

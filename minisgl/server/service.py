@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from minisgl.config import Capacity
+from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
 from minisgl.server.config import ServerConfig
-from minisgl.stats import EngineStats
 
 
 class Tokenizer(Protocol):
