@@ -87,6 +87,7 @@ class AsyncEngine:
             max_queued_requests=self.config.max_queued_requests,
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
+            max_run=loaded.max_run,
         )
         # One step beyond the running one is launched, so that the device never waits for the loop.
         self._max_in_flight = 2 if self.config.overlap else 1
@@ -310,8 +311,7 @@ class AsyncEngine:
                 self._meter.step_ended(now, captured=outcome.captured)
                 settled = self._scheduler.settle(outcome)
                 self._launch_steps()
-                self._meter.tokens_came(settled.progressed, now)
-                self._hand_out(settled)
+                self._hand_out(settled, now)
         except Exception as error:
             self._die(error)
 
@@ -332,33 +332,47 @@ class AsyncEngine:
                 if self._looking is None:
                     self._look_later()
 
-    def _hand_out(self, settled: Settled) -> None:
-        for request in settled.progressed:
+    def _hand_out(self, settled: Settled, now: float) -> None:
+        finished: list[Request] = []
+        for index, request in enumerate(settled.progressed):
             stream = self._streams.get(request.id)
             if stream is None:
                 continue  # the step launched after it has failed already
             if stream.detokenizer is not None:
+                num_tokens = settled.num_tokens[index]
                 try:
-                    self._detokenize(request, stream, stream.detokenizer)
+                    dropped = self._detokenize(request, stream, stream.detokenizer, num_tokens)
                 except MemoryError:
                     self._run_short(request)
-                    continue
+                else:
+                    settled.num_tokens[index] -= dropped
             if request.finished:
-                self._end_stream(request)
+                finished.append(request)
             else:
                 self._tell(stream)
-        for request in settled.finished:
-            if request.id in self._streams:  # ended without a token
+        self._meter.tokens_came(settled.progressed, settled.num_tokens, now)
+        for request in (*finished, *settled.finished):
+            if request.id in self._streams:
                 self._end_stream(request)
 
-    def _detokenize(self, request: Request, stream: OutputStream, detokenizer: Detokenizer) -> None:
-        token_id = request.token_ids[-1]
-        if not (request.finished and token_id in request.stop_token_ids):
-            stream.text.append(detokenizer.push(token_id))
+    def _detokenize(
+        self, request: Request, stream: OutputStream, detokenizer: Detokenizer, num_tokens: int
+    ) -> int:
+        """Take the request's last tokens; returns how many of them a stop string has cut off."""
+        token_ids = request.token_ids
+        end = len(token_ids)
+        if request.finished and token_ids[-1] in request.stop_token_ids:
+            end -= 1  # it has no place in the text
+        dropped = 0
+        for index in range(len(token_ids) - num_tokens, end):
+            stream.text.append(detokenizer.push(token_ids[index]))
             if detokenizer.stopped is not None:
-                self._scheduler.finish(request, request.num_output_tokens)
+                dropped = len(token_ids) - index - 1
+                self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
+                break
         if request.finished:
             stream.text.append(detokenizer.flush())
+        return dropped
 
     def _run_short(self, request: Request) -> None:
         """No memory is left for the text of one request; the others may go on."""
@@ -366,7 +380,6 @@ class AsyncEngine:
         logger.error("request %s: %s", request.id, error)
         if not self._scheduler.cancel(request, error):  # its last token has ended it
             request.finish_reason, request.error = FinishReason.ERROR, error
-        self._end_stream(request)
 
     def _end_stream(self, request: Request) -> None:
         self._tell(self._streams.pop(request.id))

@@ -44,6 +44,7 @@ class Loaded(Generic[Handle]):
     defaults: GenerationDefaults
     model_name: str
     ranks: Ranks | None = None  # where there are several
+    max_run: int = 1  # tokens that the runner may sample for a decode row in one step
 
 
 def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
