@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl.config import EngineConfig
-from minisgl.engine import AsyncEngine, OutputStream, forked
+from minisgl.engine import AsyncEngine
+from minisgl.engine.engine import forked
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.progress import LoadProgress
 from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from minisgl.config import Capacity, EngineConfig
+from minisgl.engine.stats import EngineStats, Totals
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -33,7 +34,6 @@ from minisgl.request import (
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess
-from minisgl.stats import EngineStats, Totals
 
 VOCAB_SIZE = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -15,7 +15,8 @@ from fake_runner import FakeRunner, expected_output
 from starlette.types import ASGIApp
 
 from minisgl.config import Capacity, EngineConfig, resolve
-from minisgl.engine import AsyncEngine, Loaded
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
@@ -25,7 +26,7 @@ from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 # In the demo tokenizer these ids are single characters, but for the first three, which are special.
 VOCAB = 80

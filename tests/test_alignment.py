@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_tokenizers import BYTE_TOKENS, TEXTS, byte_level, spelled
 
-from minisgl.detokenizer import Detokenizer
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.chat_reply import ChatReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import Reply
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 TOKENIZERS = (byte_level(), spelled())
 UNKNOWN = 100_000  # an id that is no token, as in a padded vocabulary

@@ -29,7 +29,8 @@ from minisgl.bench.roofline import DecodeStep, Peak, Work, measure_peak, prefill
 from minisgl.bench.script import engine_config, make_parser
 from minisgl.bench.workload.requests import OfflineRequest, make_offline_request, make_workload
 from minisgl.config import Capacity, EngineConfig, ModelFacts, option_names
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import ConfigError, ContextLengthError, StepError
 from minisgl.models.registry import read_model_config
 from minisgl.request import SamplingParams

@@ -21,7 +21,7 @@ from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.target import Target
 from minisgl.bench.workload.plan import PlannedRequest
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 SCRIPTS = Path(__file__).parent.parent / "scripts" / "bench"
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]

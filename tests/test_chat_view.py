@@ -17,8 +17,8 @@ from rich.console import Console
 from screens import Screen
 
 from minisgl.printable import printable
+from minisgl.text.thinking import MAX_HELD_CHARS, ThinkingSplitter
 from minisgl_cli.chat.repl import on_interrupt
-from minisgl_cli.chat.thinking import MAX_HELD_CHARS, ThinkingSplitter
 from minisgl_cli.chat.ui import view
 from minisgl_cli.chat.ui.live import LiveLines, ScreenLine
 from minisgl_cli.chat.ui.markdown import (

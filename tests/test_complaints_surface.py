@@ -17,7 +17,7 @@ import pytest
 from serving import Served, demo_engine, served
 
 from minisgl.engine import AsyncEngine
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 HELLO: Any = [{"role": "user", "content": "Hello!"}]
 SUM: Any = [{"role": "user", "content": "What is 17 + 25?"}]

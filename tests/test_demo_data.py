@@ -36,7 +36,7 @@ from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server.config import ServerConfig
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.config import ChatConfig
 
 BATCH_TOKENS = 6144

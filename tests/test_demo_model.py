@@ -18,7 +18,7 @@ from demo_model.world import World
 from eval_demo import accuracy, ask
 from minisgl import LLM, SamplingParams
 from minisgl.models.hub import DEMO_FOLDER as DEMO
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_BYTES = 12e6

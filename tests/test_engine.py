@@ -12,7 +12,9 @@ import pytest
 from fake_runner import FakeRunner, expected_output
 
 from minisgl.config import Capacity, EngineConfig, resolve
-from minisgl.engine import AsyncEngine, Loaded, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -26,7 +28,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.request import FinishReason, OutputDelta, SamplingParams
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 VOCAB = 50
 EOS = 7

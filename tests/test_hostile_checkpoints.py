@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import EngineConfig
-from minisgl.engine import load
+from minisgl.engine.startup import load
 from minisgl.errors import CheckpointError, InvalidRequestError, MinisglError
 from minisgl.models.generation import read_generation_defaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.models.rope import inverse_frequencies
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 HUGE = 10**400
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

@@ -23,6 +23,7 @@ from test_server import HELLO, error_of, free_port, http_client, wait_for_health
 from toy_tokenizers import byte_level_backend, wrap
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, PLACE_BYTES, SHORT_BYTES, Intake
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -31,9 +32,8 @@ from minisgl.errors import (
     StepError,
     TextTooLongError,
 )
-from minisgl.intake import ALWAYS_TAKEN_CHARS, PLACE_BYTES, SHORT_BYTES, Intake
-from minisgl.rendering import Renderer, render
-from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.text.rendering import Renderer, render
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 CHAT = "/v1/chat/completions"
 ENDLESS_SERVER = Path(__file__).with_name("endless_template_server.py")

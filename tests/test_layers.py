@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 ROWS = (
     ("errors", "request", "shards", "config", "keys", "progress", "printable"),
-    ("rendering", "vocabulary", "tokenizer", "detokenizer", "kvcache"),
-    ("scheduler", "stats", "client"),
+    ("text", "kvcache"),
+    ("scheduler", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
-    ("fanout", "intake", "engine", "llm"),
+    ("engine", "llm"),
     ("server", "bench"),
     ("cli",),
 )

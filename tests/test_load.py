@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.config import EngineConfig
-from minisgl.detokenizer import Detokenizer
-from minisgl.engine import AsyncEngine, OutputStream
-from minisgl.fanout import CONSUMERS_PER_TURN, Fanout
+from minisgl.engine import AsyncEngine
+from minisgl.engine.fanout import CONSUMERS_PER_TURN, Fanout
+from minisgl.engine.stream import OutputStream
 from minisgl.request import FinishReason, Request, SamplingParams
 from minisgl.server.connection import MAX_UNSENT_BYTES, WANTED_FILES, raise_file_limit
+from minisgl.text.detokenizer import Detokenizer
 
 COMPLETIONS = "/v1/completions"
 

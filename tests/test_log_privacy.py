@@ -172,7 +172,7 @@ async def test_an_unforeseen_error_leaves_its_type_and_place_but_not_its_words(
 async def test_a_defect_in_the_engine_tells_nobody_anothers_words(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object) -> int:
         raise UnforeseenError
 
     with caplog.at_level(logging.DEBUG):

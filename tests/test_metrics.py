@@ -13,10 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_engine import ScriptedRunner, deltas_of, engine_on, params
 from test_server import http_client, until
 
+from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS
 
 README = (Path(__file__).parent.parent / "minisgl/server/README.md").read_text()
 OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses"}

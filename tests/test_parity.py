@@ -27,7 +27,9 @@ from checkpoints import (
 
 from minisgl.attention.base import ForwardBatch
 from minisgl.config import EngineConfig, resolve
-from minisgl.engine import AsyncEngine, EngineStats, Loaded
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stats import EngineStats
 from minisgl.errors import StepError
 from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
 from minisgl.models.generation import GenerationDefaults

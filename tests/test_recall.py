@@ -18,7 +18,7 @@ from minisgl.attention.base import ForwardBatch
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
 from minisgl.scheduler.plan import StepPlan
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0)
 LONG = sorted(

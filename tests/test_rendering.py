@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
-from minisgl.rendering import Renderer, encode_call, render
+from minisgl.text.rendering import Renderer, encode_call, render
 
 HELLO = [{"role": "user", "content": "Hello, ünïcödé 👍🏽!"}]
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from test_engine import ScriptedRunner, deltas_of, engine_on, params
 
+from minisgl.engine.stats import EngineStats, Totals
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.stats_log import Interval, log_stats
-from minisgl.stats import EngineStats, Totals
 
 IDLE = EngineStats(
     num_running=0,

@@ -29,7 +29,7 @@ from minisgl.request import (
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.queue import Line, Turns
 from minisgl.scheduler.scheduler import LPM_WINDOW, Scheduler, Settled
-from minisgl.scheduler.state import Waiting
+from minisgl.scheduler.state import Running, Waiting
 
 EOS = 7
 
@@ -68,6 +68,8 @@ class Harness:
     cache_type: str = "radix"
     policy: str = "fcfs"
     conservativeness: float = 1.0
+    max_run: int = 1
+    run_seed: int = 0
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,8 +84,9 @@ class Harness:
             max_queued_requests=self.max_queued_requests,
             policy=self.policy,
             conservativeness=self.conservativeness,
+            max_run=self.max_run,
         )
-        self.runner = FakeRunner(page_size=self.page_size)
+        self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.in_flight: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
@@ -116,10 +119,17 @@ class Harness:
                 self.page_namespaces[page] = namespace
 
     def settle(self) -> Settled:
+        before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
         settled = self.scheduler.settle(self.in_flight.popleft())
+        grown = {request: len(request.token_ids) - had for request, had in before.items()}
+        came = dict(zip(settled.progressed, settled.num_tokens, strict=True))
+        assert came == {request: count for request, count in grown.items() if count}
         self.ended(settled.finished)
         self.scheduler.audit()
         return settled
+
+    def running_and_queued(self) -> list[Running | Waiting]:
+        return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
 
     def ended(self, requests: list[Request]) -> None:
         for request in requests:
@@ -172,9 +182,13 @@ def random_requests(
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("cache_type", ["radix", "naive"])
-def test_every_request_gets_its_own_output(depth: int, page_size: int, cache_type: str) -> None:
-    harness = Harness(page_size=page_size, num_pages=1024 // page_size, cache_type=cache_type)
+@pytest.mark.parametrize(("cache_type", "max_run"), [("radix", 1), ("naive", 1), ("radix", 4)])
+def test_every_request_gets_its_own_output(
+    depth: int, page_size: int, cache_type: str, max_run: int
+) -> None:
+    harness = Harness(
+        page_size=page_size, num_pages=1024 // page_size, cache_type=cache_type, max_run=max_run
+    )
     requests = random_requests(random.Random(1), 30)
     harness.run(*requests, depth=depth)
     for request in requests:
@@ -183,8 +197,9 @@ def test_every_request_gets_its_own_output(depth: int, page_size: int, cache_typ
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_retraction_cannot_be_seen_in_the_output(depth: int) -> None:
-    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05)
+@pytest.mark.parametrize("max_run", [1, 3])
+def test_retraction_cannot_be_seen_in_the_output(depth: int, max_run: int) -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_run=max_run)
     requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
     harness.run(*requests, depth=depth)
     assert harness.scheduler.counters.num_retractions > 0
@@ -259,8 +274,8 @@ def test_prompt_scores_survive_retraction() -> None:
 
 
 def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> None:
-    def hits(depth: int) -> list[int]:
-        harness = Harness(page_size=1)
+    def hits(depth: int, max_run: int) -> list[int]:
+        harness = Harness(page_size=1, max_run=max_run)
         first = make_request("a", [1, 2, 3], 40)
         harness.run(first, depth=depth)
         second = make_request("b", [*first.token_ids, 9, 9], 2)
@@ -268,8 +283,9 @@ def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> 
         return [second.num_cached_tokens, len(first.token_ids) - 1]
 
     for depth in (1, 2, 3):
-        cached, known = hits(depth)
-        assert cached == known
+        for max_run in (1, 4):
+            cached, known = hits(depth, max_run)
+            assert cached == known
 
 
 def test_a_stop_string_drops_later_tokens() -> None:
@@ -695,6 +711,8 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
         cache_type=rng.choice(["radix", "radix", "naive"]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
+        max_run=rng.choice([1, 1, 2, 5]),
+        run_seed=seed,
     )
     waiting = random_requests(rng, rng.randint(1, 20), num_clients=rng.randint(0, 3))
     submitted: list[Request] = []
@@ -726,7 +744,9 @@ def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> No
                 request = rng.choice(settled.progressed)
                 if not request.finished:
                     harness.ended([request])
-                harness.scheduler.finish(request, request.num_output_tokens)
+                run = settled.num_tokens[settled.progressed.index(request)]
+                dropped = rng.randrange(run)  # a stop string ends within the run
+                harness.scheduler.finish(request, request.num_output_tokens - dropped)
                 disturbed.add(request)
         harness.scheduler.audit()
     while harness.in_flight:

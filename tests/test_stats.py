@@ -17,10 +17,10 @@ from test_engine import ScriptedRunner, deltas_of, engine_on, params
 from test_parity import case_of, complete, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
+from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS, EngineStats, Histogram, Meter
 from minisgl.errors import StepError
 from minisgl.request import FinishReason, Request, SamplingParams
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.stats import REQUEST_BOUNDS, STEP_BOUNDS, EngineStats, Histogram, Meter
 
 BOUNDS = (0.5, 1.0, 4.0)
 NUM_REQUESTS = 5
@@ -53,18 +53,29 @@ def request(index: int) -> Request:
     return made
 
 
-# Who gets a token in each step. A request that is left out for a while was retracted.
-@given(st.lists(st.sets(st.integers(0, NUM_REQUESTS - 1)), max_size=20))
-def test_times_between_tokens_are_those_of_every_token_by_itself(steps: list[set[int]]) -> None:
+# Who gets how many tokens in each step. A request that is left out for a while was retracted.
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, NUM_REQUESTS - 1), st.one_of(st.just(1), st.integers(1, 4))),
+        max_size=20,
+    )
+)
+def test_times_between_tokens_are_those_of_every_token_by_itself(
+    steps: list[dict[int, int]],
+) -> None:
     meter = Meter()
     requests = [request(index) for index in range(NUM_REQUESTS)]
     last: dict[int, float] = {}
     firsts, gaps = [], []
     for step, members in enumerate(steps, start=1):
         now = step * step * 0.25  # each gap tells which steps it lies between
-        meter.tokens_came([requests[index] for index in members], now)
-        for index in members:
-            (gaps if index in last else firsts).append(now - last.get(index, 0.0))
+        meter.tokens_came([requests[index] for index in members], [*members.values()], now)
+        for index, count in members.items():
+            if index in last:
+                gaps += [(now - last[index]) / count] * count  # they share the time
+            else:
+                firsts.append(now)
+                gaps += [0.0] * (count - 1)
             last[index] = now
     for histogram, values in ((meter.totals.ttft_s, firsts), (meter.totals.itl_s, gaps)):
         expected = [0] * len(histogram.counts)
@@ -199,8 +210,8 @@ async def test_each_ending_has_a_line_at_debug(caplog: pytest.LogCaptureFixture)
 def test_counting_needs_neither_torch_nor_prometheus_client() -> None:
     """So that a token can cost no call into the library, and the server starts without torch."""
     check = (
-        "import sys, minisgl.stats; assert 'torch' not in sys.modules;"
-        "import minisgl.engine; assert 'prometheus_client' not in sys.modules"
+        "import sys, minisgl.engine.stats; assert 'torch' not in sys.modules;"
+        "import minisgl.engine.engine; assert 'prometheus_client' not in sys.modules"
     )
     served = "import sys, minisgl.server.app; assert 'torch' not in sys.modules"
     for code in (check, served):

@@ -10,7 +10,8 @@ import pytest
 from checkpoints import SPECS, GreedyRun
 from test_parity import SAMPLED, Case, batch, case_of, count_excused, greedy, load_engine
 
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.request import RequestOutput
 
 NUM_TOKENS = 20

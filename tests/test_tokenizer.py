@@ -28,7 +28,7 @@ from toy_tokenizers import (
 )
 
 from minisgl.errors import CheckpointError, InvalidRequestError, UnsupportedModelError
-from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 
@@ -335,5 +335,5 @@ def test_load_explains_what_is_missing_or_broken(tmp_path: Path) -> None:
 
 
 def test_importing_the_modules_does_not_import_torch() -> None:
-    code = "import sys, minisgl.detokenizer; sys.exit('torch' in sys.modules)"
+    code = "import sys, minisgl.text.detokenizer; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from toy_tokenizers import byte_level_backend, spelled_backend, wrap
 
 from minisgl.errors import ContextLengthError
-from minisgl.tokenizer import MIN_BEGINNING_BYTES, Tokenizer
-from minisgl.vocabulary import longest_token
+from minisgl.text.tokenizer import MIN_BEGINNING_BYTES, Tokenizer
+from minisgl.text.vocabulary import longest_token
 
 
 def changed(backend: Backend, **parts: Any) -> Backend:

@@ -154,7 +154,7 @@ class Hurried(StepWatch):
 async def test_health_says_that_a_step_is_late_and_that_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.engine.LOOK_S", 0.02)
+    monkeypatch.setattr("minisgl.engine.engine.LOOK_S", 0.02)
     async with (
         gated_server(step_timeout=180.0) as gated,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}", timeout=60) as client,
@@ -180,7 +180,7 @@ async def test_health_says_that_a_step_is_late_and_that_it_has_ended(
 async def test_an_engine_whose_step_does_not_end_fails_and_can_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.engine.LOOK_S", 0.02)
+    monkeypatch.setattr("minisgl.engine.engine.LOOK_S", 0.02)
     async with gated_server(step_timeout=0.3) as gated:
         engine = gated.engine
         async for _ in engine.submit([1, 2, 3], PARAMS):

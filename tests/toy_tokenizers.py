@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and then it sleeps. ",

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
+from minisgl.text.thinking import split_whole
 
 from . import conversation_file, parameters
 from .conversation import Conversation
 from .conversation_stats import ConversationStats
 from .model import ChatModel
 from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
-from .thinking import split_whole
 from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50

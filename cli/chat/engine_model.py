@@ -12,17 +12,17 @@ from minisgl.engine import AsyncEngine
 from minisgl.errors import ContextLengthError, UnsupportedModelError
 from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
+from minisgl.text.thinking import OPEN
 
 from .model import ContextFullError, Message, ReplyDelta
 from .prompt_reuse import keep_seen
 from .text_format import count
-from .thinking import OPEN
 
 NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line breaks take
 
 
 class ChatTokenizer(Protocol):
-    """The part of `minisgl.tokenizer.Tokenizer` that a chat needs."""
+    """The part of `minisgl.text.tokenizer.Tokenizer` that a chat needs."""
 
     def chat(self, messages: Sequence[Message], /) -> list[int]: ...
 

@@ -10,12 +10,12 @@ from contextlib import aclosing, contextmanager
 from importlib import metadata
 
 from minisgl.errors import MinisglError
+from minisgl.text.thinking import Split
 
 from .commands import TABLE, NextAction, Session, run_command
 from .model import ChatModel, ContextFullError
 from .reply import ReplyRecord
 from .text_format import QUOTES, as_command, is_open, unquoted
-from .thinking import Split
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
 NOTHING = "The model answers nothing."

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from minisgl.request import FinishReason
+from minisgl.text.thinking import CLOSE, Split, ThinkingSplitter
 
 from .model import ReplyDelta
 from .text_format import count
-from .thinking import CLOSE, Split, ThinkingSplitter
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from minisgl.bench.workload.requests import OfflineRequest
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

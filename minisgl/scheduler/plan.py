@@ -53,24 +53,29 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: every decode slot computes one token, every chunk its own.
+    """One step: every decode slot goes on from its last token, every chunk computes its own tokens.
 
     A decode slot's input is the token that its previous row sampled, which only the device may
     know so far; its position is the slot's length, which the device counts too.
 
     Sampled rows are, in this order: one for each of `decode_slots`, then one for each chunk that
-    samples.
+    samples. A chunk's row samples one token, a decode slot's row a run of 1 to `max_run` tokens,
+    which ends at the latest where the slot's pages have no room for the KV of another one. The KV
+    of every token of a run but the last is computed in the same step.
     """
 
     step: int  # 1, 2, ...
     decode_slots: tuple[int, ...]  # the same object as in the last plan if membership is the same
-    longest_decode: int = 0  # tokens that the longest decode slot attends to, its own included
+    # Tokens that the longest decode slot attends to, its own included; at most, where runs may have
+    # been shorter than planned.
+    longest_decode: int = 0
     chunks: tuple[Chunk, ...] = ()
     joins: tuple[SlotJoin, ...] = ()
     grants: tuple[PageGrant, ...] = ()
     # Failed steps known when this one was planned. A runner on which a step has failed refuses the
     # plans of that epoch: they build on device state that was never made.
     epoch: int = 0
+    max_run: int = 1  # tokens that a decode slot may sample
 
     @property
     def num_tokens(self) -> int:
@@ -86,9 +91,10 @@ class StepResult:
     """What a step produced, on the host."""
 
     step: int
-    token_ids: Sequence[int]  # [num_samples]
-    # by sampled row, only the rows that asked
+    token_ids: Sequence[int]  # the runs of all sampled rows, joined in the order of the rows
+    # by index in token_ids, ascending; only those of rows that asked
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # by chunk index: of its scored_token_ids
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     captured: bool = False  # the step ran as a CUDA graph
+    run_lengths: Sequence[int] | None = None  # [num_samples]; None: one token a row

@@ -11,9 +11,9 @@ may be in flight.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import chain, islice, repeat, takewhile
 
 from minisgl.errors import (
     ContextLengthError,
@@ -37,7 +37,8 @@ MAX_PASSED = 32  # after being passed over so often a request goes first
 class Settled:
     """What a step changed. A finished request is also in `progressed` if it got a token."""
 
-    progressed: list[Request]  # got one token each
+    progressed: list[Request]  # got tokens
+    num_tokens: list[int]  # how many, for each of `progressed`
     finished: list[Request]
 
 
@@ -74,12 +75,15 @@ class Scheduler:
         max_queued_requests: int,
         policy: str = "fcfs",
         conservativeness: float = 1.0,
+        max_run: int = 1,
     ) -> None:
+        """`max_run`: tokens that the runner may sample for a decode row in one step."""
         self.kv = kv
         self.counters = SchedulerCounters()
         self._max_seq_len = max_seq_len
         self._max_prefill_length = max_prefill_length
         self._max_queued = max_queued_requests
+        self._max_run = max_run
         self._policy = self._longest_prefix_first if policy == "lpm" else self._first_come
         self._ratio = NewTokenRatio(conservativeness)
 
@@ -212,21 +216,23 @@ class Scheduler:
         plan = StepPlan(
             step=draft.step,
             decode_slots=self._decode_slots,
-            longest_decode=self._advance(decoding),
+            longest_decode=min(self._advance(decoding), self._max_seq_len),
             chunks=tuple(draft.chunks),
             joins=tuple(draft.joins),
             grants=tuple(draft.grants),
             epoch=self._epoch,
+            max_run=self._max_run,
         )
         self._launched.append(self._launch_chunks(draft, decoding))
         return plan
 
     def _advance(self, decoding: list[Running]) -> int:
-        """Count one more scheduled token for each decode row; returns the longest context."""
+        """Count one more run for each decode row; returns the longest context."""
+        max_run = self._max_run
         longest = 0
         reached: list[Running] = []
         for running in decoding:
-            running.num_scheduled = scheduled = running.num_scheduled + 1
+            running.num_scheduled = scheduled = running.num_scheduled + max_run
             if scheduled >= running.milestone:
                 reached.append(running)
             if scheduled > longest:
@@ -236,13 +242,17 @@ class Scheduler:
         return longest
 
     def _next_decode(self, running: Running) -> None:
-        """After a row was sampled: does the next plan decode, and does it need a page for that?"""
-        if running.num_scheduled >= running.last_scheduled:
+        """After a row was sampled: does the next plan decode, and does it need a page for that?
+
+        A row that may have sampled its last token waits until it is known whether it has.
+        """
+        scheduled, room = running.num_scheduled, running.num_room
+        if scheduled >= running.last_scheduled:
             if running.decoding:
                 running.decoding = False
                 self._decode_changed = True
         else:
-            if running.num_scheduled >= running.num_room:
+            if scheduled + self._max_run > room and room < running.last_scheduled:
                 self._wants_page.append(running)
             if not running.decoding:
                 running.decoding = True
@@ -264,7 +274,7 @@ class Scheduler:
             self.kv.commit(running.lease, running.key, chunk.end, draft.step)
             if chunk.samples:
                 sampling.append(running)
-                running.set_milestone()
+                running.set_milestone(self._max_run)
                 self._next_decode(running)
             elif chunk.end == running.num_known:
                 completed.append(running)
@@ -272,7 +282,9 @@ class Scheduler:
             self._prefilling = [
                 running for running in self._prefilling if running.num_scheduled < running.num_known
             ]
-        return Launched(draft.step, decoding, draft.chunk_owners, sampling, completed)
+        return Launched(
+            draft.step, decoding, draft.chunk_owners, sampling, completed, self._max_run
+        )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
         start = running.num_scheduled
@@ -299,15 +311,17 @@ class Scheduler:
     # -- pages for decode rows ---------------------------------------------------------------------
 
     def _grant_pages(self, draft: _Draft) -> None:
-        """One more page for each decode row that filled its last one; retract if there are none."""
+        """Pages for each decode row whose next run may need one; retract if there are none."""
         for running in sorted(self._wants_page, key=_arrival):
             while running.active:
                 index = len(running.lease.pages)
-                pages = self.kv.reserve(running.lease, running.num_scheduled + 1)
+                most = min(running.num_scheduled + self._max_run, running.last_scheduled)
+                pages = self.kv.reserve(running.lease, most)
                 if pages is not None:
-                    draft.grants.append(PageGrant(running.slot, index, pages))
+                    if pages:  # else its last run has left enough room
+                        draft.grants.append(PageGrant(running.slot, index, pages))
                     running.num_room = len(running.lease.pages) * self.kv.page_size
-                    running.set_milestone()
+                    running.set_milestone(self._max_run)
                     break
                 self._retract(self._victim())
         self._wants_page = []
@@ -334,11 +348,11 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # scored anew, from the start
-        sampled = running.num_scheduled + 1 if running.num_scheduled >= running.num_known else 0
+        sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_known
         waiting = Waiting(
             request,
             running.arrival,
-            num_expected=max(len(request.token_ids), min(sampled, request.max_len)),
+            num_expected=running.num_scheduled + 1 if sampled else len(request.token_ids),
             retracted=True,
         )
         self._waiting.put(waiting)
@@ -410,6 +424,7 @@ class Scheduler:
             key=key,
             num_known=num_known,
             num_scheduled=num_cached,
+            last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * self.kv.page_size,
             resumed=waiting.retracted,
         )
@@ -430,12 +445,18 @@ class Scheduler:
     # -- settling ----------------------------------------------------------------------------------
 
     def settle(self, result: StepResult) -> Settled:
-        """Take over the oldest launched step's tokens and end the requests that they complete."""
+        """Take over the oldest launched step's tokens and end the requests that they complete.
+
+        What follows the token that ends a request is dropped, in its run and in later steps.
+        """
         launched = self._launched.popleft()
         assert launched.step == result.step, "steps are settled in the order of their launch"
         rows = launched.decoding
         if launched.sampling_chunks:
             rows = rows + launched.sampling_chunks
+        run_lengths = result.run_lengths
+        if run_lengths is not None:  # from here on a row for each token
+            rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]
         for index, scores in result.prompt_logprobs.items():
             if launched.chunks[index].active:
                 launched.chunks[index].request.prompt_logprobs += scores
@@ -464,7 +485,29 @@ class Scheduler:
             if running.active:
                 finished.append(running.request)
                 self._end(running.request, FinishReason.LENGTH)
-        return Settled(progressed, finished)
+        if launched.max_run > 1:
+            self._take_back(launched, run_lengths)
+        if run_lengths is None:
+            return Settled(progressed, [1] * len(progressed), finished)
+        num_tokens = Counter(progressed)
+        return Settled([*num_tokens], [*num_tokens.values()], finished)
+
+    def _take_back(self, launched: Launched, run_lengths: Sequence[int] | None) -> None:
+        """Count decode rows back by what their runs are shorter than planned."""
+        lengths = run_lengths or [1] * len(launched.decoding)
+        for running, length in zip(launched.decoding, lengths, strict=False):  # without the chunks
+            missing = launched.max_run - length
+            assert missing >= 0, "a run is longer than planned"
+            running.num_scheduled -= missing
+            if running.active:
+                if not running.decoding and running.num_scheduled < running.last_scheduled:
+                    if self._decode_changed:  # the row may not have left the list yet
+                        self._rebuild_decode_rows()
+                    self._next_decode(running)
+                continue
+            waiting = self._queued.get(running.request.id)
+            if waiting is not None and waiting.request is running.request:
+                waiting.num_expected -= missing
 
     def fail(self, step: int, error: MinisglError) -> list[Request]:
         """Step `step` failed: it and every later launched step is lost, with all their requests.
@@ -493,11 +536,19 @@ class Scheduler:
             request = running.request
             assert running.active and request.status is RequestStatus.RUNNING
             assert running.num_room == len(running.lease.pages) * self.kv.page_size
-            assert running.num_scheduled <= max(running.num_room, running.num_known)
+            scheduled = min(running.num_scheduled, running.last_scheduled)
+            assert scheduled <= max(running.num_room, running.num_known)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
             prefilling = running.num_scheduled < running.num_known
             assert self._prefilling.count(running) == int(prefilling)
+            if not prefilling and request.max_tokens:
+                num_known = len(request.token_ids) + sum(
+                    launched.max_run * launched.decoding.count(running)
+                    + launched.sampling_chunks.count(running)
+                    for launched in self._launched
+                )
+                assert running.num_scheduled == num_known - 1, "the two clocks disagree"
         queued = self._waiting.check()
         assert all(waiting.request.status is RequestStatus.WAITING for waiting in queued)
         assert set(queued) == set(self._queued.values()), "the queue and its index disagree"

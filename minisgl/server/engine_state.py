@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.config import ServerConfig
 from minisgl.server.served_engine import ServedEngine
-from minisgl.stats import EngineStats
 
 
 class NotReadyError(EngineStoppedError):

@@ -22,8 +22,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from minisgl.engine.stats import EngineStats, Histogram
 from minisgl.server.engine_state import EngineState
-from minisgl.stats import EngineStats, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

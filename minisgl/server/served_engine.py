@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from minisgl.config import Capacity
+from minisgl.engine.stats import EngineStats
 from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
-from minisgl.stats import EngineStats
 
 
 class ServedTokenizer(Protocol):

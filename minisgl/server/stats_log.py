@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from minisgl.stats import EngineStats
+from minisgl.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

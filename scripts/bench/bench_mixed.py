@@ -28,7 +28,8 @@ from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import ConfigError
 
 MAX_WARM_UP_S = 3.0

@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass, replace
 
 from minisgl.config import Capacity, EngineConfig, overlap_enabled, resolve
-from minisgl.engine import AsyncEngine, Loaded
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.scheduler.plan import StepPlan, StepResult
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 8191  # drawn once; more than any step samples
 

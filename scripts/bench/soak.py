@@ -27,7 +27,8 @@ from typing import Any
 
 from minisgl.bench.script import above_zero
 from minisgl.config import EngineConfig
-from minisgl.engine import AsyncEngine, OutputStream
+from minisgl.engine import AsyncEngine
+from minisgl.engine.stream import OutputStream
 from minisgl.request import Request
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess, bind

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
 
 from minisgl.printable import printable
+from minisgl.text.thinking import CLOSE, OPEN
 
 from ..text_format import QUOTES, is_open
-from ..thinking import CLOSE, OPEN
 
 
 class Pipe:

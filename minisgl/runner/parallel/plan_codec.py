@@ -35,6 +35,7 @@ class PlanEncoder:
             and plan.step == last.step + 1
             and plan.longest_decode == last.longest_decode + 1
             and plan.epoch == last.epoch
+            and plan.max_run == last.max_run
         ):
             data = AGAIN
         else:
@@ -67,6 +68,7 @@ class PlanDecoder:
                 decode_slots=last.decode_slots,
                 longest_decode=last.longest_decode + 1,
                 epoch=last.epoch,
+                max_run=last.max_run,
             )
         else:
             same_batch, plan = self._msgpack.decode(data)

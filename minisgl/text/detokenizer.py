@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.tokenizer import Tokenizer
+
+# Finds where stop strings begin to count. Called with the pieces of the text in their order, until
+# it returns an index into the piece that it was given; None means not yet.
+StopFrom: TypeAlias = Callable[[str], int | None]
 
 
 class Detokenizer:
@@ -18,7 +23,8 @@ class Detokenizer:
 
     A stop string matches when the token that completes it is output token `min_tokens` or a later
     one, wherever the match began. Of several that the same token completes, the one that begins
-    first wins, then the one listed first.
+    first wins, then the one listed first. With `stop_from`, a match lies wholly behind the place
+    that it finds, and text in front of that place is never held back for one.
     """
 
     __slots__ = (
@@ -29,6 +35,7 @@ class Detokenizer:
         "_include_stop",
         "_matchers",
         "_num_unmatched",
+        "_stop_from",
         "stopped",
     )
 
@@ -41,6 +48,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_token_ids: Iterable[int] = (),
+        stop_from: StopFrom | None = None,
     ) -> None:
         self.stopped: str | None = None  # the stop string that was found; pushes add nothing then
         self._byte_table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
@@ -50,6 +58,7 @@ class Detokenizer:
             self._byte_table[token_id] for token_id in prompt_token_ids
         )
         self._matchers = [_StopMatcher(text) for text in stop]
+        self._stop_from = stop_from  # None once the place is found
         self._include_stop = include_stop
         self._num_unmatched = min_tokens - 1  # tokens yet to come that cannot complete a match
         self._held = ""  # the longest end of the text that is the beginning of a stop string
@@ -73,6 +82,13 @@ class Detokenizer:
     def _match(self, text: str) -> str:
         if self.stopped is not None:
             return ""
+        if self._stop_from is not None:
+            start = self._stop_from(text)
+            if start is None:
+                self._num_unmatched -= 1
+                return text
+            self._stop_from = None
+            return text[:start] + self._match(text[start:])
         may_stop = self._num_unmatched <= 0
         self._num_unmatched -= 1
         text = self._held + text

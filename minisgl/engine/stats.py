@@ -97,24 +97,31 @@ class Meter:
         self.totals.num_graph_steps += captured
         self._step_began_s = now
 
-    def tokens_came(self, requests: Sequence[Request], now: float) -> None:
-        """One step brought a token for each of `requests`."""
+    def tokens_came(
+        self, requests: Sequence[Request], num_tokens: Sequence[int], now: float
+    ) -> None:
+        """One step brought tokens for `requests`: `num_tokens` by request, each at least 1.
+
+        Tokens that come together share the time since the one before them equally.
+        """
         totals = self.totals
         before, self._last_tokens_s = self._last_tokens_s, now
         num_steady = 0  # had a token in the step before, as almost all; they are observed at once
-        for request in requests:
+        for request, count in zip(requests, num_tokens, strict=True):
             last = request.last_token_s
             request.last_token_s = now
-            if last == before:
+            if last == before and count == 1:
                 num_steady += 1
             elif last is None:
                 request.first_token_s = now
                 totals.ttft_s.observe(now - request.submitted_s)
+                if count > 1:
+                    totals.itl_s.observe(0.0, count - 1)
             else:
-                totals.itl_s.observe(now - last)
+                totals.itl_s.observe((now - last) / count, count)
         if num_steady:
             totals.itl_s.observe(now - before, num_steady)
-        totals.num_output_tokens += len(requests)
+        totals.num_output_tokens += sum(num_tokens)
 
     def request_ended(self, request: Request, now: float) -> None:
         reason = request.finish_reason

@@ -112,7 +112,7 @@ class Renderer:
         self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.rendering import serve; serve({self._seconds!r})"
+            f"from minisgl.text.rendering import serve; serve({self._seconds!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

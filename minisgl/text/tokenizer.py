@@ -19,8 +19,8 @@ from minisgl.errors import (
     InvalidRequestError,
     UnsupportedModelError,
 )
-from minisgl.rendering import Call, render
-from minisgl.vocabulary import longest_token
+from minisgl.text.rendering import Call, render
+from minisgl.text.vocabulary import longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # What a caller may set of `apply_chat_template`'s own arguments; every other option goes to the

@@ -25,8 +25,8 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.rendering import Renderer, encode_call
-from minisgl.tokenizer import MAX_SHORT_CHARS, Tokenizer
+from minisgl.text.rendering import Renderer, encode_call
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # No text of a human language has as many for each token that fits, nor has code.
 MAX_CHARS_PER_TOKEN = 16

@@ -11,24 +11,21 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any
 
-from minisgl.config import (
-    Capacity,
-    EngineConfig,
-    ModelFacts,
-    ResolvedConfig,
-    overlap_enabled,
-    resolve,
-)
-from minisgl.detokenizer import Detokenizer
+from minisgl.config import EngineConfig
+from minisgl.engine.collector import Collector
+from minisgl.engine.fanout import Fanout
+from minisgl.engine.intake import Intake
+from minisgl.engine.startup import Loaded, LoadProgress, load
+from minisgl.engine.stats import EngineStats, Meter
+from minisgl.engine.stream import OutputStream
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -38,12 +35,7 @@ from minisgl.errors import (
     StepError,
     without_words,
 )
-from minisgl.fanout import Fanout
-from minisgl.intake import Intake
 from minisgl.kvcache.manager import KVCacheManager
-from minisgl.models.generation import GenerationDefaults, read_generation_defaults
-from minisgl.models.hub import locate_model
-from minisgl.models.registry import read_model_config
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,
@@ -55,15 +47,10 @@ from minisgl.request import (
     Tenant,
     check_token_ids,
 )
-from minisgl.runner.facts import device_facts
-from minisgl.runner.load import load_runner
-from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
-from minisgl.runner.runner import ModelRunner
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
-from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
-from minisgl.stats import EngineStats, Meter
-from minisgl.tokenizer import Tokenizer
+from minisgl.text.detokenizer import Detokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -74,237 +61,6 @@ OUT_OF_MEMORY = (
 SHUTTING_DOWN = "The server is shutting down."
 # At the end nobody waits longer for a rank that gives no sign of life.
 CLOSE_GRACE_S = 5.0
-
-Handle = TypeVar("Handle")
-# Called with the phase and, where it can be counted, its share done (0 to 1).
-LoadProgress = Callable[[str, float], None]
-
-
-class Runner(Protocol[Handle]):
-    """What executes plans: one rank, several, or a fake one in tests."""
-
-    def launch(self, plan: StepPlan) -> Handle:
-        """Queue one step and return at once. Called on the event loop."""
-        ...
-
-    def collect(self, handle: Handle) -> StepResult:
-        """Block until the step is done. Called on the engine's own thread, in launch order."""
-        ...
-
-    def may_compile(self) -> bool:
-        """Whether a launched step may be compiling kernels, which takes its time."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Ranks(Protocol):
-    """The part of a runner on several ranks that knows of the others."""
-
-    @property
-    def lost(self) -> Future[None]:
-        """Raises when no step will end any more, where `collect` may not."""
-        ...
-
-    def silence(self) -> Mapping[int, float]:
-        """Seconds since the last sign of life, by rank."""
-        ...
-
-    def give_up(self, reason: MinisglError) -> None:
-        """Kill the others, and let `lost` raise. Returns at once."""
-        ...
-
-
-class OutputStream:
-    """The deltas of one request, as an async iterator with one consumer.
-
-    What the consumer has not taken yet is merged into one delta, so a slow one costs no more
-    memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
-    request's error.
-    """
-
-    def __init__(
-        self, request: Request, detokenizer: Detokenizer | None, abort: Callable[[Request], None]
-    ) -> None:
-        self.request = request
-        self.detokenizer = detokenizer
-        self.text: list[str] = []  # not taken yet
-        self._num_taken = 0  # output tokens
-        self._num_prompt_taken = 0  # prompt logprobs
-        self.changed = False  # since the consumer looked
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, for a change
-        self._finished = asyncio.Event()
-        self._ended = False
-        self._abort = abort
-
-    @property
-    def request_id(self) -> str:
-        return self.request.id
-
-    def abort(self) -> None:
-        """End the request now if it has not ended. Idempotent."""
-        self._abort(self.request)
-
-    def notify(self) -> None:
-        """Wake the consumer, unless it has seen already what changed."""
-        if self.changed and self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-        if self.request.finished:
-            self._finished.set()
-
-    async def wait_finished(self) -> None:
-        """Wait for the end alone, which wakes the caller once and not for every token.
-
-        Raises the request's error. What was not taken is in `request` and `text`.
-        """
-        await self._finished.wait()
-        if self.request.error is not None:
-            raise self.request.error.with_traceback(None)
-
-    def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        return self
-
-    async def __anext__(self) -> OutputDelta:
-        if self._ended:
-            raise StopAsyncIteration
-        if not self.changed:
-            self._waiting = asyncio.get_running_loop().create_future()
-            await self._waiting
-        self.changed = False
-        request = self.request
-        self._ended = request.finished
-        if request.error is not None:
-            raise request.error.with_traceback(None)
-        return self._take()
-
-    def _take(self) -> OutputDelta:
-        request = self.request
-        first, first_prompt = self._num_taken, self._num_prompt_taken
-        token_ids = request.token_ids[request.num_prompt_tokens + first :]
-        self._num_taken += len(token_ids)
-        self._num_prompt_taken = len(request.prompt_logprobs)
-        text, self.text = "".join(self.text), []
-        stopped_by = self.detokenizer.stopped if self.detokenizer else None
-        stop_reason: str | int | None = stopped_by
-        if request.finish_reason is FinishReason.STOP and stopped_by is None:
-            stop_reason = request.token_ids[-1]
-        return OutputDelta(
-            token_ids=token_ids,
-            text=text,
-            num_output_tokens=self._num_taken,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=request.logprobs[first:],
-            prompt_logprobs=request.prompt_logprobs[first_prompt:],
-            finish_reason=request.finish_reason,
-            stop_reason=stop_reason,
-        )
-
-
-class _Collector(Generic[Handle]):
-    """The thread that waits for steps, so that the loop never does."""
-
-    def __init__(
-        self, runner: Runner[Handle], done: Callable[[int, StepResult | Exception], None]
-    ) -> None:
-        self._runner = runner
-        self._done = done
-        self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self._handles: queue.SimpleQueue[tuple[int, Handle] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._collect, name="minisgl-collector", daemon=True)
-        self._thread.start()
-
-    def add(self, step: int, handle: Handle) -> None:
-        self._handles.put((step, handle))
-
-    def end(self) -> None:
-        """Nothing more is added. `ended` is done when everything is collected."""
-        self._handles.put(None)
-
-    def join(self, timeout_s: float) -> bool:
-        """Block after `end` until everything is collected, where no loop runs that `ended` could
-        tell; False if it is not in time."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _collect(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed without closing the engine
-            while (item := self._handles.get()) is not None:
-                step, handle = item
-                try:
-                    outcome: StepResult | Exception = self._runner.collect(handle)
-                except Exception as error:
-                    outcome = error
-                del handle, item
-                self._loop.call_soon_threadsafe(self._done, step, outcome)
-            self._loop.call_soon_threadsafe(self.ended.set_result, None)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded(Generic[Handle]):
-    """Everything that start-up brings together."""
-
-    runner: Runner[Handle]
-    config: ResolvedConfig
-    capacity: Capacity
-    model: ModelFacts
-    tokenizer: Tokenizer | None
-    defaults: GenerationDefaults
-    model_name: str
-    ranks: Ranks | None = None  # where there are several
-
-
-def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
-    """Locate, read and load the model. Blocks. Raises MinisglError."""
-    report = progress or (lambda phase, share: None)
-    started = time.monotonic()
-    folder = locate_model(config.model, load_format=config.load_format)
-    name = config.model or folder.name
-    model_config = read_model_config(folder)
-    facts = model_config.facts()
-    # What cannot be divided is refused by resolve.
-    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
-    resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
-    tokenizer = None
-    if Tokenizer.found_in(folder) or config.load_format != "dummy":
-        tokenizer = Tokenizer.load(folder)
-    defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
-    runner: ModelRunner | TensorParallelRunner
-    ranks: Ranks | None = None
-    if resolved.tp == 1:
-        runner = load_runner(resolved, model_config, folder, report)
-    else:
-        runner = ranks = load_ranks(resolved, model_config, folder, report)
-    for note in (*model_config.notes, *resolved.notes):
-        logger.info("%s", note)
-    if defaults.values:
-        chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
-        logger.info("The checkpoint's sampling defaults: %s", chosen)
-    capacity = runner.capacity
-    logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d%s",
-        name,
-        time.monotonic() - started,
-        resolved.dtype,
-        resolved.device,
-        (capacity.num_pages - 1) * capacity.page_size,
-        capacity.page_size,
-        capacity.max_seq_len,
-        "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
-    )
-    if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
-        logger.warning(
-            "No memory for CUDA graphs of batches over %d: larger ones run without; lower "
-            "--memory-ratio or --cuda-graph-max-bs.",
-            capacity.max_graph_batch,
-        )
-    if capacity.max_seq_len < resolved.max_seq_len:
-        logger.warning(
-            "The longest sequence is capped at the KV cache: %d tokens instead of %d",
-            capacity.max_seq_len,
-            resolved.max_seq_len,
-        )
-    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name, ranks)
 
 
 class AsyncEngine:
@@ -331,6 +87,7 @@ class AsyncEngine:
             max_queued_requests=self.config.max_queued_requests,
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
+            max_run=loaded.max_run,
         )
         # One step beyond the running one is launched, so that the device never waits for the loop.
         self._max_in_flight = 2 if self.config.overlap else 1
@@ -349,7 +106,7 @@ class AsyncEngine:
         self._idle.set()
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
-        self._collector = _Collector(self._runner, self._on_step)
+        self._collector = Collector(self._runner, self._on_step)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -554,8 +311,7 @@ class AsyncEngine:
                 self._meter.step_ended(now, captured=outcome.captured)
                 settled = self._scheduler.settle(outcome)
                 self._launch_steps()
-                self._meter.tokens_came(settled.progressed, now)
-                self._hand_out(settled)
+                self._hand_out(settled, now)
         except Exception as error:
             self._die(error)
 
@@ -576,33 +332,47 @@ class AsyncEngine:
                 if self._looking is None:
                     self._look_later()
 
-    def _hand_out(self, settled: Settled) -> None:
-        for request in settled.progressed:
+    def _hand_out(self, settled: Settled, now: float) -> None:
+        finished: list[Request] = []
+        for index, request in enumerate(settled.progressed):
             stream = self._streams.get(request.id)
             if stream is None:
                 continue  # the step launched after it has failed already
             if stream.detokenizer is not None:
+                num_tokens = settled.num_tokens[index]
                 try:
-                    self._detokenize(request, stream, stream.detokenizer)
+                    dropped = self._detokenize(request, stream, stream.detokenizer, num_tokens)
                 except MemoryError:
                     self._run_short(request)
-                    continue
+                else:
+                    settled.num_tokens[index] -= dropped
             if request.finished:
-                self._end_stream(request)
+                finished.append(request)
             else:
                 self._tell(stream)
-        for request in settled.finished:
-            if request.id in self._streams:  # ended without a token
+        self._meter.tokens_came(settled.progressed, settled.num_tokens, now)
+        for request in (*finished, *settled.finished):
+            if request.id in self._streams:
                 self._end_stream(request)
 
-    def _detokenize(self, request: Request, stream: OutputStream, detokenizer: Detokenizer) -> None:
-        token_id = request.token_ids[-1]
-        if not (request.finished and token_id in request.stop_token_ids):
-            stream.text.append(detokenizer.push(token_id))
+    def _detokenize(
+        self, request: Request, stream: OutputStream, detokenizer: Detokenizer, num_tokens: int
+    ) -> int:
+        """Take the request's last tokens; returns how many of them a stop string has cut off."""
+        token_ids = request.token_ids
+        end = len(token_ids)
+        if request.finished and token_ids[-1] in request.stop_token_ids:
+            end -= 1  # it has no place in the text
+        dropped = 0
+        for index in range(len(token_ids) - num_tokens, end):
+            stream.text.append(detokenizer.push(token_ids[index]))
             if detokenizer.stopped is not None:
-                self._scheduler.finish(request, request.num_output_tokens)
+                dropped = len(token_ids) - index - 1
+                self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
+                break
         if request.finished:
             stream.text.append(detokenizer.flush())
+        return dropped
 
     def _run_short(self, request: Request) -> None:
         """No memory is left for the text of one request; the others may go on."""
@@ -610,7 +380,6 @@ class AsyncEngine:
         logger.error("request %s: %s", request.id, error)
         if not self._scheduler.cancel(request, error):  # its last token has ended it
             request.finish_reason, request.error = FinishReason.ERROR, error
-        self._end_stream(request)
 
     def _end_stream(self, request: Request) -> None:
         self._tell(self._streams.pop(request.id))

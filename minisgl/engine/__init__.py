@@ -1,0 +1,20 @@
+"""The engine: requests in, streams of tokens out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minisgl.engine.engine import AsyncEngine
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import what needs torch only when it is used: what the engine counts needs none."""
+        if name == "AsyncEngine":
+            from minisgl.engine.engine import AsyncEngine
+
+            return AsyncEngine
+        raise AttributeError(f"module 'minisgl.engine' has no attribute {name!r}")
+
+
+__all__ = ["AsyncEngine"]

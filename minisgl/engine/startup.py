@@ -1,0 +1,100 @@
+"""Everything before the first request: locate, read and load a model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from minisgl.config import (
+    Capacity,
+    EngineConfig,
+    ModelFacts,
+    ResolvedConfig,
+    overlap_enabled,
+    resolve,
+)
+from minisgl.engine.protocols import Handle, Ranks, Runner
+from minisgl.models.generation import GenerationDefaults, read_generation_defaults
+from minisgl.models.hub import locate_model
+from minisgl.models.registry import read_model_config
+from minisgl.runner.facts import device_facts
+from minisgl.runner.load import load_runner
+from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
+from minisgl.runner.runner import ModelRunner
+from minisgl.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Called with the phase and, where it can be counted, its share done (0 to 1).
+LoadProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Handle]):
+    """Everything that start-up brings together."""
+
+    runner: Runner[Handle]
+    config: ResolvedConfig
+    capacity: Capacity
+    model: ModelFacts
+    tokenizer: Tokenizer | None
+    defaults: GenerationDefaults
+    model_name: str
+    ranks: Ranks | None = None  # where there are several
+    max_run: int = 1  # tokens that the runner may sample for a decode row in one step
+
+
+def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
+    """Locate, read and load the model. Blocks. Raises MinisglError."""
+    report = progress or (lambda phase, share: None)
+    started = time.monotonic()
+    folder = locate_model(config.model, load_format=config.load_format)
+    name = config.model or folder.name
+    model_config = read_model_config(folder)
+    facts = model_config.facts()
+    # What cannot be divided is refused by resolve.
+    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
+    resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
+    tokenizer = None
+    if Tokenizer.found_in(folder) or config.load_format != "dummy":
+        tokenizer = Tokenizer.load(folder)
+    defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
+    runner: ModelRunner | TensorParallelRunner
+    ranks: Ranks | None = None
+    if resolved.tp == 1:
+        runner = load_runner(resolved, model_config, folder, report)
+    else:
+        runner = ranks = load_ranks(resolved, model_config, folder, report)
+    for note in (*model_config.notes, *resolved.notes):
+        logger.info("%s", note)
+    if defaults.values:
+        chosen = ", ".join(f"{name} {value}" for name, value in defaults.values.items())
+        logger.info("The checkpoint's sampling defaults: %s", chosen)
+    capacity = runner.capacity
+    logger.info(
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d%s",
+        name,
+        time.monotonic() - started,
+        resolved.dtype,
+        resolved.device,
+        (capacity.num_pages - 1) * capacity.page_size,
+        capacity.page_size,
+        capacity.max_seq_len,
+        "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",
+    )
+    if capacity.max_graph_batch < resolved.cuda_graph_max_bs:
+        logger.warning(
+            "No memory for CUDA graphs of batches over %d: larger ones run without; lower "
+            "--memory-ratio or --cuda-graph-max-bs.",
+            capacity.max_graph_batch,
+        )
+    if capacity.max_seq_len < resolved.max_seq_len:
+        logger.warning(
+            "The longest sequence is capped at the KV cache: %d tokens instead of %d",
+            capacity.max_seq_len,
+            resolved.max_seq_len,
+        )
+    return Loaded(runner, resolved, capacity, facts, tokenizer, defaults, name, ranks)

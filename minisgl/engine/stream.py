@@ -1,0 +1,94 @@
+"""The output of one request, for its one consumer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from minisgl.request import FinishReason, OutputDelta, Request
+from minisgl.text.detokenizer import Detokenizer
+
+
+class OutputStream:
+    """The deltas of one request, as an async iterator with one consumer.
+
+    What the consumer has not taken yet is merged into one delta, so a slow one costs no more
+    memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
+    request's error.
+    """
+
+    def __init__(
+        self, request: Request, detokenizer: Detokenizer | None, abort: Callable[[Request], None]
+    ) -> None:
+        self.request = request
+        self.detokenizer = detokenizer
+        self.text: list[str] = []  # not taken yet
+        self._num_taken = 0  # output tokens
+        self._num_prompt_taken = 0  # prompt logprobs
+        self.changed = False  # since the consumer looked
+        self._waiting: asyncio.Future[None] | None = None  # the consumer, for a change
+        self._finished = asyncio.Event()
+        self._ended = False
+        self._abort = abort
+
+    @property
+    def request_id(self) -> str:
+        return self.request.id
+
+    def abort(self) -> None:
+        """End the request now if it has not ended. Idempotent."""
+        self._abort(self.request)
+
+    def notify(self) -> None:
+        """Wake the consumer, unless it has seen already what changed."""
+        if self.changed and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+        if self.request.finished:
+            self._finished.set()
+
+    async def wait_finished(self) -> None:
+        """Wait for the end alone, which wakes the caller once and not for every token.
+
+        Raises the request's error. What was not taken is in `request` and `text`.
+        """
+        await self._finished.wait()
+        if self.request.error is not None:
+            raise self.request.error.with_traceback(None)
+
+    def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        if self._ended:
+            raise StopAsyncIteration
+        if not self.changed:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        self.changed = False
+        request = self.request
+        self._ended = request.finished
+        if request.error is not None:
+            raise request.error.with_traceback(None)
+        return self._take()
+
+    def _take(self) -> OutputDelta:
+        request = self.request
+        first, first_prompt = self._num_taken, self._num_prompt_taken
+        token_ids = request.token_ids[request.num_prompt_tokens + first :]
+        self._num_taken += len(token_ids)
+        self._num_prompt_taken = len(request.prompt_logprobs)
+        text, self.text = "".join(self.text), []
+        stopped_by = self.detokenizer.stopped if self.detokenizer else None
+        stop_reason: str | int | None = stopped_by
+        if request.finish_reason is FinishReason.STOP and stopped_by is None:
+            stop_reason = request.token_ids[-1]
+        return OutputDelta(
+            token_ids=token_ids,
+            text=text,
+            num_output_tokens=self._num_taken,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=request.logprobs[first:],
+            prompt_logprobs=request.prompt_logprobs[first_prompt:],
+            finish_reason=request.finish_reason,
+            stop_reason=stop_reason,
+        )
