@@ -1,4 +1,4 @@
-"""Tells what a model thinks from what it answers: `<think>…</think>` before the answer."""
+"""Separates thinking from the answer: `<think>…</think>` before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ThinkingSplitter:
     def __init__(self) -> None:
         self._inside: bool | None = None  # None: nothing but white space has come
         self._held = ""
-        self._at_start = True  # of the thinking or the answer: white space there says nothing
+        self._at_start = True  # of the thinking or the answer: white space there is dropped
 
     @property
     def inside(self) -> bool:
@@ -54,7 +54,7 @@ class ThinkingSplitter:
         return split
 
     def flush(self) -> Split:
-        """What was held back, at the end of the answer."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return Split(thinking=held) if self._inside else Split(text=held)
 
@@ -66,7 +66,7 @@ class ThinkingSplitter:
 
 
 def split_whole(text: str) -> Split:
-    """Of an answer that has come to its end."""
+    """Split a complete answer."""
     splitter = ThinkingSplitter()
     split, rest = splitter.feed(text), splitter.flush()
     return Split(split.thinking + rest.thinking, split.text + rest.text)
