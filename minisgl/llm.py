@@ -22,7 +22,7 @@ from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.progress import LoadProgress
 from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
 
-# Offline, whoever submits waits for the answers anyway, so that a bound would protect nobody.
+# Offline, the caller waits for all answers anyway, so that a bound would be of no use.
 UNBOUNDED_QUEUE = 1 << 31
 
 Prompt = str | Iterable[int]
@@ -77,7 +77,7 @@ class LLM:
 
         `sampling_params`: one for all or one each; the checkpoint's own defaults if None. Without
         max_tokens an answer may take all the room that its prompt leaves.
-        `cache_salt`: cached prefixes are shared with calls of the same one alone.
+        `cache_salt`: cached prefixes are shared only with calls of the same salt.
         `progress` draws a bar on stderr where that is a terminal. Raises MinisglError for the first
         prompt that is refused or fails, and then ends the others.
         """
@@ -175,7 +175,7 @@ class LLM:
             self._waiting.add(thread)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too: do not leave the work running behind the caller's back
+        except BaseException:  # Ctrl-C too: do not leave the work running unattended
             future.cancel()
             raise
         finally:

@@ -186,7 +186,7 @@ def test_ctrl_c_ends_what_loads() -> None:
 
 def test_a_script_from_standard_input_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others could not read it again."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
     with pytest.raises(ConfigError, match="put it into a file"):
         LLM(tp=2, device="cpu")
 

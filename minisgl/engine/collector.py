@@ -14,7 +14,7 @@ from minisgl.scheduler.plan import StepResult
 
 
 class Collector(Generic[Handle]):
-    """The thread that waits for steps, so that the loop never does."""
+    """A thread that waits for launched steps, so that the loop never does."""
 
     def __init__(
         self, runner: Runner[Handle], done: Callable[[int, StepResult | Exception], None]
@@ -31,12 +31,14 @@ class Collector(Generic[Handle]):
         self._handles.put((step, handle))
 
     def end(self) -> None:
-        """Nothing more is added. `ended` is done when everything is collected."""
+        """Accept no more steps. `ended` is done when everything is collected."""
         self._handles.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Block after `end` until everything is collected, where no loop runs that `ended` could
-        tell; False if it is not in time."""
+        """Block after `end` until everything is collected; False if that takes too long.
+
+        For callers without a running loop, which cannot wait for `ended`.
+        """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

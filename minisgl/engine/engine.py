@@ -23,7 +23,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.collector import Collector
 from minisgl.engine.fanout import Fanout
 from minisgl.engine.intake import Intake
-from minisgl.engine.startup import Loaded, LoadProgress, load
+from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import (
@@ -47,6 +47,7 @@ from minisgl.request import (
     Tenant,
     check_token_ids,
 )
+from minisgl.runner.load import Report
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
@@ -59,7 +60,7 @@ OUT_OF_MEMORY = (
     "--max-running-requests and --max-queued-requests."
 )
 SHUTTING_DOWN = "The server is shutting down."
-# At the end nobody waits longer for a rank that gives no sign of life.
+# The longest silence of a rank that closing the engine waits for.
 CLOSE_GRACE_S = 5.0
 
 
@@ -118,7 +119,7 @@ class AsyncEngine:
             self._ranks.lost.add_done_callback(self._on_lost)
 
     @classmethod
-    async def start(cls, config: EngineConfig, progress: LoadProgress | None = None) -> AsyncEngine:
+    async def start(cls, config: EngineConfig, progress: Report | None = None) -> AsyncEngine:
         """Load the model in a thread and return the running engine. Raises MinisglError.
 
         A thread cannot be cancelled with its caller; it ends where it has progress to report next.
@@ -141,11 +142,11 @@ class AsyncEngine:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids that requests may use are below."""
+        """The number of token ids; requests may use 0 to vocab_size - 1."""
         return self.model.vocab_size
 
     def warm(self) -> None:
-        """Get ready for conversations, which takes a second that the first one would wait."""
+        """Start the template renderer, so that the first chat does not wait a second for it."""
         if self._intake is not None and self.tokenizer and self.tokenizer.has_chat_template:
             self._intake.warm()
 
@@ -194,7 +195,7 @@ class AsyncEngine:
     ) -> OutputStream:
         """Queue a request.
 
-        It shares cached prefixes with the requests of the same client and `cache_salt` alone.
+        It shares cached prefixes only with requests of the same client and `cache_salt`.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
@@ -217,7 +218,7 @@ class AsyncEngine:
         return stream
 
     def check(self, params: SamplingParams) -> None:
-        """Raises InvalidRequestError where they ask for what this model does not have."""
+        """Raise InvalidRequestError if `params` need something that this model does not have."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
         check_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
@@ -284,7 +285,7 @@ class AsyncEngine:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _pump_soon(self) -> None:
-        """Plan once what this turn of the loop brings, instead of a step for the first request."""
+        """Plan once for all requests of this loop iteration, not a step for the first of them."""
         if not self._pump_is_due:
             self._pump_is_due = True
             self._loop.call_soon(self._pump)
@@ -298,7 +299,7 @@ class AsyncEngine:
             self._die(error)
 
     def _on_step(self, step: int, outcome: StepResult | Exception) -> None:
-        """A step is done, for better or worse. Called once for each, in order."""
+        """Handle the end of a step or its failure. Called once for each step, in order."""
         self._watch.ended()
         if step != self._scheduler.next_to_settle:
             return  # lost with a failed step before it
@@ -375,7 +376,7 @@ class AsyncEngine:
         return dropped
 
     def _run_short(self, request: Request) -> None:
-        """No memory is left for the text of one request; the others may go on."""
+        """Fail one request for whose text no memory is left; the others may go on."""
         error = HostMemoryError()
         logger.error("request %s: %s", request.id, error)
         if not self._scheduler.cancel(request, error):  # its last token has ended it
@@ -409,7 +410,7 @@ class AsyncEngine:
             self._end_stream(request)
 
     def _die(self, error: Exception) -> None:
-        """Nothing can run any more: every waiter gets the reason."""
+        """Handle a fatal error: fail every open request with it."""
         if self.failure is not None:
             return
         reason = error
@@ -422,7 +423,7 @@ class AsyncEngine:
             )
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
-        # The scheduler's books may be what is broken: every waiter is told without them.
+        # The scheduler's state may be what is broken: end every request without it.
         for stream in list(self._streams.values()):
             stream.request.status = RequestStatus.FINISHED
             stream.request.finish_reason = FinishReason.ERROR
@@ -431,14 +432,14 @@ class AsyncEngine:
 
     @property
     def stalled(self) -> str | None:
-        """What is the matter, while a step takes much longer than ones like it."""
+        """The reason why a step takes much longer than similar ones; None while none does."""
         return self._watch.stalled
 
     def _look_later(self) -> None:
         self._looking = self._loop.call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Runs every second while a step is in flight."""
+        """Check on the steps in flight. Runs every second while there are any."""
         self._looking = None
         reason = self._watch.look(
             time.monotonic(),
@@ -451,14 +452,14 @@ class AsyncEngine:
             self._look_later()
 
     def _give_up(self, reason: EngineStoppedError) -> None:
-        """The steps in flight will not end."""
+        """Give up the steps in flight, which will not end."""
         if self._ranks is not None:
             self._ranks.give_up(reason)
         else:
             self._on_hung(reason)
 
     def _on_lost(self, lost: Future[None]) -> None:
-        """Called by any thread."""
+        """Handle the loss of a rank. Called by any thread."""
         reason = lost.exception()
         if isinstance(reason, Exception):
             with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
@@ -472,7 +473,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
 
-        A text that is being tokenized belongs to the others: it may still be submitted.
+        A text that is being tokenized counts as one of the others: it may still be submitted.
         """
         stopped = EngineStoppedError(SHUTTING_DOWN)
         deadline = self._loop.time() + timeout_s
@@ -489,7 +490,7 @@ class AsyncEngine:
                     self._end_stream(stream.request)
 
     async def close(self) -> None:
-        """End every request and free the device. Idempotent; whoever calls waits for the end."""
+        """End every request and free the device. Idempotent; every caller waits for the end."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -511,7 +512,7 @@ class AsyncEngine:
             self._intake.join()
 
     def abandon(self) -> None:
-        """Free the device when the loop has been stopped for good. Whoever waits is told nothing.
+        """Free the device after the loop has stopped for good. Waiting callers are not notified.
 
         Blocks until the steps in flight have ended, or take too long. Called by any thread.
         """
@@ -564,7 +565,7 @@ def forked(process_id: int) -> str:
 
 
 def _ending(request: Request, now: float) -> str:
-    """A line for the log: counts and times, and nothing of what was said."""
+    """A log line with counts and times of a request, and none of its text."""
     assert request.finish_reason is not None
     first = request.first_token_s
     return (

@@ -1,4 +1,4 @@
-"""Tells consumers of what a step has brought, without keeping the engine from its next step."""
+"""Notifies consumers of new output, without keeping the engine from its next step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from itertools import islice
 from typing import Protocol
 
-# A turn of the loop runs all that is ready. Writing an event to a socket takes 10 to 20 µs, so this
-# many keep the engine's own callback waiting for half a millisecond.
+# An iteration of the loop runs all that is ready. Writing an event to a socket takes 10 to 20 µs:
+# this many delay the engine's own callback by half a millisecond.
 CONSUMERS_PER_TURN = 32
 
 
@@ -16,10 +16,10 @@ class Notified(Protocol):
 
 
 class Fanout:
-    """Notifies some consumers in each turn of the loop, in the order in which they came due.
+    """Notifies some consumers in each iteration of the loop, in the order in which they were added.
 
-    One that is due already keeps its place, and then finds everything that came meanwhile. So no
-    consumer is told less often than any other, and they are told of several tokens at once only
+    A consumer that is already waiting keeps its place, and then finds everything that arrived in
+    the meantime. So all consumers are notified equally often, and get several tokens at once only
     when the loop does not keep up with the steps.
     """
 

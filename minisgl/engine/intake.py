@@ -1,8 +1,8 @@
-"""What stands in front of the engine: texts and conversations become token ids here.
+"""Turns texts and conversations into token ids, before they reach the engine.
 
 A short text is encoded on the event loop, in under a millisecond. Everything else is done by a few
-daemon threads, which the end of the process does not wait for. Whoever sends long texts, or has a
-template that does not end, keeps nobody with a short text waiting.
+daemon threads, which the end of the process does not wait for. Long texts and chat templates that
+do not end do not delay short texts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ALWAYS_TAKEN_CHARS = 1 << 20
 SHORT_BYTES = 16 << 10
 # A place in line; a text takes as many as its size asks for.
 PLACE_BYTES = 32 << 10
-# A text lets shorter ones pass, for a second for each so many bytes that it is longer.
+# A text lets shorter ones pass, for one second per this many bytes that it is longer.
 BYTES_PER_SECOND = 64 << 10
 # A line has a thread, and others while it renders what takes longer than this.
 OVERDUE_S = 1.0
 NUM_SPARE = 3
-# What callers get to submit the tokens that they have just got, before a drain goes on.
+# The time that callers have to submit the tokens that they have just got, before a drain goes on.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
 
@@ -49,7 +49,7 @@ Work = Callable[[Renderer], T]
 
 
 @dataclass(order=True, slots=True)
-class _Job:
+class _Task:
     rank: float
     number: int  # of jobs that are equal in rank, the first is done first
     work: Work[Any] = field(compare=False)
@@ -57,23 +57,23 @@ class _Job:
 
 
 class _Worker:
-    """A thread, and a process that renders for it if need be."""
+    """A thread, with a process that renders for it if needed."""
 
     def __init__(
-        self, renderer: Renderer, done: Callable[[_Worker, _Job, Any, Exception | None], None]
+        self, renderer: Renderer, done: Callable[[_Worker, _Task, Any, Exception | None], None]
     ) -> None:
         self.renderer = renderer
         self._done = done
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="minisgl-intake", daemon=True)
         self.thread.start()
 
-    def begin(self, job: _Job) -> None:
+    def begin(self, job: _Task) -> None:
         self._jobs.put(job)
 
     def end(self) -> None:
-        """Once the job that it is at has ended, which rendering does at once."""
+        """End after the current job; a rendering ends at once."""
         self.renderer.close()
         self._jobs.put(None)
 
@@ -96,28 +96,28 @@ class _Worker:
             del job, result, error
 
 
-class _Line:
-    """Work that is done one after the other, short before long. For one event loop."""
+class _WorkQueue:
+    """A queue of work, short before long, with the threads that do it. For one event loop."""
 
     def __init__(self, make_renderer: Callable[[], Renderer], num_spare: int = 0) -> None:
-        """`num_spare` threads more may take over while a rendering is overdue."""
+        """`num_spare` more threads may take over while a rendering is overdue."""
         self._make_renderer = make_renderer
         self._num_spare = num_spare
-        self._waiting: list[_Job] = []  # a heap
+        self._waiting: list[_Task] = []  # a heap
         self._idle: list[_Worker] = []
-        self._busy: dict[_Worker, _Job] = {}
+        self._busy: dict[_Worker, _Task] = {}
         self._num_jobs = 0
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
     async def run(self, work: Work[T], size: int) -> T:
-        """What `work` returns in a thread, when it is its turn. `size` is in bytes."""
+        """Run `work` in a thread when its turn comes; returns its result. `size` is in bytes."""
         if self._closed:
             raise EngineStoppedError("The engine takes no more texts.")
         self._num_jobs += 1
         rank = self._loop.time() + size / BYTES_PER_SECOND
-        job = _Job(rank, self._num_jobs, work, self._loop.create_future())
+        job = _Task(rank, self._num_jobs, work, self._loop.create_future())
         heapq.heappush(self._waiting, job)
         self._dispatch()
         result: T = await job.future
@@ -125,7 +125,7 @@ class _Line:
 
     def _dispatch(self) -> None:
         while self._waiting:
-            if self._waiting[0].future.done():  # whoever asked is gone
+            if self._waiting[0].future.done():  # the caller is gone
                 heapq.heappop(self._waiting)
                 continue
             worker = self._find_worker()
@@ -150,7 +150,7 @@ class _Line:
             return None
         return _Worker(self._make_renderer(), self._on_done)
 
-    def _on_done(self, worker: _Worker, job: _Job, result: Any, error: Exception | None) -> None:
+    def _on_done(self, worker: _Worker, job: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
         if self._closed or self._idle:
             worker.end()
@@ -164,7 +164,7 @@ class _Line:
         self._dispatch()
 
     def end(self) -> list[threading.Thread]:
-        """Take nothing more, and tell nobody; returns the threads that end some time."""
+        """Accept nothing more, without failing what waits; returns the threads, which will end."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -174,7 +174,7 @@ class _Line:
         return [worker.thread for worker in workers]
 
     def fail(self, reason: MinisglError) -> None:
-        """Tell all who wait."""
+        """Fail everything that is queued or running."""
         for job in (*self._waiting, *self._busy.values()):
             if not job.future.done():
                 job.future.set_exception(reason)
@@ -182,7 +182,7 @@ class _Line:
 
 
 class Intake:
-    """Makes token ids of texts and conversations. For one event loop, like the engine behind it."""
+    """Turns texts and conversations into token ids. For one event loop, that of its engine."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class Intake:
         num_places: int,
         make_renderer: Callable[[], Renderer] = Renderer,
     ) -> None:
-        """`num_places`: how many short texts may be here at once. Long ones take several places."""
+        """`num_places`: short texts that may be here at once; a long one takes several."""
         self._tokenizer = tokenizer
         self._max_seq_len = max_seq_len
         self._max_chars = max(ALWAYS_TAKEN_CHARS, MAX_CHARS_PER_TOKEN * max_seq_len)
@@ -202,15 +202,15 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        self._short = _Line(make_renderer, NUM_SPARE)
-        self._long_renderings = _Line(make_renderer, NUM_SPARE)
-        self._long_texts = _Line(make_renderer)  # so that one alone takes its memory
+        self._short = _WorkQueue(make_renderer, NUM_SPARE)
+        self._long_renderings = _WorkQueue(make_renderer, NUM_SPARE)
+        self._long_texts = _WorkQueue(make_renderer)  # one at a time, for their memory
         self._lines = (self._short, self._long_renderings, self._long_texts)
         self._threads: list[threading.Thread] = []  # that end
         self._warming: asyncio.Future[None] | None = None
 
     def warm(self) -> None:
-        """Start what renders, so that the first conversation does not wait for it."""
+        """Start a rendering process, so that the first conversation does not wait for it."""
 
         async def start() -> None:
             with contextlib.suppress(Exception):  # the first conversation tries again
@@ -259,7 +259,7 @@ class Intake:
         return await line.run(lambda _: encode(), len(text))
 
     def _check_length(self, text: str, param: str, any_length: bool) -> None:
-        """Without a look at the text."""
+        """Check the number of characters, without reading the text."""
         fewest = self._tokenizer.fewest_tokens(len(text))
         if fewest > self._max_seq_len and not any_length:
             raise ContextLengthError(
@@ -274,7 +274,7 @@ class Intake:
 
     @contextlib.contextmanager
     def _places(self, size: int) -> Iterator[None]:
-        """Raises QueueFullError where so much text is here already; one text always may be."""
+        """Reserve places for a text. QueueFullError if too few are free, but for a first text."""
         num = 1 + size // PLACE_BYTES
         if self._num_taken and self._num_taken + num > self._num_places:
             raise QueueFullError("Too much text is waiting to be tokenized; try again later.")
@@ -289,7 +289,7 @@ class Intake:
                 self._empty.set()
 
     async def settle(self) -> None:
-        """Wait until all who came have their token ids, and had the time to submit them."""
+        """Wait until all callers have their token ids and have had time to submit them."""
         while True:
             await self._empty.wait()
             rest_s = self._last_left_s + SUBMIT_S - self._loop.time()
@@ -298,13 +298,13 @@ class Intake:
             await asyncio.sleep(rest_s)
 
     def close(self, reason: MinisglError) -> None:
-        """End everything that is here with `reason`. Idempotent."""
+        """Fail everything that is here with `reason`. Idempotent."""
         self.end()
         for line in self._lines:
             line.fail(reason)
 
     def end(self) -> None:
-        """The same without a word to those who wait. Called by any thread when the loop stands."""
+        """End the lines without failing what waits, from any thread, once the loop has stopped."""
         for line in self._lines:
             self._threads += line.end()
 

@@ -1,4 +1,4 @@
-"""What the engine needs of whatever executes its plans."""
+"""Interfaces between the engine and the runner that executes its plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Handle = TypeVar("Handle")
 
 
 class Runner(Protocol[Handle]):
-    """What executes plans: one rank, several, or a fake one in tests."""
+    """Executes plans: on one rank, on several, or not at all (in tests)."""
 
     def launch(self, plan: StepPlan) -> Handle:
         """Queue one step and return at once. Called on the event loop."""
@@ -31,7 +31,7 @@ class Runner(Protocol[Handle]):
 
 
 class Ranks(Protocol):
-    """The part of a runner on several ranks that knows of the others."""
+    """The part of a tensor-parallel runner that watches over the other ranks."""
 
     @property
     def lost(self) -> Future[None]:

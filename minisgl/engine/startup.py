@@ -1,10 +1,9 @@
-"""Everything before the first request: locate, read and load a model."""
+"""Loads a model: everything that happens before the first request."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -21,20 +20,17 @@ from minisgl.models.generation import GenerationDefaults, read_generation_defaul
 from minisgl.models.hub import locate_model
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
-from minisgl.runner.load import load_runner
+from minisgl.runner.load import Report, load_runner
 from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
 from minisgl.runner.runner import ModelRunner
 from minisgl.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Called with the phase and, where it can be counted, its share done (0 to 1).
-LoadProgress = Callable[[str, float], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Handle]):
-    """Everything that start-up brings together."""
+    """The result of start-up: all that an engine is made of."""
 
     runner: Runner[Handle]
     config: ResolvedConfig
@@ -47,7 +43,7 @@ class Loaded(Generic[Handle]):
     max_run: int = 1  # tokens that the runner may sample for a decode row in one step
 
 
-def load(config: EngineConfig, progress: LoadProgress | None = None) -> Loaded[Any]:
+def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     """Locate, read and load the model. Blocks. Raises MinisglError."""
     report = progress or (lambda phase, share: None)
     started = time.monotonic()

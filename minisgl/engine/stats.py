@@ -1,6 +1,6 @@
-"""What the engine counts and measures: plain numbers, for logs and metrics.
+"""Counts and measurements of the engine: plain numbers, for logs and metrics.
 
-Everything here is fed once a step or once a request. Times are seconds of `time.monotonic`.
+Everything here is updated once a step or once a request. Times are seconds of `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REQUEST_BOUNDS = (
 
 @dataclass(slots=True)
 class Histogram:
-    """How often which values came, and their sum."""
+    """A histogram: counts per bucket, and the sum of the values."""
 
     bounds: tuple[float, ...]  # ascending; a bucket has all up to its bound, that one included
     counts: list[int] = field(init=False)  # by bucket; the last one is above all bounds
@@ -59,7 +59,7 @@ def _of_requests() -> Histogram:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the start. Times end when the event loop learns of them."""
+    """Totals since the start. Times are taken when the event loop handles the event."""
 
     num_output_tokens: int = 0
     num_graph_steps: int = 0  # that ran as a CUDA graph

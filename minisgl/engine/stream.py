@@ -12,8 +12,8 @@ from minisgl.text.detokenizer import Detokenizer
 class OutputStream:
     """The deltas of one request, as an async iterator with one consumer.
 
-    What the consumer has not taken yet is merged into one delta, so a slow one costs no more
-    memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
+    Output that the consumer has not taken yet is merged into one delta, so a slow consumer costs no
+    more memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
     request's error.
     """
 
@@ -40,16 +40,16 @@ class OutputStream:
         self._abort(self.request)
 
     def notify(self) -> None:
-        """Wake the consumer, unless it has seen already what changed."""
+        """Wake the consumer, unless it has already seen the change."""
         if self.changed and self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
         if self.request.finished:
             self._finished.set()
 
     async def wait_finished(self) -> None:
-        """Wait for the end alone, which wakes the caller once and not for every token.
+        """Wait only for the end, which wakes the caller once and not for every token.
 
-        Raises the request's error. What was not taken is in `request` and `text`.
+        Raises the request's error. Output that was not taken is in `request` and `text`.
         """
         await self._finished.wait()
         if self.request.error is not None:

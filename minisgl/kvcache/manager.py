@@ -1,4 +1,4 @@
-"""The scheduler's face of the KV cache: leases on pages.
+"""The KV cache as the scheduler sees it: leases on pages.
 
 A page has exactly one owner: the free list, the prefix cache, or one lease. Fencing is by launch
 order: all steps run on one compute stream, so a page that is given up while steps up to N are

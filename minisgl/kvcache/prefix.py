@@ -1,4 +1,4 @@
-"""The face of a prefix cache, and the one that shares nothing."""
+"""The interface of a prefix cache, and the implementation that shares nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Match:
 
 
 class PrefixCache(Protocol):
-    """Pages found again by the tokens that they hold. Keys are packed tokens.
+    """Finds pages by the tokens that they hold. Keys are packed tokens.
 
     Nothing is shared between namespaces. All of them compete for the same pages.
     """
@@ -55,7 +55,7 @@ class PrefixCache(Protocol):
         ...
 
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
-        """Take the pages `start`, `start + 1`, ... of `key` behind the locked `node`.
+        """Take the pages `start`, `start + 1`, ... of `key`, following the locked `node`.
 
         `node` must end where `start` begins; its lock moves to the returned node. None, and
         nothing changes, if the cache has pages with the same tokens already. O(pages).

@@ -1,4 +1,4 @@
-"""How many pages to keep back for tokens that running requests have not generated yet."""
+"""Estimates how many tokens running requests have still to generate, to reserve pages for them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from minisgl.request import Request
 
-# Of one request's possible future tokens so many count at most: the default max_tokens is all the
-# room left, and would otherwise reserve the whole cache.
+# The most future tokens counted for one request: the default max_tokens is all the room left, and
+# would otherwise reserve the whole cache.
 MAX_FUTURE_TOKENS = 4096
 
 # SGLang's figures: assume that requests use 70 % of their max_tokens; while nothing has to be

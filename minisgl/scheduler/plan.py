@@ -1,4 +1,4 @@
-"""What the scheduler tells a runner to do in one step, and what comes back.
+"""The input and the output of one step: a plan from the scheduler, a result from the runner.
 
 A plan is immutable and holds plain integers only, so that it can be sent to other ranks and kept
 until it is settled. Slots are rows of the device tables; they change in the order of the plans.
@@ -88,7 +88,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced, on the host."""
+    """The output of a step, on the host."""
 
     step: int
     token_ids: Sequence[int]  # the runs of all sampled rows, joined in the order of the rows

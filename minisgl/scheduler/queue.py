@@ -1,8 +1,8 @@
 """The waiting requests, in the order in which they may be admitted.
 
 Clients take turns, each request admitted being one, and so do the users of a client; among the
-requests of one user the policy decides. A step looks at those clients and users alone whose turn it
-is, and nothing here goes through all that wait.
+requests of one user the policy decides. A step looks only at those clients and users whose turn it
+is, and nothing here goes through all waiting requests.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TypeAlias
 
 from minisgl.scheduler.state import Waiting
 
-# Puts requests, given by arrival, in the order of admission; it compares at most so many of them.
+# Puts requests, given by arrival, in the order of admission; the integer bounds how many it
+# compares.
 Policy: TypeAlias = Callable[[Iterable[Waiting], int], Iterable[Waiting]]
 
 
 class Line:
-    """Requests among which the policy alone decides."""
+    """Requests that only the policy orders."""
 
     def __init__(self) -> None:
         self._waiting: deque[Waiting] = deque()  # by arrival

@@ -35,7 +35,7 @@ MAX_PASSED = 32  # after being passed over so often a request goes first
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What a step changed. A finished request is also in `progressed` if it got a token."""
+    """The changes by a step. A finished request is also in `progressed` if it got a token."""
 
     progressed: list[Request]  # got tokens
     num_tokens: list[int]  # how many, for each of `progressed`

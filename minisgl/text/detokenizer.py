@@ -1,4 +1,4 @@
-"""Token ids to text as they are generated: nothing is ever taken back, nothing waits needlessly."""
+"""Turns token ids into text as they are generated; final text is returned as early as possible."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Detokenizer:
 
     A stop string matches when the token that completes it is output token `min_tokens` or a later
     one, wherever the match began. Of several that the same token completes, the one that begins
-    first wins, then the one listed first. With `stop_from`, a match lies wholly behind the place
-    that it finds, and text in front of that place is never held back for one.
+    first wins, then the one listed first. With `stop_from`, a match lies wholly after the place
+    that it finds, and text before that place is never held back for one.
     """
 
     __slots__ = (

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own.
+"""Renders chat templates in a process of their own.
 
 A template is the code of the model's author. It may loop for ever, or ask for more memory than
 there is, in the middle of an operation that no thread can be stopped in. A process can.
@@ -62,7 +62,7 @@ def render(call: Call) -> str:
 
 
 def encode_call(call: Call) -> bytes:
-    """What `Renderer.render` takes: plain data."""
+    """Encode a call as the plain data that `Renderer.render` takes."""
     try:
         return msgspec.json.encode(call, enc_hook=_plain)
     except (UnicodeEncodeError, TypeError, OverflowError, RecursionError) as error:
@@ -72,7 +72,7 @@ def encode_call(call: Call) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """As the library itself puts what is not JSON before a template."""
+    """Convert a value that is not JSON as the library itself does for a template."""
     if isfunction(value) or ismethod(value):  # a tool
         from transformers.utils.chat_template_utils import get_json_schema
 
@@ -83,8 +83,8 @@ def _plain(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reply:
-    """What the process answers: a text, or why there is none."""
+class _Rendered:
+    """The answer of the process: a text, or the reason why there is none."""
 
     text: str | None = None
     reason: str = ""
@@ -144,7 +144,7 @@ class Renderer:
             self.began_s = math.inf
         if answer is None:
             raise self._why_it_ended()
-        reply = msgspec.json.decode(answer, type=_Reply)
+        reply = msgspec.json.decode(answer, type=_Rendered)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
@@ -198,7 +198,7 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def serve(seconds: float) -> None:
-    """The life of the process: answer calls until whoever started it is gone."""
+    """Run the process: answer calls until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything may print is no answer
     render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
@@ -216,22 +216,22 @@ def serve(seconds: float) -> None:
         os._exit(0)  # without another try to write
 
 
-def _answer(call: bytes) -> _Reply:
+def _answer(call: bytes) -> _Rendered:
     try:
         text = render(msgspec.json.decode(call))
         if len(text.encode()) > MAX_TEXT_BYTES:
             return _refused(f"it makes more than {MAX_TEXT_BYTES >> 20} MiB of them.")
     except InvalidRequestError as error:
-        return _Reply(reason=str(error.args[0]), param=error.param)
+        return _Rendered(reason=str(error.args[0]), param=error.param)
     except MemoryError:
         return _refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory.")
     except Exception as error:  # a template raises what it likes
         return _refused(str(error).encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
-    return _Reply(text)
+    return _Rendered(text)
 
 
-def _refused(reason: str) -> _Reply:
-    return _Reply(reason=f"the model's chat template refuses them: {reason}")
+def _refused(reason: str) -> _Rendered:
+    return _Rendered(reason=f"the model's chat template refuses them: {reason}")
 
 
 def _limit_memory(more: int) -> None:

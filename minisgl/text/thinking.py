@@ -23,7 +23,7 @@ class ThinkingSplitter:
     def __init__(self) -> None:
         self._inside: bool | None = None  # None: only white space so far
         self._held = ""
-        self._at_start = True  # of the thinking or the answer, where white space is dropped
+        self._at_start = True  # of the thinking or the answer: white space there is dropped
 
     @property
     def inside(self) -> bool:
@@ -54,7 +54,7 @@ class ThinkingSplitter:
         return split
 
     def flush(self) -> Split:
-        """Returns the text that was held back, at the end of the answer."""
+        """Return the text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return Split(thinking=held) if self._inside else Split(text=held)
 
@@ -66,7 +66,7 @@ class ThinkingSplitter:
 
 
 def split_whole(text: str) -> Split:
-    """Splits a complete answer."""
+    """Split a complete answer."""
     splitter = ThinkingSplitter()
     split, rest = splitter.feed(text), splitter.flush()
     return Split(split.thinking + rest.thinking, split.text + rest.text)

@@ -151,7 +151,7 @@ class Tokenizer:
             size *= 2
 
     def fewest_tokens(self, num_chars: int) -> int:
-        """That any text of so many characters has; 0 where nothing is sure."""
+        """A lower bound on the tokens of any text of `num_chars` characters; 0 if there is none."""
         return -(-num_chars // self._longest_token) if self._longest_token else 0
 
     def chat(
@@ -182,11 +182,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_options: Any,
     ) -> Call:
-        """What there is to render of a conversation. Raises InvalidRequestError.
+        """The arguments for rendering a conversation. Raises InvalidRequestError.
 
         A content that is a list of text parts is joined as it stands, and `developer` becomes
         `system` for a template that does not know the role. With `continue_final_message` the last
-        message stays open, and no generation prompt follows, which else is there unless refused.
+        message stays open and no generation prompt follows; otherwise one does by default.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -302,7 +302,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _Spelling(Protocol):
-    """How the tokens of a vocabulary spell bytes: the work of the library's `Decoder`."""
+    """The way in which tokens spell bytes; does the work of the library's `Decoder`."""
 
     drops_first_space: bool  # encoding puts a space before the first word, decoding removes it
 

@@ -1,4 +1,4 @@
-"""How much text a token can stand for at most, so that a length alone shows what cannot fit."""
+"""Bounds the text that one token can stand for, so that a length shows what cannot fit."""
 
 from __future__ import annotations
 
