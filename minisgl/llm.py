@@ -25,6 +25,8 @@ from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
 # Offline, the caller waits for all answers anyway, so that a bound would be of no use.
 UNBOUNDED_QUEUE = 1 << 31
 
+NOT_BOOLS = "must be texts or token ids, which are integers; True and False are neither."
+
 Prompt = str | Iterable[int]
 T = TypeVar("T")
 
@@ -256,7 +258,7 @@ def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
     if isinstance(prompts, str):
         return [prompts]
     items = [*_iterate(prompts)]
-    token_ids = [int(item) for item in items if isinstance(item, Integral)]
+    token_ids = [_as_token_id(item) for item in items if isinstance(item, Integral)]
     batch = [_as_prompt(item) for item in items if not isinstance(item, Integral)]
     if token_ids and batch:
         raise InvalidRequestError("prompts", "either one prompt's token ids, or several prompts.")
@@ -268,12 +270,20 @@ def _as_prompt(item: Any) -> str | list[int]:
     if isinstance(item, str):
         return item
     try:
-        return [operator.index(token_id) for token_id in _iterate(item)]
+        return [_as_token_id(token_id) for token_id in _iterate(item)]
     except TypeError as error:
         raise InvalidRequestError("prompts", "must be texts or token ids.") from error
 
 
+def _as_token_id(item: Any) -> int:
+    if isinstance(item, bool):
+        raise InvalidRequestError("prompts", NOT_BOOLS)
+    return operator.index(item)
+
+
 def _iterate(items: Any) -> Iterable[Any]:
+    if str(getattr(items, "dtype", "")).endswith("bool"):  # a mask of NumPy's or PyTorch's
+        raise InvalidRequestError("prompts", NOT_BOOLS)
     if isinstance(items, bytes | bytearray | memoryview):
         raise InvalidRequestError(
             "prompts", "bytes are neither a text nor token ids; decode them, or make a list."

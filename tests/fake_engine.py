@@ -14,6 +14,8 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine.stats import EngineStats, Totals
 from minisgl.errors import (
@@ -23,6 +25,7 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
+from minisgl.rendering import encode_call
 from minisgl.request import (
     EVERYONE,
     FinishReason,
@@ -183,7 +186,8 @@ class FakeEngine:
         /,
         **template_options: Any,
     ) -> list[int]:
-        self.template_options = template_options
+        # As they reach the process that renders.
+        self.template_options = msgspec.json.decode(encode_call(template_options))
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return list(text.encode())
 

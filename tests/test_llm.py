@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -62,7 +63,8 @@ def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
         llm.generate(["x"], params)
     with pytest.raises(InvalidRequestError, match="either one"):
         llm.generate([[1, 2], 5, "x"])  # type: ignore[list-item]
-    wrong: list[Any] = [[None], [["x"]], [object()], 7]
+    bools = ([True], [[True]], [[1, False]], np.array([True]), [torch.tensor([True, False])])
+    wrong: list[Any] = [[None], [["x"]], [object()], 7, *bools]
     for prompts in wrong:
         with pytest.raises(InvalidRequestError, match="must be texts or token ids"):
             llm.generate(prompts)
@@ -142,6 +144,26 @@ def test_closing_is_final_and_idempotent() -> None:
     llm.close()
     with pytest.raises(EngineStoppedError):
         llm.generate("x")
+
+
+def test_who_waits_is_told_that_the_engine_was_closed() -> None:
+    llm = LLM(device="cpu", num_pages=100)
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            llm.generate([[1]], SamplingParams(max_tokens=1000, ignore_eos=True))
+        except EngineStoppedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not llm.engine.stats().num_running and time.monotonic() < deadline:
+        time.sleep(0.001)
+    llm.close()
+    thread.join(60)
+    assert [str(error) for error in errors] == ["The engine was closed."]
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_thread() -> None:

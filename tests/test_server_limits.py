@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_engine import FakeEngine
 from serving import Served, served
 
 from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.server.bodies import MAX_VALUES
 from minisgl.server.decoding import decode
 from minisgl.server.jobs import MAX_SCORES
 from minisgl.server.messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
-from minisgl.server.protocol import ChatRequest, CompletionRequest, StrictChatRequest
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StrictChatRequest,
+)
 
 MAX_SEQ_LEN = 1000
 # A search that backtracks takes minutes, and what is done here some milliseconds.
@@ -89,6 +98,80 @@ def test_a_key_that_comes_again_and_again() -> None:
     again = b",".join([b'"5": 1'] * 40_000)
     body = decode(b'{"prompt": "a", "logit_bias": {%s, "5": 2}}' % again, CompletionRequest)
     assert body.sampling_fields()["logit_bias"] == {5: 2}  # the last one holds, as in any JSON
+
+
+# -- numbers that take long to read ----------------------------------------------------------------
+
+
+def listed(value: bytes, num: int = MAX_VALUES - 100) -> bytes:
+    return b"[%s]" % b",".join([value] * num)
+
+
+def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
+    """Of this thread's computing, taken or refused; the best of two."""
+    best = math.inf
+    for _ in range(2):
+        started = time.thread_time()
+        with contextlib.suppress(CallerError):
+            decode(body, kind)
+        best = min(best, time.thread_time() - started)
+    return best
+
+
+@pytest.fixture(scope="module")
+def plain_seconds() -> float:
+    """What the largest honest list of token ids takes."""
+    return seconds(b'{"prompt": %s}' % listed(b"12345"), CompletionRequest)
+
+
+@pytest.mark.parametrize("number", [b"1e308", b"1e-308", b"1e-330", b"5.0", b"[5.0]"])
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, b'{"prompt": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "n": 1.0, "stop_token_ids": %s}'),
+        (DetokenizeRequest, b'{"tokens": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "metadata": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "user": {"a": %s}}'),
+        (CompletionRequest, b'{"prompt": "a", "mirostat": 0, "mirostat_tau": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "unknown": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "logit_bias": {"1": %s}}'),
+        (
+            ChatRequest,
+            b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %s}}',
+        ),
+    ],
+)
+def test_floats_by_the_thousands(
+    kind: type[msgspec.Struct], body: bytes, number: bytes, plain_seconds: float
+) -> None:
+    """The decoder takes 10 us for 1e308, a hundred times as long as for a token id."""
+    hostile = body % listed(number, MAX_VALUES // (2 if b"[" in number else 1) - 100)
+    assert seconds(hostile, kind) < 15 * plain_seconds
+
+
+def test_integers_of_thousands_of_digits(plain_seconds: float) -> None:
+    digits = listed(b"9" * 4290, 3900)
+    for field in (b'"prompt": %s', b'"prompt": "a", "top_k": 1.0, "metadata": %s'):
+        assert seconds(b"{%s}" % (field % digits), CompletionRequest) < 15 * plain_seconds
+
+
+def test_half_a_million_keys(plain_seconds: float) -> None:
+    keys = b",".join(b'"k%d":1' % index for index in range(MAX_VALUES - 100))
+    body = b'{"prompt": "a", "top_k": 1.0, %s}' % keys
+    assert decode(body, CompletionRequest).top_k == 1
+    assert seconds(body, CompletionRequest) < 15 * plain_seconds
+
+
+def test_prompts_with_floats_are_taken_up_to_a_size() -> None:
+    floats = listed(b"12345.0", 50_000)
+    assert decode(b'{"prompt": %s}' % floats, CompletionRequest).prompt == [12345] * 50_000
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(b'{"prompt": %s}' % listed(b"12345.0", 100_000), CompletionRequest)
+    assert caught.value.param == "prompt.0"
+    # What has none is not concerned.
+    ids = b'{"prompt": %s, "top_k": 1.0}' % listed(b"12345", 100_000)
+    assert decode(ids, CompletionRequest).prompt == [12345] * 100_000
 
 
 # -- conversations --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fake_engine import FakeDefaults, FakeTokenizer
 
 from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
+from minisgl.rendering import encode_call
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.chat_reply import ChatReply
 from minisgl.server.completion_reply import CompletionReply
@@ -230,9 +231,35 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
     options = {"a": 2.0, "b": [3.0]}
     answer = chat(max_completion_tokens=5.0, top_logprobs=1.0, logprobs=True, logit_bias={"1": 2.0})
     assert answer.sampling(FakeDefaults()).max_tokens == 5
-    kept = chat(n=1.0, chat_template_kwargs=options).template_options()
-    assert str(kept) == str(options)  # they are not ours to change
-    assert decode(b'{"tokens": [5.0, 6]}', DetokenizeRequest).tokens == [5, 6]
+    kept = encode_call(chat(n=1.0, chat_template_kwargs=options).template_options())
+    assert str(json.loads(kept)) == str(options)  # they are not ours to change
+    assert decode(b'{"tokens": [5.0, 6, 1e1]}', DetokenizeRequest).tokens == [5, 6, 10]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_k": 2.0, "n": 1.5}, "n"),
+        ({"top_k": 2.0, "n": "1"}, "n"),  # a text is no number, whatever is beside it
+        ({"top_k": 2.0, "n": True}, "n"),
+        ({"top_k": 2.0, "seed": 1e19}, "seed"),
+        ({"top_k": 2.0, "prompt": [1.0, "2"]}, "prompt.0"),
+        ({"top_k": 2.0, "prompt": [1.0, 2.5]}, "prompt.0"),
+        ({"top_k": 2.0, "best_of": [1.0]}, "best_of"),
+        ({"top_k": 2.0, "n": 500.0}, "n"),
+        ({"top_k": 2.0, "unknown": 1}, "unknown"),
+        ({"top_k": 2.0, "regex": "a"}, "regex"),
+    ],
+)
+def test_what_is_wrong_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(json.dumps({"prompt": "a", **fields}).encode(), StrictCompletionRequest).prompts()
+    assert caught.value.param == param
+
+
+def test_null_beside_a_whole_float_is_not_given() -> None:
+    body = completion(["a", "b"], top_k=2.0, n=None, seed=None, temperature=None, user="x")
+    assert (body.top_k, body.n, body.prompts()) == (2, None, ["a", "b"])
 
 
 @pytest.mark.parametrize(
@@ -404,7 +431,8 @@ def test_content_that_is_not_text(messages: list[dict[str, Any]], param: str) ->
 def test_options_for_the_template() -> None:
     assert chat().template_options() == {}
     asked = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
-    assert asked.template_options() == {"reasoning_effort": "low", "enable_thinking": False}
+    rendered = json.loads(encode_call(asked.template_options()))
+    assert rendered == {"reasoning_effort": "low", "enable_thinking": False}
     with pytest.raises(InvalidRequestError) as caught:
         chat(chat_template_kwargs={"messages": []}).template_options()
     assert caught.value.param == "chat_template_kwargs"

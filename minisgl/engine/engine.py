@@ -60,6 +60,7 @@ OUT_OF_MEMORY = (
     "--max-running-requests and --max-queued-requests."
 )
 SHUTTING_DOWN = "The server is shutting down."
+CLOSED = "The engine was closed."
 # The longest silence of a rank that closing the engine waits for.
 CLOSE_GRACE_S = 5.0
 
@@ -470,18 +471,18 @@ class AsyncEngine:
         if not self._hung.done():
             self._hung.set_result(None)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
 
         A text that is being tokenized counts as one of the others: it may still be submitted.
         """
-        stopped = EngineStoppedError(SHUTTING_DOWN)
+        stopped = EngineStoppedError(reason)
         deadline = self._loop.time() + timeout_s
         if self._intake is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._intake.settle(), timeout_s)
             self._intake.close(stopped)
-        self._refusal = self._refusal or f"{SHUTTING_DOWN} It takes no more requests."
+        self._refusal = self._refusal or f"{reason} It takes no more requests."
         try:
             await asyncio.wait_for(self._idle.wait(), deadline - self._loop.time())
         except TimeoutError:
@@ -497,7 +498,7 @@ class AsyncEngine:
 
     async def _close(self) -> None:
         try:
-            await self.drain(0)
+            await self.drain(0, CLOSED)
         finally:
             self._max_in_flight = 0
             self._collector.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 
@@ -19,7 +19,8 @@ RESERVED_VARIABLES = frozenset(
 )
 
 Unsupported: TypeAlias = None
-TemplateOptions = Annotated[dict[str, Any], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
+# Not decoded here: the process that renders does so, and may take its time.
+TemplateOptions = Annotated[dict[str, Raw], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
@@ -89,7 +90,7 @@ class TemplateFields(Protocol):
     @property
     def continue_final_message(self) -> bool | None: ...
     @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    def chat_template_kwargs(self) -> dict[str, Raw] | None: ...
 
 
 class Templated:
@@ -111,7 +112,7 @@ class Templated:
 
     def template_options(self: TemplateFields) -> dict[str, Any]:
         """The variables of the template besides the messages; raises InvalidRequestError."""
-        chosen = self.chat_template_kwargs or {}
+        chosen: dict[str, Any] = {**(self.chat_template_kwargs or {})}
         for name in chosen.keys() & RESERVED_VARIABLES:
             raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
         fields = {

@@ -12,7 +12,8 @@ from dataclasses import fields
 from reprlib import repr as short_repr
 from typing import Annotated, Any, Literal, TypeAlias, cast
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
@@ -35,8 +36,14 @@ MAX_STOP_CHARS = 256  # of one stop string; each choice makes a matcher of its o
 MAX_ID_DIGITS = len(str(MAX_INTEGER))
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own default for /v1/completions
 
-Ignored: TypeAlias = Any
-Detail: TypeAlias = Any  # of a sampler: see SAMPLER_DETAILS
+# Values that are not decoded: a client could send many numbers that take long to read.
+Ignored: TypeAlias = Raw
+Detail: TypeAlias = Raw  # of a sampler: see SAMPLER_DETAILS
+NULL = Raw(b"null")
+NOT_GIVEN: Any = None  # the default of such a value
+# Bounded because reading integers of thousands of digits takes long; the engine checks the rest.
+TokenId = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Scalar: Any = TokenId | float | str | bool | None
 Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -66,7 +73,7 @@ SAMPLER_DETAILS = {
 # By token id. Keys stay texts until their number is known to be small: a client could send many
 # integers that collide in a hash table.
 LogitBias = Annotated[
-    dict[str, Any],
+    dict[str, Raw],
     Meta(
         max_length=MAX_LOGIT_BIAS,
         extra_json_schema={
@@ -101,7 +108,7 @@ class GenerationRequest(Struct, kw_only=True):
     min_p: Probability | None = None
     min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, _range(-(2**63), 2**63 - 1)] | None = None
@@ -141,23 +148,23 @@ class GenerationRequest(Struct, kw_only=True):
     repeat_penalty: OffAt1 | None = None
     typical_p: OffAt1 | None = None
     mirostat: OffAt0 | None = None
-    mirostat_tau: Detail = None
-    mirostat_eta: Detail = None
+    mirostat_tau: Detail = NOT_GIVEN
+    mirostat_eta: Detail = NOT_GIVEN
     xtc_probability: OffAt0 | None = None
-    xtc_threshold: Detail = None
+    xtc_threshold: Detail = NOT_GIVEN
     dry_multiplier: OffAt0 | None = None
-    dry_base: Detail = None
-    dry_allowed_length: Detail = None
-    dry_penalty_last_n: Detail = None
-    dry_sequence_breakers: Detail = None
+    dry_base: Detail = NOT_GIVEN
+    dry_allowed_length: Detail = NOT_GIVEN
+    dry_penalty_last_n: Detail = NOT_GIVEN
+    dry_sequence_breakers: Detail = NOT_GIVEN
 
-    user: Any = None  # separates the users of a client, if it is a text
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
+    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+    metadata: Ignored = NOT_GIVEN
+    store: Ignored = NOT_GIVEN
+    service_tier: Ignored = NOT_GIVEN
+    safety_identifier: Ignored = NOT_GIVEN
+    prompt_cache_key: Ignored = NOT_GIVEN
+    prompt_cache_retention: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -173,14 +180,17 @@ class GenerationRequest(Struct, kw_only=True):
         for sampler, details in SAMPLER_DETAILS.items():
             if getattr(self, sampler) is None:
                 for name in details:
-                    if getattr(self, name) is not None:
+                    if getattr(self, name) not in (None, NULL):
                         raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
     def tenant(self, client: str) -> Tenant:
         """The tenant of a request of `client`: the client, and the user that the request names."""
         if not client:
             return EVERYONE
-        user = self.user if isinstance(self.user, str) else ""
+        try:
+            user = msgspec.json.decode(self.user or NULL, type=str)
+        except ValueError:
+            user = ""
         # User names may be long, so the queue keeps a digest.
         return Tenant(client, user and hashlib.blake2b(user.encode(), digest_size=8).hexdigest())
 
@@ -221,7 +231,7 @@ def _check_off(**values: bool | None) -> None:
             raise InvalidRequestError(name, f"{NOT_SUPPORTED}.")
 
 
-def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
+def _by_token_id(bias: dict[str, Raw]) -> dict[int, Any]:
     """`bias` with integer keys; raises InvalidRequestError. SamplingParams checks the values."""
     for key in bias:
         # Only the canonical spelling, so that no token appears twice.
@@ -229,7 +239,16 @@ def _by_token_id(bias: dict[str, Any]) -> dict[int, Any]:
             raise InvalidRequestError(
                 "logit_bias", f"each key must be a token id, which {short_repr(key)} is not."
             )
-    return {int(key): value for key, value in bias.items()}
+    return {int(key): _bias(key, value) for key, value in bias.items()}
+
+
+def _bias(key: str, value: Raw) -> object:
+    try:
+        return msgspec.json.decode(value, type=Scalar)
+    except ValueError:
+        raise InvalidRequestError(
+            "logit_bias", f"the bias of token {key} must be a number from -100 to 100."
+        ) from None
 
 
 class ChatRequest(GenerationRequest, Templated, kw_only=True):
@@ -251,7 +270,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
 
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Ignored = None  # limits tool calls, which are never made
+    parallel_tool_calls: Ignored = NOT_GIVEN  # limits tool calls, which are never made
     functions: Unsupported = None
     function_call: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -294,7 +313,7 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """POST /v1/completions"""
 
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]  # of one kind
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]  # of one kind
     max_tokens: Count | None = None
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
