@@ -7,15 +7,19 @@ import contextlib
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator
+import ssl
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from fake_engine import LETTERS, FakeEngine
 from starlette.applications import Starlette
+from test_listening import CERTIFICATE, KEY
 from test_server import (
     FAKE_SERVER,
     HELLO,
@@ -38,7 +42,12 @@ from minisgl.server.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
+    MAX_SMALL_CHUNKS,
+    MAX_UNREAD_BYTES,
+    MEAN_CHUNK_BYTES,
     PIECE_BYTES,
+    READ_SECONDS,
+    STUCK_SECONDS,
     Phase,
     ServerConnection,
     raise_file_limit,
@@ -82,6 +91,8 @@ class Client:
     async def answer(self) -> Answer:
         async with asyncio.timeout(20):
             head = await self.reader.readuntil(b"\r\n\r\n")
+            while head.startswith(b"HTTP/1.1 100 "):
+                head = await self.reader.readuntil(b"\r\n\r\n")
             status, *lines = head.decode().split("\r\n")[:-2]
             headers = {
                 name.lower(): value for name, value in (line.split(": ", 1) for line in lines)
@@ -276,6 +287,53 @@ async def test_a_client_that_pipelines_too_much_gets_what_it_may_in_order() -> N
         assert await client.is_closed()
 
 
+def chunk(body: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(body), body)
+
+
+TINY = b"1\r\n \r\n"  # a chunk
+
+
+async def test_a_body_of_many_tiny_chunks_is_refused() -> None:
+    async with site() as here, here.client() as client:
+        client.send(CHUNKED, TINY * (MAX_SMALL_CHUNKS - 1), chunk(QUESTION))
+        client.send(b"0\r\n\r\n")
+        assert (await client.answer()).status == 200
+        client.send(CHUNKED, TINY * (2 * MAX_SMALL_CHUNKS))
+        answer = await client.answer()
+        assert (answer.status, answer.error["code"]) == (400, "invalid_http_request")
+        assert "chunks" in answer.error["message"]
+        assert await client.is_closed()
+
+
+async def test_chunks_of_a_usual_size_may_be_many() -> None:
+    size = 2 * MEAN_CHUNK_BYTES
+    padding = chunk(b" " * size) * (2 * MAX_SMALL_CHUNKS)
+    async with site() as here, here.client() as client:
+        client.send(CHUNKED, chunk(QUESTION), padding, b"0\r\n\r\n")
+        assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize("head", [CHUNKED, POST + b"content-length: 99999999999\r\n\r\n"])
+async def test_little_is_parsed_of_a_body_that_comes_after_the_answer(head: bytes) -> None:
+    async with site(api_key=("secret",)) as here, here.client() as client:
+        client.send(head)
+        assert (await client.answer()).status == 401
+        connection = await here.only(Phase.BODY)
+        client.send(TINY * (MAX_UNREAD_BYTES // len(TINY) // 4))
+        await until(lambda: connection._num_unread > MAX_UNREAD_BYTES // 8, 20)
+        await here.only(Phase.BODY)
+        client.send(TINY * (MAX_UNREAD_BYTES // len(TINY)))
+        assert await client.is_closed()
+        await here.only(Phase.LINGER)
+        parsed = connection._num_content_bytes
+        client.send(TINY * MAX_UNREAD_BYTES)
+        await client.writer.drain()
+        assert connection._num_content_bytes == parsed
+        here.pass_seconds(LINGER_SECONDS)
+        await until(lambda: not here.server.server_state.connections, 20)
+
+
 # -- time -----------------------------------------------------------------------------------------
 
 
@@ -413,6 +471,134 @@ async def test_a_refused_client_that_does_not_leave_is_left() -> None:
         await until(lambda: not here.server.server_state.connections, 20)
 
 
+# -- readers -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reader_of(port: int, num_requests: int = MAX_PIPELINED) -> Iterator[socket.socket]:
+    """A client with a small buffer that has asked for much and reads nothing by itself."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * num_requests)
+        client.setblocking(False)
+        yield client
+
+
+async def test_a_client_that_reads_nothing_is_left() -> None:
+    async with site() as here:
+        with reader_of(here.port):
+            connection = await here.only(Phase.ANSWER)
+            await until(lambda: connection.flow.write_paused, 20)
+            here.pass_seconds(READ_SECONDS - FEW)
+            await here.only(Phase.ANSWER)
+            here.pass_seconds(1 + FEW)
+            await until(lambda: not here.server.server_state.connections, 20)
+
+
+async def test_a_client_that_reads_slowly_stays() -> None:
+    async with site() as here:
+        with reader_of(here.port, 2) as client:
+            connections = here.server.server_state.connections
+            await until(lambda: num_unread(here) == 1, 20)
+            [connection] = connections
+            transport = connection.transport
+            for _ in range(3):
+                here.pass_seconds(READ_SECONDS - FEW)
+                before = transport.get_write_buffer_size()
+                while transport.get_write_buffer_size() == before:
+                    with contextlib.suppress(BlockingIOError):
+                        client.recv(4096)
+                    await asyncio.sleep(0.001)
+            here.pass_seconds(1)
+            assert connection in connections
+
+
+async def test_clients_that_read_nothing_make_room() -> None:
+    engine = FakeEngine(answer_length=5)
+    engine.gate.clear()
+    async with site(engine, max_open=3) as here, here.client() as busy:
+        busy.post(json.dumps({"messages": HELLO, "stream": True}).encode())
+        await until(lambda: len(engine.running) == 1, 20)
+        # The second one has all its requests answered, in the buffer.
+        with reader_of(here.port), reader_of(here.port, 1):
+            await until(lambda: len(here.server.server_state.connections) == 3, 20)
+            await until(lambda: num_unread(here) == 2, 20)
+            here.pass_seconds(STUCK_SECONDS + 1)
+            for _ in range(4):
+                async with here.client() as new:
+                    new.send(GET, b"\r\n")
+                    assert (await new.answer()).status == 200
+        engine.gate.set()
+        assert (await busy.answer()).status == 200
+
+
+def num_unread(here: Site) -> int:
+    connections = here.server.server_state.connections
+    return sum(
+        cast(ServerConnection, one).transport.get_write_buffer_size() > 0 for one in connections
+    )
+
+
+def test_a_client_that_leaves_answers_unread_makes_no_noise() -> None:
+    """In a process of its own, which has another event loop."""
+    with serving_process({}) as (process, url):
+        wait_for_health(url, 200)
+        port = httpx.URL(url).port or 0
+        pause_s = 0.01
+        while 'status="499"' not in httpx.get(f"{url}/metrics").text:
+            with reader_of(port):
+                time.sleep(pause_s)  # until it is stuck
+            pause_s *= 2
+            assert pause_s < 20
+        process.terminate()
+        assert process.stderr is not None
+        log = process.stderr.read()
+    assert "ERROR" not in log and "Traceback" not in log and "ASGI" not in log
+
+
+async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with site(engine) as here, here.client() as client, here.client() as other:
+        client.post()
+        client.writer.write_eof()
+        await until(lambda: len(engine.running) == 1, 20)
+        other.send(GET, b"\r\n")
+        other.writer.write_eof()
+        assert (await other.answer()).status == 200
+        assert await other.is_closed()
+        engine.gate.set()
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert await client.is_closed()
+
+
+async def test_a_client_that_leaves_is_told_from_one_that_sends_no_more() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with site(engine) as here:
+        async with here.client() as client:
+            client.post()
+            await until(lambda: len(engine.running) == 1, 20)
+        await until(lambda: not engine.running, 20)
+        await until(lambda: not here.server.server_state.connections, 20)
+
+
+def test_clients_of_a_process_may_send_no_more() -> None:
+    """In a process of its own, which has another event loop."""
+    with serving_process({}) as (_, url):
+        wait_for_health(url, 200)
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 20) as client:
+            length = b"content-length: %d\r\n\r\n" % len(QUESTION)
+            client.sendall(POST + length + QUESTION)
+            client.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := client.recv(1 << 16):
+                answer += part
+    assert b"HTTP/1.1 200 OK\r\n" in answer and answer.endswith(b"}")
+
+
 # -- before the body ------------------------------------------------------------------------------
 
 
@@ -448,38 +634,60 @@ async def test_an_upgrade_is_ignored_and_its_body_read(at_once: bool) -> None:
 LARGE = QUESTION + b" " * (4 * SMALL_BODY_BYTES - len(QUESTION))
 
 
-async def test_large_bodies_share_a_budget_and_small_ones_pass() -> None:
-    async with site() as here, here.client() as first, here.client() as second:
-        here.app.state.bodies = budget = BodyBudget(len(LARGE) + 100)
-        first.post(LARGE, sent=10)
-        await until(lambda: budget.num_free == 100)
-        second.post(LARGE, sent=0)  # refused by what it announces
-        refused = await second.answer()
-        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
-        assert refused.error["code"] == "too_many_large_bodies"
-        assert refused.error["type"] == "rate_limit_error"
+async def test_announced_bodies_take_nothing_and_small_ones_pass() -> None:
+    async with site() as here, contextlib.AsyncExitStack() as stack:
+        here.app.state.bodies = budget = BodyBudget(len(LARGE))
+        for _ in range(3):
+            waiting = await stack.enter_async_context(here.client())
+            waiting.post(LARGE, sent=10)
+        await until(lambda: len(here.server.server_state.connections) == 3, 20)
+        async with here.client() as client:
+            client.post(LARGE)
+            assert (await client.answer()).status == 200
+            client.post()
+            assert (await client.answer()).status == 200
+        assert budget.num_free == len(LARGE)
+
+
+async def test_the_slowest_body_makes_room_for_faster_ones() -> None:
+    now = 0.0
+    half = chunk(LARGE[: len(LARGE) // 2])
+    async with site() as here, here.client() as slow, here.client() as fast:
+        here.app.state.bodies = budget = BodyBudget(len(LARGE), lambda: now)
+        slow.send(CHUNKED, half)
+        await until(lambda: budget.num_free == len(LARGE) // 2, 20)
+        now = 60.0
         async with here.client() as small:
             small.post()
             assert (await small.answer()).status == 200
-        first.send(LARGE[10:])
-        assert (await first.answer()).status == 200
-        assert budget.num_free == len(LARGE) + 100
-        async with here.client() as third:
-            third.post(LARGE)
-            assert (await third.answer()).status == 200
+        fast.post(LARGE)
+        assert (await fast.answer()).status == 200
+        refused = await slow.answer()
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert refused.error["code"] == "too_many_large_bodies"
+        assert refused.error["type"] == "rate_limit_error"
+        assert budget.num_free == len(LARGE)
+        # A newcomer that is slower than those that are there is refused itself.
+        async with here.client() as first, here.client() as second:
+            now = 100.0
+            first.send(CHUNKED, half)
+            await until(lambda: budget.num_free == len(LARGE) // 2, 20)
+            second.post(LARGE, sent=SMALL_BODY_BYTES + 1)
+            await until(lambda: budget.num_free < len(LARGE) // 2, 20)
+            now = 101.0
+            second.send(LARGE[SMALL_BODY_BYTES + 1 :])
+            assert (await first.answer()).status == 429
+            assert (await second.answer()).status == 200
+        await until(lambda: budget.num_free == len(LARGE), 20)
 
 
-async def test_a_body_that_does_not_say_its_length_is_counted_as_it_comes() -> None:
-    half = LARGE[: len(LARGE) // 2]
-    chunk = b"%x\r\n%s\r\n" % (len(half), half)
-    async with site() as here, here.client() as first:
+async def test_a_body_that_leaves_is_not_counted() -> None:
+    async with site() as here:
         here.app.state.bodies = budget = BodyBudget(len(LARGE))
         async with here.client() as other:
-            other.send(CHUNKED, chunk)
-            await until(lambda: budget.num_free == len(LARGE) - len(half), 20)
-            first.send(CHUNKED, chunk, chunk, b"0\r\n\r\n")
-            assert (await first.answer()).status == 429
-        await until(lambda: budget.num_free == len(LARGE), 20)  # of those who leave as well
+            other.send(CHUNKED, chunk(LARGE))
+            await until(lambda: budget.num_free == 0, 20)
+        await until(lambda: budget.num_free == len(LARGE), 20)
 
 
 # -- all connections together ---------------------------------------------------------------------
@@ -530,20 +738,33 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def test_silent_connections_beyond_the_open_files_lock_nobody_out() -> None:
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_silent_connections_beyond_the_open_files_lock_nobody_out(scheme: str) -> None:
     raise_file_limit()
     port = free_port()
-    options = json.dumps({"port": port})
-    with running("-c", FEW_FILES, str(FAKE_SERVER), "{}", options) as process:
-        wait_for_health(f"http://127.0.0.1:{port}", 200)
+    certificate = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY} if scheme == "https" else {}
+    options = json.dumps({"port": port, **certificate})
+    with (
+        running("-c", FEW_FILES, str(FAKE_SERVER), "{}", options) as process,
+        httpx.Client(
+            base_url=f"{scheme}://127.0.0.1:{port}",
+            verify=ssl.create_default_context(cafile=CERTIFICATE),
+            timeout=20,
+        ) as http,
+    ):
+        wait_for_serving(process)
         with contextlib.ExitStack() as stack:
             for _ in range(400):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
-            answer = httpx.get(f"http://127.0.0.1:{port}/version", timeout=20)
-            assert answer.status_code == 200
+            assert http.get("/version").status_code == 200
             assert process.stderr is not None
-            line = next(line for line in process.stderr if line.startswith("Closed "))
+            line = next(line for line in process.stderr if "Closed " in line)
     assert "connections without a request" in line and "ulimit -n" in line
+
+
+def wait_for_serving(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    next(line for line in process.stderr if "Serving" in line)
 
 
 # -- HTTP/1.0 -------------------------------------------------------------------------------------

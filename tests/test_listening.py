@@ -189,7 +189,7 @@ async def test_https_serves_whole_and_streamed_answers() -> None:
 async def test_a_client_that_does_not_begin_with_tls_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.server.process.HEAD_SECONDS", 0.1)
+    monkeypatch.setattr("minisgl.server.tls_server.HEAD_SECONDS", 0.1)
     options = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY}
     async with client("https://localhost", **options) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.base_url.port)

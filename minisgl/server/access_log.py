@@ -21,6 +21,7 @@ from minisgl.server.metrics import Answered, Metrics
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
+LEFT = "left"  # in the state of a scope: that it did
 UNROUTED = "other"  # an unknown path, or refused before routing; the path itself would be free text
 
 # Parameter names that may be logged: the name of an unknown field could contain anything.
@@ -48,11 +49,17 @@ class Observe:
 
         # Called for each event of a stream, so not a coroutine of its own.
         def observed(message: Message) -> Awaitable[None]:
-            nonlocal status
             if status is None and message["type"] == "http.response.start":
-                status = message["status"]
-                self._responses[Answered(_route(scope), status)] += 1
+                return start(message)
             return send(message)
+
+        async def start(message: Message) -> None:
+            nonlocal status
+            status = message["status"]
+            await send(message)
+            if scope["state"].get(LEFT):  # while this waited for the client to read
+                status = CLIENT_LEFT
+            self._responses[Answered(_route(scope), status)] += 1
 
         try:
             await self._app(scope, receive, observed)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable
 
 from starlette.requests import Request
 
@@ -28,37 +30,70 @@ class BodiesFullError(QueueFullError):
 
 
 class BodyBudget:
-    """The memory that the arriving bodies of one server share."""
+    """The memory that the arriving bodies of one server share.
 
-    def __init__(self, num_bytes: int = MAX_ARRIVING_BYTES) -> None:
+    What has arrived counts, not what was announced. If it becomes too much, the slowest body is
+    refused, so that slow ones cannot keep others out.
+    """
+
+    def __init__(
+        self, num_bytes: int = MAX_ARRIVING_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.num_free = num_bytes
+        self._clock = clock
+        self._shares: set[BodyShare] = set()  # of the bodies that are counted
 
-    @contextlib.contextmanager
-    def share(self) -> Iterator[BodyShare]:
-        """A share of the budget for one body, released at the end."""
-        share = BodyShare(self)
+    @contextlib.asynccontextmanager
+    async def share(self) -> AsyncIterator[BodyShare]:
+        """A share of the budget for one body, released at the end; raises BodiesFullError."""
         try:
-            yield share
-        finally:
-            self.num_free += share.num_bytes
+            async with asyncio.timeout(None) as limit:
+                share = BodyShare(self, limit, self._clock())
+                try:
+                    yield share
+                finally:
+                    self._release(share)
+        except TimeoutError:
+            raise BodiesFullError(
+                "Too many large requests are arriving at once, and this one is the slowest; "
+                "try again later."
+            ) from None
+
+    def grow(self, share: BodyShare, num_bytes: int) -> None:
+        self._shares.add(share)
+        self.num_free -= num_bytes - share.num_bytes
+        share.num_bytes = num_bytes
+        now = self._clock()
+        while self.num_free < 0:
+            slowest = min(self._shares, key=lambda one: one.num_bytes / max(now - one.began, 1e-9))
+            self._release(slowest)
+            slowest.end()
+
+    def _release(self, share: BodyShare) -> None:
+        self._shares.discard(share)
+        self.num_free += share.num_bytes
+        share.num_bytes = 0
 
 
 class BodyShare:
     """The part of the budget that one body occupies."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, limit: asyncio.Timeout, began: float) -> None:
         self._budget = budget
+        self._limit = limit
+        self._is_ended = False
+        self.began = began
         self.num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Reserve room for a body of `num_bytes` in total; raises BodiesFullError."""
-        if num_bytes <= SMALL_BODY_BYTES or num_bytes <= self.num_bytes:
-            return
-        more = num_bytes - self.num_bytes
-        if more > self._budget.num_free:
-            raise BodiesFullError("Too many large requests are arriving at once; try again later.")
-        self._budget.num_free -= more
-        self.num_bytes = num_bytes
+        """Count a body of which `num_bytes` have arrived."""
+        if num_bytes > SMALL_BODY_BYTES and not self._is_ended:
+            self._budget.grow(self, num_bytes)
+
+    def end(self) -> None:
+        """Interrupt whoever reads this body."""
+        self._is_ended = True
+        self._limit.reschedule(0)
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -73,8 +108,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise too_large
     bodies: BodyBudget = request.app.state.bodies
-    with bodies.share() as share:
-        share.grow_to(int(announced) if announced.isdecimal() else 0)
+    async with bodies.share() as share:
         body = bytearray()
         async for part in request.stream():
             body += part

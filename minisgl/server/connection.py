@@ -3,6 +3,7 @@
 uvicorn's parser collects the head of a request without a limit, and waits for the rest without a
 timeout. Here both are limited. One sweep over all connections counts the seconds that each has
 spent in its phase; seconds in which the event loop was blocked or nothing was read do not count.
+It also counts the seconds in which a client took nothing of what is written to it.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import os
 import resource
 import socket
 from enum import Enum, auto
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from minisgl.server.access_log import LEFT
 from minisgl.server.faults import KEY, HTTPError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,12 @@ SPARE_FILES = 64  # reserve for files opened while serving
 MAX_HEAD_BYTES = 64 << 10  # of the URL, the headers and the trailers of a request
 MAX_HEADERS = 100
 MAX_PIPELINED = 32  # requests that wait for the answer to an earlier one on their connection
+# A body may have this many chunks, and one more for each MEAN_CHUNK_BYTES of it: each costs some
+# microseconds, however small it is.
+MAX_SMALL_CHUNKS = 4096
+MEAN_CHUNK_BYTES = 64
+# Read of a body after the answer to its request; if more comes, the connection is closed.
+MAX_UNREAD_BYTES = 64 << 10
 # The parser is fed in pieces of this size, which bounds what it collects between two checks.
 PIECE_BYTES = 16 << 10
 
@@ -43,6 +51,11 @@ BODY_BYTES_PER_SECOND = 1 << 10
 # Longer than client pools keep a connection, so that none is closed while a request is sent.
 KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS = 5
+READ_SECONDS = 30  # without any progress, until an answer that is being written is given up
+STUCK_SECONDS = 5  # without any progress, until the connection may be closed to make room
+
+PROBE_SECONDS = 0.01
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Phase(Enum):
@@ -63,45 +76,67 @@ SECONDS = {
 }
 
 
+class Closable(Protocol):
+    """What `Connections` asks of a connection."""
+
+    def count_second(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
 class Connections(ServerState):
-    """All open connections of a server. If there are too many, idle ones are closed."""
+    """All open connections of a server. If there are too many, the least useful are closed."""
 
     def __init__(self, max_open: int) -> None:
         super().__init__()
         self.max_open = max_open
         # Ordered by age. All other connections have a request in flight.
-        self.new: dict[ServerConnection, None] = {}  # have not sent a complete head yet
+        self.new: dict[Closable, None] = {}  # have not sent a complete head yet
         self.idle: dict[ServerConnection, None] = {}  # all their requests are answered
+        self.stuck: dict[ServerConnection, None] = {}  # have taken nothing for STUCK_SECONDS
         self._num_shed = 0
 
     def sweep(self) -> None:
         """Count one second for every connection, and close those that exceed their limit."""
         for connection in tuple(self.connections):
-            cast(ServerConnection, connection).count_second()
+            cast(Closable, connection).count_second()
         if self._num_shed:
             logger.warning(
-                "Closed %d connections without a request: more than %d at once would exceed the "
-                "limit of open files (ulimit -n).",
+                "Closed %d connections without a request, or whose client reads nothing: more than "
+                "%d at once would exceed the limit of open files (ulimit -n).",
                 self._num_shed,
                 self.max_open,
             )
             self._num_shed = 0
 
-    def make_room(self, newcomer: ServerConnection) -> None:
-        """Close the least useful connection, `newcomer` at worst, if there are too many."""
-        if len(self.connections) <= self.max_open:
+    def add(self, newcomer: Closable) -> None:
+        """Count `newcomer`; close the least useful connection if there are too many."""
+        self._all.add(newcomer)
+        self.new[newcomer] = None
+        if len(self._all) <= self.max_open:
             return
-        closed = next(iter(self.new))
-        if closed is newcomer:
-            closed = next((idle for idle in self.idle if idle.has_sent_all), newcomer)
-        self.forget(closed)
-        closed.transport.abort()
+        closed = self._least_useful(newcomer)
+        self.remove(closed)
+        closed.abort()
         self._num_shed += 1
 
-    def forget(self, connection: ServerConnection) -> None:
-        """Record that `connection` is neither new nor idle."""
-        self.new.pop(connection, None)
-        self.idle.pop(connection, None)
+    def remove(self, connection: Closable) -> None:
+        self._all.discard(connection)
+        for group in (self.new, self.idle, self.stuck):
+            cast(dict[Closable, None], group).pop(connection, None)
+
+    def _least_useful(self, newcomer: Closable) -> Closable:
+        # A newcomer is honest more often than a reader that does not read.
+        for stuck in self.stuck:
+            return stuck
+        oldest = next(iter(self.new))
+        if oldest is not newcomer:
+            return oldest
+        return next((idle for idle in self.idle if idle.has_sent_all), newcomer)
+
+    @property
+    def _all(self) -> set[Closable]:
+        return cast(set[Closable], self.connections)
 
 
 class ServerConnection(HttpToolsProtocol):
@@ -121,28 +156,49 @@ class ServerConnection(HttpToolsProtocol):
         self._num_head_bytes = 0
         self._num_headers = 0
         self._num_body_bytes = 0  # in this window
+        self._num_content_bytes = 0  # of the body so far
+        self._num_chunks = 0
+        self._num_unread = 0  # bytes of the body that came after the answer
         self._num_unparsed = 0  # bytes in the parser that it has not reported yet
+        self._num_unsent = 0  # a second ago
+        self._unread_seconds = 0  # in which the client took nothing
         self._is_silent = True  # nothing has arrived since it was opened
         self._is_deaf = False  # further input is ignored
         self._is_upgrade = False  # the request asks for another protocol, which we ignore
         self._fault: HTTPError | None = None  # why a callback has stopped the parser
+        self._answering: RequestResponseCycle | None = None  # the cycle that has a task
+        self.handshake: Closable | None = None  # counted until this is
 
     # -- called by the transport ------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
-        self._all.new[self] = None
-        self._all.make_room(self)
+        if self.handshake is not None:
+            self._all.remove(self.handshake)
+        self._all.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._all.forget(self)
+        self._all.remove(self)
+        self.pipeline.clear()
+        # uvicorn knows of the newest request alone, and this may be an earlier one.
+        cycle = self._answering
+        if cycle is not None and not cycle.response_complete:
+            cycle.scope["state"][LEFT] = True
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
-    def eof_received(self) -> None:
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether to leave the connection open for the answers to come."""
         # The transport would close only after sending its buffer, which may never be read.
         if self.flow.write_paused:
             self.transport.abort()
+        if self._phase is not Phase.ANSWER or not self._may_probe():
+            return False
+        self.cycle.keep_alive = False
+        self._probe(PROBE_SECONDS)
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -151,6 +207,11 @@ class ServerConnection(HttpToolsProtocol):
         self._is_silent = False
         if self._phase is Phase.IDLE:
             self._enter(Phase.HEAD)
+        elif self._phase is Phase.BODY and self.cycle.response_complete:
+            self._num_unread += len(data)
+            if self._num_unread > MAX_UNREAD_BYTES:
+                self.linger()
+                return
         for start in range(0, len(data), PIECE_BYTES):
             fault = self._feed(data[start : start + PIECE_BYTES])
             if fault is not None:
@@ -183,16 +244,27 @@ class ServerConnection(HttpToolsProtocol):
             message = f"More than {MAX_PIPELINED} requests wait on this connection."
             self._stop(HTTPError(429, message, "too_many_pipelined"))
         super().on_headers_complete()
-        self._all.forget(self)
-        self._num_body_bytes = 0
+        self._all.new.pop(self, None)
+        self._all.idle.pop(self, None)
+        self._num_body_bytes = self._num_content_bytes = self._num_chunks = self._num_unread = 0
         self._enter(Phase.BODY)
         if self.scope["http_version"] < "1.1":
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = AnyLength()
 
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        if self._num_chunks > MAX_SMALL_CHUNKS + self._num_content_bytes // MEAN_CHUNK_BYTES:
+            message = (
+                f"The body comes in too many small chunks; allowed: {MAX_SMALL_CHUNKS}, or chunks "
+                f"of {MEAN_CHUNK_BYTES} bytes on average."
+            )
+            self._stop(HTTPError(400, message, "invalid_http_request"))
+
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
         self._num_body_bytes += len(body)
+        self._num_content_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -213,6 +285,7 @@ class ServerConnection(HttpToolsProtocol):
 
     def count_second(self) -> None:
         """Count a second, and act if the phase has reached its limit."""
+        self._count_unsent()
         if self._phase is Phase.ANSWER or self.flow.read_paused:
             return
         self._seconds += 1
@@ -232,11 +305,15 @@ class ServerConnection(HttpToolsProtocol):
             message = f"The body arrived at less than {BODY_BYTES_PER_SECOND} bytes per second."
             self._refuse(HTTPError(408, message, "request_timeout"))
 
+    def abort(self) -> None:
+        self.transport.abort()
+
     def linger(self) -> None:
         """Send EOF, and give the client time to read before closing.
 
         Closing at once, with unread input, would reset the connection and lose the last answer.
         """
+        self._is_deaf = True
         self._enter(Phase.LINGER)
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -251,6 +328,47 @@ class ServerConnection(HttpToolsProtocol):
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._seconds = 0
+
+    def _count_unsent(self) -> None:
+        """Count a second in which the client took nothing of what was written."""
+        unsent = self.transport.get_write_buffer_size()
+        # In between, more may have been written than was read.
+        is_all = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+        if not unsent or not is_all or unsent < self._num_unsent:
+            self._unread_seconds = 0
+            self._all.stuck.pop(self, None)
+        else:
+            self._unread_seconds += 1
+            if self._unread_seconds >= READ_SECONDS:
+                self.transport.abort()
+            elif self._unread_seconds == STUCK_SECONDS:
+                self._all.stuck[self] = None
+        self._num_unsent = unsent
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _may_probe(self) -> bool:
+        """Whether the protocol allows an interim answer here, and TLS to stay open one way."""
+        cycle = self._answering
+        return (
+            self.scheme == "http"
+            and cycle is not None
+            and cycle.scope["http_version"] == "1.1"
+            and not cycle.response_started
+            and not self.transport.is_closing()
+        )
+
+    def _probe(self, pause_s: float) -> None:
+        """Find out whether a client that sends no more still reads.
+
+        One that has left looks the same, until its system rejects what it is sent: an interim
+        answer, at growing intervals. Writing fails after that.
+        """
+        if self._may_probe():
+            self.transport.write(CONTINUE)
+            self.loop.call_later(pause_s, self._probe, 2 * pause_s)
 
     def _feed(self, piece: bytes) -> HTTPError | None:
         """Parse `piece`; returns its fault, if any."""
@@ -303,7 +421,7 @@ class ServerConnection(HttpToolsProtocol):
         elif self.cycle.response_started:
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
-                self.transport.close()
+                self.linger()
             return
         cycle = self.cycle
         cycle.scope["state"][KEY] = fault

@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -25,7 +26,6 @@ from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
 from minisgl.server.connection import (
-    HEAD_SECONDS,
     KEEP_ALIVE_SECONDS,
     OWN_FILES,
     WANTED_FILES,
@@ -40,6 +40,7 @@ from minisgl.server.hosts import hosts_of
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.stats_log import log_stats
 from minisgl.server.tls import check_certificate
+from minisgl.server.tls_server import TLSServer
 from minisgl.server.unix_socket import OwnPath, bind_unix
 
 logger = logging.getLogger(__name__)
@@ -196,19 +197,12 @@ class Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        # As in uvicorn, but with a timeout for the TLS handshake.
         connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(
-                connect,
-                sock=listener,
-                ssl=self.config.ssl,
-                ssl_handshake_timeout=HEAD_SECONDS,
-                backlog=self.config.backlog,
-            )
+        servers: list[Any] = [
+            TLSServer(listener, self.config.ssl, self.server_state, connect)
             for listener in sockets or ()
         ]
+        self.servers = servers
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
