@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from mailboxes import make_mailboxes
 
-from minisgl.kernels.comm import one_shot, two_shot
+from minisgl.kernels.comm import gather, one_shot, two_shot
 from minisgl.kernels.comm.mailbox import Mailbox
 from minisgl.kernels.comm.shared_memory import SharedMemory
 from minisgl.kernels.elementwise.norm import add_rms_norm
@@ -230,7 +230,7 @@ def test_sums_and_gathers_of_many_rows(
             )
             return out, own
 
-        def gather(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
+        def gather_parts(shared: SharedMemory, parts: list[Tensor] = parts) -> Tensor:
             return gather.all_gather(parts[shared.barrier_mailbox.rank], shared)
 
         totals = ranks.share(add)
@@ -238,7 +238,7 @@ def test_sums_and_gathers_of_many_rows(
             assert torch.equal(found, totals[0])
             torch.testing.assert_close(found, total_of(parts))
         assert_summed_and_normed(ranks.share(add_norm), parts, rows, weight)
-        for found in ranks.share(gather):
+        for found in ranks.share(gather_parts):
             assert torch.equal(found, torch.cat(parts, dim=1))
 
 
@@ -272,11 +272,11 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
             part = own[shared.barrier_mailbox.rank]
             two_shot.all_reduce(torch.empty_like(part), part, shared)
 
-        def gather(shared: SharedMemory, own: list[Tensor] = own) -> None:
+        def gather_own(shared: SharedMemory, own: list[Tensor] = own) -> None:
             gather.all_gather(own[shared.barrier_mailbox.rank], shared)
 
         ranks.share(alone)
-        ranks.share(gather)
+        ranks.share(gather_own)
         few.run(lambda box, own=own: one_shot.all_reduce(own[box.rank][:16], box))
     for results in ranks._each(list(zip(ranks.shared, few.boxes, strict=True)), work):
         for of_ranks, total, start, whole in zip(
