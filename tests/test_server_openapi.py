@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -166,6 +167,13 @@ def test_the_bounds_that_it_gives_are_those_that_hold(
     for value in (low - beyond, high + beyond):
         response = http.post(path, json={**asked, name: value})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])
+def test_the_entries_of_logit_bias_are_described(name: str) -> None:
+    [bias, _] = DESCRIPTION["components"]["schemas"][name]["properties"]["logit_bias"]["anyOf"]
+    assert bias["additionalProperties"] == {"type": "number", "minimum": -100, "maximum": 100}
+    assert re.match(bias["propertyNames"]["pattern"], "17")
 
 
 def hello() -> list[dict[str, str]]:

@@ -72,14 +72,12 @@ SAMPLER_DETAILS = {
 }
 # By token id. Keys stay texts until their number is known to be small: a client could send many
 # integers that collide in a hash table.
+Bias = Annotated[Raw, Meta(extra_json_schema={"type": "number", "minimum": -100, "maximum": 100})]
 LogitBias = Annotated[
-    dict[str, Raw],
+    dict[str, Bias],
     Meta(
         max_length=MAX_LOGIT_BIAS,
-        extra_json_schema={
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        },
+        extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]*)$"}},
     ),
 ]
 
