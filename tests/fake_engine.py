@@ -25,7 +25,6 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
-from minisgl.rendering import encode_call
 from minisgl.request import (
     EVERYONE,
     FinishReason,
@@ -37,6 +36,7 @@ from minisgl.request import (
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess
+from minisgl.text.rendering import encode_call
 
 VOCAB_SIZE = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

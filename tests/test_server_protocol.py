@@ -11,7 +11,6 @@ from fake_engine import FakeDefaults, FakeTokenizer
 
 from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
-from minisgl.rendering import encode_call
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.chat_reply import ChatReply
 from minisgl.server.completion_reply import CompletionReply
@@ -29,6 +28,7 @@ from minisgl.server.protocol import (
 )
 from minisgl.server.replies import Reply
 from minisgl.server.schemas import ChatCompletionChunk, CompletionChunk
+from minisgl.text.rendering import encode_call
 
 HELLO = [{"role": "user", "content": "hello"}]
 
