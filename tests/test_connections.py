@@ -496,24 +496,6 @@ async def test_a_client_that_reads_nothing_is_left() -> None:
             await until(lambda: not here.server.server_state.connections, 20)
 
 
-async def test_a_client_that_reads_slowly_stays() -> None:
-    async with site() as here:
-        with reader_of(here.port, 2) as client:
-            connections = here.server.server_state.connections
-            await until(lambda: num_unread(here) == 1, 20)
-            [connection] = connections
-            transport = connection.transport
-            for _ in range(3):
-                here.pass_seconds(READ_SECONDS - FEW)
-                before = transport.get_write_buffer_size()
-                while transport.get_write_buffer_size() == before:
-                    with contextlib.suppress(BlockingIOError):
-                        client.recv(4096)
-                    await asyncio.sleep(0.001)
-            here.pass_seconds(1)
-            assert connection in connections
-
-
 async def test_clients_that_read_nothing_make_room() -> None:
     engine = FakeEngine(answer_length=5)
     engine.gate.clear()

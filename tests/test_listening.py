@@ -315,9 +315,6 @@ async def test_routes_are_found_with_the_prefix_and_without(prefix: str) -> None
         assert (await http.get(f"{prefix}/v1/models")).status_code == 401
         http.headers["authorization"] = "Bearer secret"
         assert (await http.get(f"{prefix}/v1/models")).status_code == 200
-        for spaced, status in (("bearer    secret", 200), ("Bearersecret", 401), ("Bearer", 401)):
-            answer = await http.get(f"{prefix}/v1/models", headers={"authorization": spaced})
-            assert answer.status_code == status, spaced
         assert (await http.post(f"{prefix}{CHAT}", json=ASKED)).status_code == 200
         description = (await http.get(f"{prefix}/openapi.json")).json()
         assert description["servers"] == [{"url": "/llm"}]

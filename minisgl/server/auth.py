@@ -32,9 +32,9 @@ class RequireKey:
         app = self._app
         if scope["type"] == "http" and route_path(scope) not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            # The scheme's case and the number of spaces after it do not matter (RFC 9110, 11).
-            given = scheme.lower() + b" " + key.lstrip(b" \t")
+            scheme, space, key = given.partition(b" ")
+            # The case of a scheme's name does not matter (RFC 9110, 11.1).
+            given = scheme.lower() + space + key
             # Compare all keys, so that the time does not reveal which one matched.
             found = [hmac.compare_digest(given, expected) for expected in self._expected]
             if len(found) > 1 and True in found:
