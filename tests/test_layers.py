@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from support.folders import ROOT
 
 ROWS = (
     ("errors", "request", "shards", "config", "keys", "progress", "printable"),

@@ -6,11 +6,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
+from support.folders import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDERS = {"minisgl": "minisgl", "cli": "minisgl_cli"}  # in the checkout, and installed
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import Field, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.folders import ROOT
 
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.online.config import LoadConfig
@@ -25,7 +25,6 @@ from minisgl.server.protocol import (
 )
 from minisgl_cli.chat.config import ChatConfig
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
 CLI, BENCH = "cli/README.md", "minisgl/bench/README.md"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SPECS, make_checkpoint, spec_named
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import SPECS, make_checkpoint, spec_named
 
 from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader

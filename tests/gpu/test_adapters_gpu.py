@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from paged import page_table, spec_of
+from support.paged import page_table, spec_of
 from torch import Tensor
 
 from minisgl.attention.backends import available_backends, flash_page_multiple, make_attention

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from attention_cases import (
+from support.attention_cases import (
     Shape,
     assert_close,
     assert_stored,

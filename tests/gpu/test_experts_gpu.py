@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from checkpoints import EXPERT_SPECS
-from expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
-from test_parity import FEW_PAGES, case_of, check
+from support.checkpoints import EXPERT_SPECS
+from support.expert_cases import check_choose, check_equals, check_mix, check_nan, random_experts
+from support.parity import FEW_PAGES, case_of, check
 
 from minisgl.kernels.moe import launch
 from minisgl.kernels.moe import reference as experts

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from layer_cases import (
+from support.layer_cases import (
     Heads,
     check_add_rms_norm,
     check_embed,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SPECS, load_reference, reference_logits
-from test_parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
+from support.checkpoints import SPECS, load_reference, reference_logits
+from support.parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.request import SamplingParams

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from mailboxes import make_mailboxes
+from support.mailboxes import make_mailboxes
 
 from minisgl.kernels.comm import gather, one_shot, two_shot
 from minisgl.kernels.comm.mailbox import Mailbox

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
+from support.sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
 
 from minisgl.request import SamplingParams
 from minisgl.runner.sampler import SampledRows

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXPERT_SPECS, SPECS
-from test_parity import SAMPLED, batch, case_of, load_engine
-from test_tensor_parallel import check_with_aborts, short_case_of
+from support.checkpoints import EXPERT_SPECS, SPECS
+from support.parity import SAMPLED, batch, case_of, load_engine
+from support.tensor_parallel import check_with_aborts, short_case_of
 
 from minisgl.engine import AsyncEngine
 

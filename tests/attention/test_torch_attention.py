@@ -1,0 +1,131 @@
+"""TorchAttention against one softmax at a time, in float64 and without pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.attention_cache import Cache
+from support.paged import page_table, spec_of
+from torch import Tensor
+
+from minisgl.attention import torch_backend
+from minisgl.attention.base import DecodeBatch, PrefillBatch
+from minisgl.attention.torch_backend import TorchAttention
+
+ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def assert_close(out: Tensor, expected: list[Tensor]) -> None:
+    assert out.isfinite().all()
+    error = (out.double() - torch.stack(expected)).abs().max()
+    assert error < ERRORS[out.dtype] * torch.stack(expected).abs().max().clamp(min=1)
+
+
+def check_decode(
+    lengths: list[int],
+    page_size: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    slack: int = 0,
+) -> None:
+    torch.manual_seed(len(lengths))
+    num_kv_heads, group, head_dim = heads
+    cache = Cache(lengths, page_size, num_kv_heads, head_dim, dtype)
+    q = torch.randn(len(lengths), num_kv_heads * group, head_dim).to(dtype)
+    rows = DecodeBatch(
+        page_table(cache.pages), torch.tensor(lengths, dtype=torch.int32), max(lengths) + slack
+    )
+    out = TorchAttention().decode(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
+    assert out.shape == q.shape and out.dtype == dtype
+    assert_close(out, [cache.attend(q[i], i, n, 0.3) for i, n in enumerate(lengths)])
+
+
+def check_prefill(
+    chunks: list[tuple[int, int]],
+    page_size: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """chunks: (tokens before it, tokens in it)."""
+    torch.manual_seed(len(chunks))
+    num_kv_heads, group, head_dim = heads
+    cache = Cache([sum(chunk) for chunk in chunks], page_size, num_kv_heads, head_dim, dtype)
+    starts, lengths = zip(*chunks, strict=True)
+    q = torch.randn(sum(lengths), num_kv_heads * group, head_dim).to(dtype)
+    rows = PrefillBatch.of(page_table(cache.pages), starts, lengths)
+    out = TorchAttention().prefill(q, cache.kv, rows, spec_of(q, cache.kv, 0.3))
+    assert out.shape == q.shape and out.dtype == dtype
+    places = [(i, start + j) for i, (start, n) in enumerate(chunks) for j in range(n)]
+    assert_close(out, [cache.attend(q[row], i, p + 1, 0.3) for row, (i, p) in enumerate(places)])
+
+
+HEADS = st.tuples(
+    st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4, 7]), st.sampled_from([8, 64])
+)
+PAGE_SIZES = st.sampled_from([1, 2, 16, 64, 256])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), PAGE_SIZES, HEADS)
+def test_decode(lengths: list[int], page_size: int, heads: tuple[int, int, int]) -> None:
+    check_decode(lengths, page_size, heads)
+
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(CHUNKS, PAGE_SIZES, HEADS)
+def test_prefill(
+    chunks: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int]
+) -> None:
+    check_prefill(chunks, page_size, heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype: torch.dtype) -> None:
+    check_decode([1, 33, 200], 16, (2, 4, 64), dtype)
+    check_prefill([(0, 33), (57, 20)], 16, (2, 4, 64), dtype)
+
+
+@pytest.mark.parametrize("longest", [0, 1, 40])
+def test_longest_may_be_an_upper_bound(longest: int) -> None:
+    check_decode([5, 17], 16, (2, 2, 64), slack=longest)
+
+
+def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, and one query, at a time give the same as all at once."""
+    monkeypatch.setattr(torch_backend, "_CPU_GATHERED_BYTES", 1)
+    monkeypatch.setattr(torch_backend, "_MAX_MASK_ELEMENTS", 1)
+    check_decode([3, 17, 40], 16, (2, 2, 64))
+    check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64))
+
+
+def test_the_arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer keys than rows and more, one head and several."""
+    monkeypatch.setattr(torch_backend, "_attend_fused", torch_backend._attend_plainly)
+    for heads in ((1, 1, 8), (2, 4, 64), (3, 7, 64)):
+        check_decode([1, 33, 200], 16, heads)
+        check_prefill([(0, 33), (57, 20), (32, 1), (100, 29)], 16, heads)
+    check_decode([1, 33, 200], 16, (2, 4, 64), torch.bfloat16)
+    check_prefill([(0, 33), (57, 20)], 16, (2, 4, 64), torch.bfloat16)
+
+
+def test_chunks_that_only_the_device_knows() -> None:
+    """Without the host's figures, with empty chunks, and with rows that belong to no chunk."""
+    torch.manual_seed(0)
+    cache = Cache([40, 5, 17], 16, 2, 64, torch.float32)
+    q = torch.randn(30, 4, 64)
+    known = PrefillBatch.of(page_table(cache.pages), (35, 3, 0), (5, 0, 17))
+    unknown = replace(known, starts=(), lengths=(), num_rows=30)
+    expected = TorchAttention().prefill(q[:22], cache.kv, known, spec_of(q, cache.kv, 0.3))
+    out = TorchAttention().prefill(q, cache.kv, unknown, spec_of(q, cache.kv, 0.3))
+    assert torch.equal(out[:22], expected)
+
+
+def test_many_rows() -> None:
+    check_decode([1 + 3 * i % 50 for i in range(64)], 16, (2, 2, 64))

@@ -1,0 +1,738 @@
+"""`minisgl chat`: the tokens of a conversation, the loop on a fake engine, a real terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from support.fake_chat_ui import FakeChatUI
+from support.screens import at_prompt, left
+
+from minisgl.config import Capacity, EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ContextLengthError, InvalidRequestError
+from minisgl.models.hub import DEMO_NOTE
+from minisgl.printable import printable
+from minisgl.request import FinishReason, OutputDelta, SamplingParams
+from minisgl.runner.facts import device_name
+from minisgl_cli.chat.commands import Session
+from minisgl_cli.chat.conversation import Conversation
+from minisgl_cli.chat.engine_model import EngineModel
+from minisgl_cli.chat.model import ReplyDelta
+from minisgl_cli.chat.parameters import NAMES
+from minisgl_cli.chat.prompt_reuse import keep_seen
+from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
+from minisgl_cli.chat.reply import ReplyRecord
+from minisgl_cli.chat.text_format import as_command, is_open, unquoted, unquoted_argument
+from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
+
+# -- a tokenizer that a person can follow ---------------------------------------------------------
+
+PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
+END, STOP = PIECES.index("<end>"), PIECES.index("<stop>")
+
+
+def encode(text: str) -> list[int]:
+    """The longest piece that fits, again and again."""
+    ids = []
+    while text:
+        piece = max((piece for piece in PIECES if text.startswith(piece)), key=len)
+        ids.append(PIECES.index(piece))
+        text = text.removeprefix(piece)
+    return ids
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return "".join(PIECES[token_id] for token_id in token_ids)
+
+
+def spelled(text: str) -> list[int]:
+    """Letter by letter, as a model may generate what the tokenizer would not."""
+    return [PIECES.index(letter) for letter in text]
+
+
+@dataclass
+class ToyTokenizer:
+    trims: bool = False  # answers, as some templates do
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        text = ""
+        for message in messages:
+            content = message["content"]
+            if message["role"] == "user":
+                if "!" in content:
+                    raise InvalidRequestError("messages", "the template does not shout.")
+                text += f"<user>{content}<end>"
+            else:
+                text += f"<model>{content.strip() if self.trims else content}<end>"
+        return encode(text + "<model>")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return PIECES[token_id].encode()
+
+
+# -- the conversation's tokens --------------------------------------------------------------------
+
+
+class Said:
+    """A model that has been asked "ab" and has answered with some tokens."""
+
+    def __init__(self, tokenizer: ToyTokenizer, token_ids: list[int], text: str) -> None:
+        self.conversation = Conversation()
+        engine: Any = FakeEngine([])
+        engine.deltas = [OutputDelta(token_ids, text, 0, 0, finish_reason=FinishReason.STOP)]
+        self.model = EngineModel(engine, tokenizer)
+
+        async def ask() -> None:
+            self.conversation.ask("ab")
+            answer = ReplyRecord(asked_at=0.0)
+            async for delta in self.model.reply(self.conversation.messages, {}):
+                answer.add(delta, 0.0)
+            self.conversation.answer(answer.message)
+
+        asyncio.run(ask())
+
+    def prompt(self, question: str) -> list[int]:
+        self.conversation.ask(question)
+        return self.model.prompt(self.conversation.messages)
+
+
+def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) -> list[int]:
+    return Said(ToyTokenizer(trims), answer_ids, answer).prompt("cd")
+
+
+def test_an_answer_in_the_tokenizers_own_tokens_is_part_of_the_next_prompt() -> None:
+    prompt = second_prompt([*encode("abc d"), END], "abc d")
+    assert prompt == encode("<user>ab<end><model>abc d<end><user>cd<end><model>")
+
+
+def test_an_answer_in_other_tokens_keeps_them() -> None:
+    prompt = second_prompt([*spelled("abcabc"), END], "abcabc")
+    first = encode("<user>ab<end><model>")
+    assert prompt == [*first, *spelled("abcabc"), END, *encode("<user>cd<end><model>")]
+
+
+def test_the_template_ends_the_answer_its_own_way() -> None:
+    prompt = second_prompt([*spelled("abc"), STOP], "abc")
+    first = encode("<user>ab<end><model>")
+    assert prompt == [*first, *spelled("abc"), *encode("<end><user>cd<end><model>")]
+
+
+def test_an_answer_that_the_template_changes_is_the_templates() -> None:
+    prompt = second_prompt([*spelled(" abc "), END], " abc ", trims=True)
+    assert prompt == encode("<user>ab<end><model>abc<end><user>cd<end><model>")
+
+
+@given(st.lists(st.sampled_from(range(len(PIECES)))), st.booleans(), st.integers(0, 3))
+def test_the_prompt_always_reads_as_the_template_has_it(
+    generated: list[int], trims: bool, num_held_back: int
+) -> None:
+    """Whatever the model generated, special tokens in wrong places included."""
+    tokenizer = ToyTokenizer(trims)
+    answer = decode(generated[: max(0, len(generated) - num_held_back)])
+    said = Said(tokenizer, generated, answer)
+    prompt = said.prompt("cd")
+    assert decode(prompt) == decode(tokenizer.chat(said.conversation.messages))
+
+
+@pytest.mark.parametrize(
+    ("seen", "templated", "prompt"),
+    [
+        ([], [b"ab"], [b"ab"]),
+        ([b"ab"], [], []),
+        ([b"ab"], [b"ab"], [b"ab"]),
+        ([b"a", b"b"], [b"ab", b"cd"], [b"a", b"b", b"cd"]),
+        ([b"abc", b"d"], [b"ab", b"cd"], [b"abc", b"d"]),
+        ([b"a", b"b", b"c"], [b"ab", b"d"], [b"a", b"b", b"d"]),
+        ([b"a", b"b", b"c"], [b"a", b"c"], [b"a", b"c"]),
+        ([b"a", b"b", b"c"], [b"ab"], [b"a", b"b"]),
+        # Ids beyond the tokenizer's vocabulary have no text.
+        ([b"a", b"", b"b"], [b"ab", b"c"], [b"a", b"", b"b", b"c"]),
+        # A character in several tokens is cut at its ends only.
+        ([b"a", b"\xe2\x82", b"\xac"], ["a€".encode(), b"!"], [b"a", b"\xe2\x82", b"\xac", b"!"]),
+        ([b"a", b"\xe2\x82"], ["a€".encode()], ["a€".encode()]),
+        # What is no character at all was shown, and comes back, as U+FFFD.
+        ([b"a", b"\x88", b"b"], ["a\ufffdb".encode(), b"c"], [b"a", b"\x88", b"b", b"c"]),
+        ([b"\xe2", b"b"], ["\ufffdb".encode(), b"c"], [b"\xe2", b"b", b"c"]),
+    ],
+)
+def test_seen_tokens_are_kept_as_far_as_both_read_the_same(
+    seen: list[bytes], templated: list[bytes], prompt: list[bytes]
+) -> None:
+    """Tokens are given as their bytes here."""
+    vocabulary = sorted({*seen, *templated})
+    ids = [[vocabulary.index(token) for token in tokens] for tokens in (seen, templated)]
+    kept = keep_seen(*ids, token_bytes=vocabulary.__getitem__)
+    assert [vocabulary[token_id] for token_id in kept] == prompt
+
+
+def contents(conversation: Conversation) -> list[str]:
+    return [message["content"] for message in conversation.messages]
+
+
+def test_a_question_without_an_answer_stays_apart_until_it_is_asked_again() -> None:
+    conversation = Conversation("Be kind.")
+    assert not conversation.ask_again()
+    conversation.ask("ab")
+    conversation.answer("abc")
+    conversation.ask("cd")
+    assert not conversation.give_up()
+    assert [turn.question for turn in conversation.turns] == ["ab"]
+    assert conversation.undo() is not None and conversation.undo() is None
+    assert conversation.ask_again()
+    assert contents(conversation) == ["Be kind.", "cd"]
+    conversation.answer("d")
+    assert contents(conversation) == ["Be kind.", "cd", "d"]
+    conversation.ask("ef")
+    conversation.reset()
+    assert not conversation.ask_again()
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
+
+
+def test_an_answer_dropped_comes_back_if_no_other_comes() -> None:
+    conversation = Conversation()
+    conversation.ask("ab")
+    conversation.answer("abc", 7)
+    before = list(conversation.turns)
+    assert conversation.ask_again()
+    assert contents(conversation) == ["ab"]
+    assert conversation.give_up()
+    assert conversation.turns == before and contents(conversation) == ["ab", "abc"]
+    assert conversation.ask_again()
+    conversation.answer("cd")
+    assert contents(conversation) == ["ab", "cd"]
+
+
+# -- one answer -----------------------------------------------------------------------------------
+
+
+def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> OutputDelta:
+    return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
+
+
+def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
+    answer = ReplyRecord(asked_at=10.0)
+    for now, delta in deltas:
+        answer.add(delta, now)
+    return answer
+
+
+def test_the_summary_tells_how_much_and_how_fast() -> None:
+    answer = answered(
+        *((10.25 + 0.1 * step, ReplyDelta("a", "", step + 1, 8, 6)) for step in range(5)),
+        (20.0, ReplyDelta("", "", 5, 8, 6, FinishReason.STOP)),
+    )
+    assert answer.text == "aaaaa"
+    assert answer.summary() == ("5 tokens · TTFT 250 ms · 10.0 tok/s · 6 of 8 prompt tokens cached")
+
+
+def test_the_summary_of_one_token_has_no_rate() -> None:
+    answer = answered((10.25, ReplyDelta("a", "", 1, 8, 0)))
+    assert answer.summary() == "1 token · TTFT 250 ms · 0 of 8 prompt tokens cached · stopped"
+
+
+def test_the_summary_says_what_a_server_says() -> None:
+    texts = [(10.25, ReplyDelta(thinking="a")), (10.75, ReplyDelta("b"))]
+    ended = (20.0, ReplyDelta(finish_reason=FinishReason.LENGTH))
+    assert answered(*texts, ended).summary() == "TTFT 250 ms · cut at the limit"
+    counted = (20.0, ReplyDelta(num_tokens=6, num_prompt_tokens=1))
+    assert answered(*texts, ended, counted).summary() == (
+        "6 tokens · TTFT 250 ms · 10.0 tok/s · 1 prompt token · cut at the limit"
+    )
+
+
+def test_thinking_that_was_stopped_is_closed_for_the_template() -> None:
+    assert answered((11.0, ReplyDelta("<think>\nHm"))).message == "<think>\nHm\n</think>\n\n"
+    assert answered((11.0, ReplyDelta("<think>Hm</think>Yes"))).message == "<think>Hm</think>Yes"
+
+
+def test_a_model_cannot_drive_the_terminal() -> None:
+    assert printable("a\x1b[2J\tb\x07\n\x9bé\ud800") == "a[2J\tb\né"
+
+
+# -- the loop, on a fake engine -------------------------------------------------------------------
+
+
+class FakeDefaults:
+    def sampling(self, **chosen: Any) -> SamplingParams:
+        return SamplingParams(**chosen)
+
+
+@dataclass
+class FakeEngine:
+    """Answers every prompt with the next of `answers`, letter by letter; Ctrl-C comes at a `^`."""
+
+    answers: list[str]
+    max_seq_len: int = 1000
+    prompts: list[list[int]] = field(default_factory=list)
+    num_aborted: int = 0
+    deltas: Sequence[OutputDelta] | None = None  # instead of answers
+
+    params: list[SamplingParams] = field(default_factory=list)
+
+    tokenizer = ToyTokenizer()
+    defaults = FakeDefaults()
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(num_pages=2, page_size=1, num_slots=1, max_seq_len=self.max_seq_len)
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> Any:
+        if self.deltas is not None:
+            return GivenStream(self.deltas)
+        room = self.max_seq_len - len(prompt)
+        if room < 1:
+            raise ContextLengthError(len(prompt), None, self.max_seq_len)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise ContextLengthError(len(prompt), params.max_tokens, self.max_seq_len)
+        self.prompts.append(prompt)
+        self.params.append(params)
+        letters = self.answers.pop(0)[:room]
+        reason = FinishReason.LENGTH if len(letters) == room else FinishReason.STOP
+        return FakeStream(self, letters, reason)
+
+
+@dataclass
+class GivenStream:
+    deltas: Sequence[OutputDelta]
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        for delta in self.deltas:
+            yield delta
+
+    def abort(self) -> None:
+        pass
+
+
+@dataclass
+class FakeStream:
+    engine: FakeEngine
+    letters: str
+    reason: FinishReason
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        for letter in self.letters:
+            if letter == "^":
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(60)
+            yield delta(letter, cached=3)
+        yield delta("", cached=3, reason=self.reason)
+
+    def abort(self) -> None:
+        self.engine.num_aborted += 1
+
+
+async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeChatUI:
+    ui = FakeChatUI(list(lines))
+    fake: Any = engine
+    model = EngineModel(fake, engine.tokenizer)
+    await Repl(Session(model, ui, Conversation(), sampling)).run()
+    return ui
+
+
+async def test_answers_are_streamed_and_become_part_of_the_conversation() -> None:
+    engine = FakeEngine(["abc", "cd"])
+    ui = await converse(engine, "ab", "", "  ", "h")
+    assert ui.written == "abc\ncd\n"
+    assert engine.prompts[1][: len(engine.prompts[0]) + 3] == engine.prompts[0] + spelled("abc")
+    assert decode(engine.prompts[1]) == "<user>ab<end><model>abc<end><user>h<end><model>"
+    assert [note.startswith(("3 tokens", "2 tokens")) for note in ui.noted] == [True, True]
+    assert ui.said == []
+
+
+async def test_reset_starts_a_new_conversation() -> None:
+    engine = FakeEngine(["abc", "cd"])
+    await converse(engine, "ab", "/reset", "h")
+    assert decode(engine.prompts[1]) == "<user>h<end><model>"
+
+
+async def test_exit_leaves_at_once() -> None:
+    engine = FakeEngine([])
+    await converse(engine, "/exit", "ab")
+    assert engine.prompts == []
+
+
+async def test_help_lists_every_command() -> None:
+    ui = await converse(FakeEngine([]), "/help")
+    assert [line.split()[0] for line in ui.said if line] == list(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [("/rest", "Did you mean /reset?"), ("/xyz a b", "no command /xyz. /help"), ("/", "/help")],
+)
+async def test_an_unknown_command_is_a_hint(command: str, hint: str) -> None:
+    ui = await converse(FakeEngine(["a"]), command, "ab")
+    assert hint in ui.said[0]
+    assert ui.written == "a\n"
+
+
+async def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
+    engine = FakeEngine(["abc^defgh", "a"])
+    before = signal.getsignal(signal.SIGINT)
+    ui = await converse(engine, "ab", "h")
+    assert ui.written == "abc\na\n"
+    assert engine.num_aborted == 2  # harmless for the one that had ended
+    assert ui.noted[0].endswith("stopped")
+    assert decode(engine.prompts[1]) == "<user>ab<end><model>abc<end><user>h<end><model>"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conversation() -> None:
+    engine = FakeEngine(["^abc", "a"])
+    ui = await converse(engine, "ab", "h")
+    assert ui.written == "a\n"
+    assert ui.said == ["Stopped before an answer came."]
+    assert ui.noted[0] == "/retry asks again."
+    assert decode(engine.prompts[1]) == "<user>h<end><model>"
+
+
+async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
+    engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
+    ui = await converse(engine, "ab", "cd", "/reset", "ab")
+    assert ui.written == "abcdefgh\ncd\n"
+    assert ui.said == [
+        f"The context of 12 tokens is full. {MAKE_ROOM}",
+        "The conversation with this question has 17 tokens; the context of 12 has no room for an "
+        f"answer. {MAKE_ROOM}",
+    ]
+
+
+async def test_undo_makes_room_for_the_question_that_found_none() -> None:
+    engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
+    ui = await converse(engine, "ab", "cd", "/undo", "/retry")
+    assert ui.written == "abcdefgh\ncd\n"
+    assert decode(engine.prompts[1]) == "<user>cd<end><model>"
+
+
+async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
+    engine = FakeEngine(["abcabc", "^", "a"])
+    await converse(engine, "ab", "/retry", "h")
+    assert engine.prompts[1] == engine.prompts[0]
+    answered = engine.prompts[0] + spelled("abcabc")
+    assert engine.prompts[2][: len(answered)] == answered
+
+
+async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> None:
+    class Slow(ToyTokenizer):
+        def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            return super().chat(messages)
+
+    fake: Any = FakeEngine(["a"])
+    ui = FakeChatUI(["ab"])
+    await Repl(Session(EngineModel(fake, Slow()), ui, Conversation())).run()
+    assert ui.said == ["Stopped before an answer came."]
+    assert fake.prompts == []
+
+
+async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
+    engine = FakeEngine(["abc", "abc", "abcdefgh"], max_seq_len=40)
+    ui = await converse(engine, "ab", max_tokens=36)
+    ui = await converse(engine, "ab", max_tokens=37, min_tokens=37)
+    assert ui.said == []
+    assert [params.max_tokens for params in engine.params] == [36, None]
+
+
+async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
+    engine = FakeEngine(["a"])
+    ui = await converse(engine, "ab!", "ab")
+    assert ui.said == ["messages: the template does not shout."]
+    assert decode(engine.prompts[0]) == "<user>ab<end><model>"
+
+
+async def test_a_second_ctrl_c_is_told_to_the_ui() -> None:
+    ui = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
+    assert ui.interrupted == [False, True, False]
+
+
+async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
+    fake: Any = FakeEngine([])
+    text = "<think>\nab\n</think>\n\ncd"
+    fake.deltas = [OutputDelta([0], text, 1, 0, finish_reason=FinishReason.STOP)]
+    ui = FakeChatUI(["ab"])
+    conversation = Conversation()
+    await Repl(Session(EngineModel(fake, ToyTokenizer()), ui, conversation)).run()
+    assert (ui.thought, ui.written) == ("ab", "cd\n")
+    assert conversation.messages[-1]["content"] == text
+
+
+async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so() -> None:
+    class Opening(ToyTokenizer):
+        def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+            return [*super().chat(messages), -1, -2]
+
+        def token_bytes(self, token_id: int) -> bytes:
+            return {-1: b"<think>", -2: b"\n"}.get(token_id) or super().token_bytes(token_id)
+
+    fake: Any = FakeEngine([])
+    fake.deltas = [OutputDelta([0], "ab</think>", 1, 0), OutputDelta([0], "cd", 2, 0)]
+    ui = FakeChatUI(["ab"])
+    await Repl(Session(EngineModel(fake, Opening()), ui, Conversation())).run()
+    assert (ui.thought, ui.written) == ("ab", "cd\n")
+
+
+# -- what a person types --------------------------------------------------------------------------
+
+
+def completions(typed: str) -> list[str]:
+    found = CommandCompleter(COMMANDS).get_completions(Document(typed), CompleteEvent())
+    return [completion.text for completion in found]
+
+
+def test_commands_are_completed_and_nothing_else() -> None:
+    assert completions("/") == list(COMMANDS)
+    assert completions("/re") == ["/retry", "/reset"]
+    assert completions("/reset") == completions("re") == completions("say /re") == []
+    assert completions("/reset ") == completions("/nothing t") == []
+
+
+def test_what_follows_a_command_is_completed(tmp_path: Path) -> None:
+    assert set(ARGUMENTS) <= set(COMMANDS)
+    assert completions("/set  te") == ["temperature"]
+    assert completions("/set ") == list(NAMES)
+    assert completions("/set stop t") == []
+    (tmp_path / "saved.json").touch()
+    for name in ("/save", "/load"):
+        assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("a\nb ", "a\nb"), ('"""a\nb"""', "a\nb"), ('"""\n a\n"""', " a"), ('"""', '"""')],
+)
+def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str) -> None:
+    assert unquoted(typed) == unquoted_argument(typed) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [('""', ""), ('"a b"', "a b"), ('"', '"'), ('"a" or "b"', '"a" or "b"'), ('a "b"', 'a "b"')],
+)
+def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> None:
+    assert unquoted_argument(typed) == meant
+    assert unquoted(typed) == typed
+
+
+@pytest.mark.parametrize(
+    ("typed", "is_more_to_come"),
+    [
+        *(('"""', True), ('"""a\n', True), ('"""a\nb"""', False), ('a """', False)),
+        *(('/system """', True), ('/system """a\nb"""', False), ('/system say """', False)),
+        *(("/system", False), ("a", False), ('""""', True), ('/system ""', False)),
+        *(('/system\t"""', True), (' /system """', True), ('/etc/hosts """', False)),
+    ],
+)
+def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) -> None:
+    assert is_open(typed) is is_more_to_come
+
+
+@pytest.mark.parametrize(
+    ("typed", "command"),
+    [
+        *(("/set  top_k 5 ", ("/set", "top_k 5")), (" /help\t", ("/help", "")), ("/", ("/", ""))),
+        ('/system """a\nb"""', ("/system", '"""a\nb"""')),
+        *(
+            (typed, None)
+            for typed in ("", "a /help", "/etc/hosts is a file", "// a", '"""/help"""')
+        ),
+    ],
+)
+def test_a_command_is_a_slash_and_a_word(typed: str, command: tuple[str, str] | None) -> None:
+    assert as_command(typed) == command
+
+
+def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
+    file = tmp_path / "state" / "history"
+    for line in ("first", "second\nline", "half \ud800"):
+        PrivateHistory(file).store_string(line)
+    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", "second\nline", "first"]
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_history_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for file in (tmp_path / "file" / "history", tmp_path):  # under a file; a folder
+        history = PrivateHistory(file)
+        history.append_string("a line")
+        assert list(history.load_history_strings()) == []
+
+
+def test_history_is_kept_where_state_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
+    assert history_file() == Path("/elsewhere/minisgl/chat_history")
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard says to ignore
+    assert history_file() == Path.home() / ".local/state/minisgl/chat_history"
+
+
+# -- the real thing, with the bundled model -------------------------------------------------------
+
+# With one token a page, the cache's share can be told to the token.
+COMMAND = ["-m", "minisgl", "chat", "--device", "cpu", "--page-size", "1"]
+CTRL_C = "\x03"
+
+
+async def test_a_later_turn_computes_only_what_is_new() -> None:
+    """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
+    async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
+        assert engine.tokenizer is not None
+        conversation = Conversation()
+        model = EngineModel(engine, engine.tokenizer)
+        num_seen = 0
+        for turn in range(4):
+            conversation.ask("Tell me more.")
+            answer = ReplyRecord(asked_at=0.0)
+            sampling = {"temperature": 2.0, "max_tokens": 60, "seed": turn}
+            async for delta in model.reply(conversation.messages, sampling):
+                answer.add(delta, 0.0)
+            num_prompt, num_tokens = answer.num_prompt_tokens, answer.num_tokens
+            assert num_prompt is not None and num_tokens is not None
+            # The last token of an answer has no keys and values yet.
+            assert answer.num_cached_tokens == max(0, num_seen - 1)
+            assert num_seen - 1 < num_prompt < num_seen + 30
+            conversation.answer(answer.message)
+            num_seen = num_prompt + num_tokens
+
+
+async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
+    async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=16)) as engine:
+        assert engine.tokenizer is not None
+        model = EngineModel(engine, engine.tokenizer)
+        vocab_size = engine.model.vocab_size
+        model.check({"stop_token_ids": [vocab_size - 1], "logit_bias": {0: 1}})
+        for wrong in ({"stop_token_ids": [vocab_size]}, {"logit_bias": {vocab_size: 1}}):
+            with pytest.raises(InvalidRequestError, match=f"allowed: 0 to {vocab_size - 1}"):
+                model.check(wrong)
+        num_pages = engine.capacity.num_pages - 1
+        assert model.status()[0] == ("KV cache", f"0 of {num_pages:,} pages used")
+        question = [{"role": "user", "content": "Tell me more. " * 20}]
+        for _ in range(2):
+            deltas = [delta async for delta in model.reply(question, {"max_tokens": 1})]
+            num_cached, num_prompt = deltas[-1].num_cached_tokens, deltas[-1].num_prompt_tokens
+        assert num_cached and num_prompt
+        (_, pages), (_, hits) = model.status()
+        # The last page of a prompt is full only by chance.
+        assert pages == f"{num_prompt // 16} of {num_pages:,} pages used"
+        assert hits == f"{num_cached / num_prompt / 2:.0%} of prompt tokens since the start"
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
+def test_the_banner_counts_threads(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+    assert device_name("cpu") == name
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
+    """`minisgl chat` at its first prompt, in a terminal that does not tell where its cursor is."""
+    child = pexpect.spawn(
+        sys.executable,
+        COMMAND,
+        env={
+            **os.environ,
+            "TERM": "xterm",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "XDG_STATE_HOME": str(tmp_path),
+        },
+        encoding="utf-8",
+        codec_errors="replace",
+        dimensions=(50, 200),
+        timeout=120,
+    )
+    child.expect_exact(DEMO_NOTE)
+    child.expect("Ctrl-D leaves")
+    at_prompt(child)
+    yield child
+    child.close(force=True)
+
+
+def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
+    """How many tokens of the prompt were cached, and how many it has."""
+    terminal.send("Count from 1 to 99.\r")
+    # The prompt has given the terminal back and the answer has begun.
+    terminal.expect(r"\x1b\[\?2004l(?=[\s\S]{20})")
+    terminal.send(CTRL_C)
+    terminal.expect(r"(\d+) of (\d+) prompt tokens cached")
+    assert "98, 99." not in terminal.before
+    num_cached, num_prompt = (int(group) for group in terminal.match.groups())
+    at_prompt(terminal)
+    return num_cached, num_prompt
+
+
+def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
+    _, num_prompt = stop_an_answer(terminal)
+    num_cached, num_second_prompt = stop_an_answer(terminal)
+    assert num_second_prompt > num_cached >= num_prompt
+
+    terminal.send("/rest\r")
+    terminal.expect("Did you mean /reset")
+    at_prompt(terminal)
+    terminal.send("/reset\r")
+    terminal.expect("A new conversation")
+    at_prompt(terminal)
+    assert stop_an_answer(terminal)[1] < num_second_prompt
+
+    terminal.send("Hello!\r")
+    terminal.expect("How can I help you")
+    at_prompt(terminal)
+    terminal.send("/retry\r")
+    terminal.expect("How can I help you")
+    at_prompt(terminal)
+    terminal.send("/stats\r")
+    terminal.expect(r"turns +2\r\n")
+    terminal.expect(r"context +\d+ of 2,048 tokens \(\d+%\)\r\n")
+    terminal.expect(r"generated +\d+ tokens in 3 answers\r\n")
+    terminal.expect(r"KV cache +\d+ of [\d,]+ pages used\r\n")
+    at_prompt(terminal)
+    terminal.send("/undo\r")
+    terminal.expect("Took back “Hello!”; 1 turn left")
+    at_prompt(terminal)
+
+    terminal.send("/exit\r")
+    assert left(terminal) == 0
+
+
+def test_what_is_typed_between_prompts_stays_a_line(
+    terminal: pexpect.spawn, tmp_path: Path
+) -> None:
+    """There the terminal must not make Ctrl-J of Enter."""
+    file = tmp_path / "long.json"
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    file.write_text(json.dumps(turn * 100_000))
+    terminal.send(f"/load {file}\r")
+    terminal.expect(r"\x1b\[\?2004l")  # the prompt has given the terminal back
+    terminal.send("/set top_k 7\r")
+    terminal.expect_exact("top_k is 7.")
+    at_prompt(terminal)
+    terminal.send("/exit\r")
+    assert left(terminal) == 0
+
+
+def test_in_a_pipe_there_are_only_answers() -> None:
+    result = subprocess.run(
+        [sys.executable, *COMMAND, "--max-seq-len-override", "96"],
+        input="Hello!\n/reset\nHello again!\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "TTFT" not in result.stdout + result.stderr
+    assert result.stdout == "Hello! How can I help you?\n" * 2

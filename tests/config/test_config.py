@@ -1,0 +1,236 @@
+"""Every option is checked once, and nothing stays automatic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from support.resolving import CPU, GPU, MODEL, resolved
+
+from minisgl.config import (
+    Capacity,
+    DeviceFacts,
+    EngineConfig,
+    overlap_enabled,
+)
+from minisgl.errors import ConfigError, UnsupportedModelError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, r"^--dtype int8: allowed: auto, bfloat16, float16 or float32$"),
+        ({"device": "tpu"}, r"^--device tpu: allowed: auto, cuda or cpu$"),
+        ({"load_format": "gguf"}, "--load-format gguf"),
+        ({"cache_type": "lru"}, r"^--cache-type lru: allowed: radix or naive$"),
+        ({"schedule_policy": "random"}, "--schedule-policy random: allowed: fcfs or lpm"),
+        ({"attn": "fi,fa,fi"}, "--attn fi,fa,fi: allowed: .*or a pair PREFILL,DECODE"),
+        ({"attn": "auto,fi"}, "--attn auto,fi"),
+        ({"memory_ratio": 0.0}, "--memory-ratio 0.0: allowed: above 0 and at most 1"),
+        ({"memory_ratio": float("nan")}, "--memory-ratio nan"),
+        ({"schedule_conservativeness": 0.0}, "--schedule-conservativeness 0.0"),
+        ({"num_pages": 1}, r"^--num-pages 1: allowed: 2 or more$"),
+        ({"page_size": 0}, "--page-size 0: allowed: 1 or more"),
+        ({"max_seq_len_override": 0}, "--max-seq-len-override 0"),
+        ({"tp": 0}, "--tp 0: allowed: 1 or more"),
+        ({"max_prefill_length": 0}, "--max-prefill-length 0"),
+        ({"cuda_graph_max_bs": -1}, "--cuda-graph-max-bs -1"),
+        ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),
+        ({"tp": True}, "--tp True: allowed: a whole number"),
+        ({"model": None}, "--model None: allowed: a text"),
+    ],
+)
+def test_a_value_that_is_never_right_is_refused_at_once(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        EngineConfig(**options)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda"}, "--device cuda: PyTorch finds no usable GPU"),
+        ({"attn": "fi"}, "--attn fi: fi needs a GPU; allowed: auto or torch"),
+        ({"attn": "torch,fi"}, "--attn torch,fi: fi needs a GPU"),
+        (
+            {"tp": 3},
+            "--tp 3: cannot shard this model over 3 ranks: its 4 heads, 2 KV heads, MLP of 3072 or "
+            "vocabulary of 1000 is not divisible; allowed: 1, 2 or 4",
+        ),
+        ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: CUDA graphs need a GPU; allowed: 0"),
+    ],
+)
+def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attn": "fa"}, "--attn fa: flash-attn is not installed; allowed: auto, fi, trtllm"),
+        (
+            {"attn": "fi", "dtype": "float32"},
+            "--attn fi: fi computes in bfloat16 and float16 only; allowed: auto, triton or torch",
+        ),
+        ({"attn": "fi", "page_size": 24}, "--page-size 24: fi takes a power of two"),
+        ({"attn": "torch", "cuda_graph_max_bs": 4}, "decoding by torch .*allowed: 0"),
+    ],
+)
+def test_a_value_that_is_wrong_on_this_gpu_is_refused_with_the_reason(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(machine=GPU, **options)
+
+
+def test_backends() -> None:
+    def chosen(attn: str, machine: DeviceFacts = GPU, **options: Any) -> tuple[str, str]:
+        config = resolved(machine=machine, attn=attn, **options)
+        return config.attn_prefill, config.attn_decode
+
+    assert chosen("auto") == ("fi", "triton")
+    assert chosen("auto", dtype="float32") == ("triton", "triton")
+    assert chosen("auto", device="cpu") == chosen("auto", CPU) == ("torch", "torch")
+    assert chosen("trtllm") == ("trtllm", "trtllm")
+    assert chosen("fi,triton") == ("fi", "triton")
+
+
+@pytest.mark.parametrize(
+    ("attn", "given", "expected"),
+    [
+        ("auto", None, 16),
+        ("triton", 5, 5),
+        ("trtllm", None, 64),
+        ("trtllm", 32, 32),
+        ("trtllm", 8, 64),
+        ("fi", None, 64),
+        ("fi", 1, 1),
+        ("torch", None, 16),
+    ],
+)
+def test_page_size(attn: str, given: int | None, expected: int) -> None:
+    config = resolved(machine=GPU, attn=attn, page_size=given)
+    assert config.page_size == expected
+    warned = any(note.startswith("page size 64 instead of 8: trtllm") for note in config.notes)
+    assert warned == (given == 8)
+
+
+def test_the_first_flash_attn_takes_large_pages_only() -> None:
+    flash = dataclasses.replace(
+        GPU, prefill_backends=("fa",), decode_backends=("fa",), flash_page_multiple=256
+    )
+    assert resolved(machine=flash, attn="fa").page_size == 256
+    assert resolved(machine=flash, attn="fa", page_size=512).page_size == 512
+    with pytest.raises(ConfigError, match="--page-size 64: fa takes a multiple of 256 here"):
+        resolved(machine=flash, attn="fa", page_size=64)
+
+
+def test_graphs() -> None:
+    assert resolved().cuda_graph_max_bs == 0
+    assert resolved(machine=GPU).cuda_graph_max_bs == 256
+    assert resolved(machine=GPU, max_running_requests=7).cuda_graph_max_bs == 7
+    assert resolved(machine=GPU, max_running_requests=4096).cuda_graph_max_bs == 512
+    assert resolved(machine=GPU, cuda_graph_max_bs=0).cuda_graph_max_bs == 0
+    assert resolved(machine=GPU, cuda_graph_max_bs=33).cuda_graph_max_bs == 33
+    eager = resolved(machine=GPU, attn="fi")
+    assert eager.cuda_graph_max_bs == 0
+    assert any("decoding by fi" in note for note in eager.notes)
+    without = dataclasses.replace(GPU, missing_backends={"triton": "triton is not installed"})
+    assert resolved(machine=without, attn="trtllm").cuda_graph_max_bs == 0
+
+
+def test_nothing_stays_automatic() -> None:
+    for device in (CPU, GPU):
+        config = resolved(machine=device)
+        for spec in dataclasses.fields(config):
+            assert getattr(config, spec.name) not in (None, "auto"), spec.name
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "device", "option", "expected"),
+    [
+        ("bfloat16", CPU, "auto", "float32"),
+        ("bfloat16", GPU, "auto", "bfloat16"),
+        ("float16", GPU, "auto", "float16"),
+        ("float32", GPU, "auto", "float16"),
+        ("float32", GPU, "float32", "float32"),
+        ("float32", CPU, "bfloat16", "bfloat16"),
+    ],
+)
+def test_dtype(checkpoint: str, device: DeviceFacts, option: str, expected: str) -> None:
+    config = resolved(dataclasses.replace(MODEL, dtype=checkpoint), device, dtype=option)
+    assert config.dtype == expected
+    warned = any("--dtype bfloat16" in note for note in config.notes)
+    assert warned == (checkpoint == "float32" and option == "auto" and device is GPU)
+
+
+def test_the_longest_sequence() -> None:
+    assert resolved().max_seq_len == 4096
+    longer = resolved(max_seq_len_override=9000)
+    assert longer.max_seq_len == 9000
+    assert "the model was made for 4096 tokens, not for 9000" in longer.notes
+    fixed = dataclasses.replace(MODEL, max_seq_len_reason="dynamic rope would turn cached keys")
+    assert resolved(fixed, max_seq_len_override=100).max_seq_len == 100
+    with pytest.raises(ConfigError, match=r"dynamic rope .*at most 4096"):
+        resolved(fixed, max_seq_len_override=4097)
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_a_model_that_no_backend_computes_is_refused(machine: DeviceFacts) -> None:
+    windowless = dataclasses.replace(
+        machine,
+        prefill_backends=(),
+        decode_backends=(),
+        missing_backends={"torch": "torch computes no sliding windows"},
+    )
+    with pytest.raises(UnsupportedModelError, match="here: torch computes no sliding windows"):
+        resolved(machine=windowless)
+
+
+def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
+    assert resolved().num_pages == 1 + 65_536 // 16
+    assert resolved(page_size=64).num_pages == 1 + 1024
+    small = dataclasses.replace(CPU, free_cpu_bytes=64 << 20)
+    bytes_per_token = MODEL.kv_bytes_per_token("float32")
+    assert resolved(machine=small).num_pages == 1 + (16 << 20) // bytes_per_token // 16
+    assert resolved(machine=GPU).num_pages == 0
+    assert resolved(machine=GPU, num_pages=7).num_pages == 7
+
+
+def test_the_capacity_caps_the_longest_sequence() -> None:
+    capacity = Capacity.of(resolved(page_size=16), num_pages=11)
+    assert (capacity.max_seq_len, capacity.num_slots) == (160, 256)
+    assert Capacity.of(resolved(page_size=16), num_pages=1000).max_seq_len == 4096
+
+
+def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
+    monkeypatch.delenv(name, raising=False)
+    assert overlap_enabled()
+    monkeypatch.setenv(name, "1")
+    assert not overlap_enabled()
+    monkeypatch.setenv(name, "0")
+    assert overlap_enabled()
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ConfigError, match=f"{name} yes: allowed: 0 or 1"):
+        overlap_enabled()
+
+
+def test_no_more_ranks_than_gpus() -> None:
+    assert resolved(machine=GPU, tp=2).tp == 2
+    with pytest.raises(ConfigError, match="--tp 4: there are 2 GPUs; allowed: 1 or 2"):
+        resolved(machine=GPU, tp=4)
+
+
+def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:
+    heads = {tp: MODEL.on_rank(tp) for tp in (1, 2, 4)}
+    for tp, expected in {1: (4, 2), 2: (2, 1), 4: (1, 1)}.items():
+        for spec in heads[tp].attention:
+            assert (spec.num_heads, spec.num_kv_heads) == expected
+    assert 2 * heads[2].kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16")

@@ -1,0 +1,377 @@
+"""What stands in front of the engine: short texts pass long ones, and no line is endless."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
+from support.fake_engine import FakeEngine
+from support.folders import SUPPORT
+from support.gated_runner import Gated, gated_server, until
+from support.http_server import HELLO, error_of, free_port, http_client, session, wait_for_health
+from support.toy_tokenizers import byte_level_backend, wrap
+
+from minisgl.engine import AsyncEngine
+from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, PLACE_BYTES, SHORT_BYTES, Intake
+from minisgl.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    HostMemoryError,
+    QueueFullError,
+    StepError,
+    TextTooLongError,
+)
+from minisgl.text.rendering import Renderer, render
+from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
+
+CHAT = "/v1/chat/completions"
+ENDLESS_SERVER = SUPPORT / "endless_template_server.py"
+LONG = "x" * (SHORT_BYTES + 1)
+MIDDLING = "x" * (MAX_SHORT_CHARS + 1)
+
+
+class FakeRenderer(Renderer):
+    """Renders at once, in this process; what says "stuck" until it is closed."""
+
+    def start(self) -> None:
+        pass
+
+    def render(self, call: bytes) -> str:
+        arguments = json.loads(call)
+        if arguments["conversations"][0][0]["content"] == "stuck":
+            self.began_s = time.monotonic()
+            self._closed.wait(60)
+            self.began_s = math.inf
+        return render(arguments)
+
+
+class GatedTokenizer(Tokenizer):
+    """Long texts take until the gate is open. A token is a character."""
+
+    def __init__(self) -> None:
+        super().__init__(wrap(byte_level_backend(), "{{ messages[0].content }}"))
+        self.gate = threading.Event()
+        self.begun: list[int] = []  # lengths of the long texts
+        self.error: Exception | None = None
+        self._longest_token = 4
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if len(text) > SHORT_BYTES:
+            self.begun.append(len(text))
+            assert self.gate.wait(60)
+        if self.error is not None:
+            raise self.error
+        return [1] * len(text)
+
+
+@pytest.fixture
+def tokenizer() -> Iterator[GatedTokenizer]:
+    made = GatedTokenizer()
+    yield made
+    made.gate.set()
+
+
+@contextlib.asynccontextmanager
+async def intake_of(
+    tokenizer: Tokenizer, *, num_places: int = 1000, max_seq_len: int = 1 << 20
+) -> AsyncIterator[Intake]:
+    intake = Intake(
+        tokenizer, max_seq_len=max_seq_len, num_places=num_places, make_renderer=FakeRenderer
+    )
+    yield intake
+    intake.close(EngineStoppedError("closed"))
+    await asyncio.to_thread(intake.join)
+
+
+def say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+# -- who waits for whom ---------------------------------------------------------------------------
+
+
+async def test_short_texts_and_chats_do_not_wait_for_long_ones(tokenizer: GatedTokenizer) -> None:
+    async with intake_of(tokenizer) as intake:
+        long = [asyncio.ensure_future(intake.encode(LONG)) for _ in range(24)]
+        long += [asyncio.ensure_future(intake.chat(say(LONG), False, {})) for _ in range(24)]
+        await until(lambda: tokenizer.begun)
+        assert len(await intake.chat(say("Hello"), False, {})) == len("Hello")
+        assert len(await intake.encode(MIDDLING)) == len(MIDDLING)
+        assert len(await intake.encode("Hello")) == len("Hello")
+        assert len(tokenizer.begun) == 1  # so that one alone takes its memory
+        assert not any(future.done() for future in long)
+        tokenizer.gate.set()
+        assert {len(ids) for ids in await asyncio.gather(*long)} == {len(LONG)}
+
+
+async def test_of_long_texts_the_shorter_go_first_but_not_for_ever(
+    tokenizer: GatedTokenizer,
+) -> None:
+    async with intake_of(tokenizer, num_places=10_000) as intake:
+        first = asyncio.ensure_future(intake.encode(LONG))
+        await until(lambda: tokenizer.begun)
+        sizes = [1 << 20, 1 << 17, 1 << 15]
+        waiting = [asyncio.ensure_future(intake.encode("x" * size)) for size in sizes]
+        waiting.append(asyncio.ensure_future(intake.encode("y" * sizes[1])))
+        await asyncio.sleep(0)
+        # What came long ago is not passed any more.
+        line = intake._long_texts
+        next(job for job in line._waiting if job.number == 2).rank -= 3600
+        line._waiting.sort()
+        tokenizer.gate.set()
+        await asyncio.gather(first, *waiting)
+        assert tokenizer.begun == [len(LONG), sizes[0], sizes[2], sizes[1], sizes[1]]
+
+
+async def test_while_renderings_do_not_end_other_chats_go_on(tokenizer: GatedTokenizer) -> None:
+    async with intake_of(tokenizer) as intake:
+        stuck = [asyncio.ensure_future(intake.chat(say("stuck"), False, {})) for _ in range(2)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            assert len(await intake.chat(say("Hello"), False, {})) == len("Hello")
+        assert len(intake._short._idle) == 1
+        intake.close(EngineStoppedError("closed"))
+        for future in stuck:
+            with pytest.raises(EngineStoppedError):
+                await future
+
+
+# -- how much may wait ----------------------------------------------------------------------------
+
+
+async def test_only_so_much_text_waits(tokenizer: GatedTokenizer) -> None:
+    async with intake_of(tokenizer, num_places=8) as intake:
+        big = "x" * (20 * PLACE_BYTES)  # alone it may come, whatever the limit
+        first = asyncio.ensure_future(intake.encode(big))
+        await until(lambda: tokenizer.begun)
+        with pytest.raises(QueueFullError, match="try again later"):
+            await intake.encode(LONG)
+        with pytest.raises(QueueFullError):
+            await intake.chat(say("Hello"), False, {})
+        assert await intake.encode("Hello")  # at once, so it waits nowhere
+        tokenizer.gate.set()
+        await first
+        many = [asyncio.ensure_future(intake.encode(MIDDLING)) for _ in range(9)]
+        results = await asyncio.gather(*many, return_exceptions=True)
+        assert [type(result) for result in results] == [list] * 8 + [QueueFullError]
+        assert await intake.encode(LONG)
+
+
+async def test_a_full_line_is_a_429_with_retry_after() -> None:
+    async with gated_server(max_running_requests=1, max_queued_requests=1) as gated:
+        gate = threading.Event()
+        encode = gated.engine.tokenizer._encode_long  # type: ignore[union-attr]
+
+        def slow(text: str, add_special_tokens: bool) -> list[int]:
+            assert gate.wait(60)
+            return encode(text, add_special_tokens)
+
+        gated.engine.tokenizer._encode_long = slow  # type: ignore[union-attr, method-assign]
+        async with client_of(gated) as client:
+            body = {"prompt": "x" * 20_000, "max_tokens": 1}
+            asked = [
+                asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in "abc"
+            ]
+            done, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            gate.set()
+            answer = done.pop().result()
+            assert (answer.status_code, error_of(answer)["code"]) == (429, "queue_full")
+            assert answer.headers["retry-after"] == "1"
+            for other in await asyncio.gather(*others):
+                assert other.status_code == 400  # it has too many tokens
+
+
+def client_of(gated: Gated) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{gated.port}", timeout=60)
+
+
+# -- what cannot fit ------------------------------------------------------------------------------
+
+
+async def test_a_length_that_cannot_fit_is_refused_before_encoding(
+    tokenizer: GatedTokenizer,
+) -> None:
+    async with intake_of(tokenizer, max_seq_len=5000) as intake:
+        with pytest.raises(ContextLengthError, match="at least 5001 tokens") as caught:
+            await intake.encode("x" * (4 * 5000 + 1))
+        assert caught.value.param == "prompt"
+        with pytest.raises(ContextLengthError) as caught:
+            await intake.chat(say("x" * (4 * 5000 + 1)), False, {})
+        assert caught.value.param == "messages"
+        too_long = "x" * (ALWAYS_TAKEN_CHARS + 1)
+        with pytest.raises(TextTooLongError, match="at most 1048576 are taken") as taken:
+            await intake.encode(too_long, any_length=True)
+        assert taken.value.code == "context_length_exceeded"
+        assert not tokenizer.begun
+        tokenizer.gate.set()
+        assert len(await intake.encode("x" * (4 * 5000 + 1), any_length=True)) == 20_001
+
+
+async def test_fifteen_mebibytes_of_digits_are_no_work() -> None:
+    async with gated_server() as gated, client_of(gated) as client:
+        tokenizer = gated.engine.tokenizer
+        assert tokenizer is not None
+
+        def never(*_: object, **__: object) -> list[int]:
+            raise AssertionError("it was encoded")
+
+        tokenizer._encode_long = never  # type: ignore[method-assign]
+        digits = "0123456789" * (3 << 19)
+        context = gated.engine.capacity.max_seq_len
+        for path, fields, param in (
+            ("/v1/completions", {"prompt": digits}, "prompt"),
+            (CHAT, {"messages": say(digits)}, "messages"),
+        ):
+            error = error_of(await client.post(path, json=fields))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+            assert "at least" in error["message"] and f"{context} tokens" in error["message"]
+        error = error_of(await client.post("/tokenize", json={"prompt": digits}))
+        assert error["code"] == "context_length_exceeded"
+
+
+# -- the end --------------------------------------------------------------------------------------
+
+
+async def test_a_drain_waits_for_what_is_being_tokenized() -> None:
+    async with gated_server() as gated, client_of(gated) as client:
+        gate, encode = threading.Event(), gated.engine.tokenizer.encode  # type: ignore[union-attr]
+
+        def slow(text: str, **options: Any) -> list[int]:
+            if len(text) > MAX_SHORT_CHARS:
+                assert gate.wait(60)
+            return encode(text, **options)
+
+        gated.engine.tokenizer.encode = slow  # type: ignore[union-attr, method-assign]
+        body = {"prompt": "The quick brown fox. " * 220, "max_tokens": 3, "ignore_eos": True}
+        asked = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        assert gated.engine._intake is not None
+        await until(lambda: gated.engine._intake._num_taken)  # type: ignore[union-attr]
+        draining = asyncio.ensure_future(gated.engine.drain(60))
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        gate.set()
+        answer = await asked
+        await draining
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+
+
+def test_neither_a_signal_nor_a_request_waits_for_a_template_that_does_not_end() -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options = json.dumps({"port": port, "drain_timeout": 0.5})
+    with session(str(ENDLESS_SERVER), options) as process:
+        wait_for_health(url, 200, 60)
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{url}{CHAT}", json={"messages": HELLO}, timeout=60))
+
+        asking = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in asking:
+            thread.start()
+        time.sleep(1)  # so that one of them runs; nothing depends on how far it is
+        process.send_signal(signal.SIGTERM)
+        for thread in asking:
+            thread.join()
+        _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert [answer.status_code for answer in answers] == [503, 503]
+    assert {error_of(answer)["type"] for answer in answers} == {"service_unavailable"}
+    assert "Traceback" not in log
+
+
+# -- memory that runs out -------------------------------------------------------------------------
+
+
+async def test_a_request_without_memory_is_a_503_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine(answer_length=3)
+
+    async def short(*_: object, **__: object) -> list[int]:
+        raise MemoryError
+
+    async with http_client(engine) as client:
+        body = {"messages": HELLO}
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "encode_chat", short)
+            answer = await client.post(CHAT, json=body)
+        assert answer.status_code == 503
+        error = error_of(answer)
+        assert (error["type"], error["code"]) == ("service_unavailable", "out_of_memory")
+        assert "short of memory" in error["message"]
+        assert (await client.post(CHAT, json=body)).status_code == 200
+
+
+async def test_an_encoding_without_memory_fails_alone(tokenizer: GatedTokenizer) -> None:
+    tokenizer.error = MemoryError()
+    async with intake_of(tokenizer) as intake:
+        for _ in range(5):
+            with pytest.raises(MemoryError):
+                await intake.encode(MIDDLING)
+        tokenizer.error = None
+        assert await intake.encode(MIDDLING)
+
+
+async def test_a_text_without_memory_ends_its_request_alone() -> None:
+    async with engine_on(ScriptedRunner(4), tokenizer=True) as engine:
+        streams = [engine.submit([n, 1], params(ignore_eos=True)) for n in range(3)]
+        last = engine.submit([5, 1], params(1, ignore_eos=True))  # its token ends it
+        for stream in (streams[1], last):
+            stream.detokenizer = Short()  # type: ignore[assignment]
+        for stream in (streams[1], last):
+            with pytest.raises(HostMemoryError):
+                await deltas_of(stream)
+        for stream in (streams[0], streams[2]):
+            assert sum(len(delta.token_ids) for delta in await deltas_of(stream)) == 20
+        assert engine.failure is None
+        assert engine.stats().num_used_pages == 0
+
+
+class Short:
+    """A detokenizer that has no memory."""
+
+    stopped = None
+
+    def push(self, token_id: int) -> str:
+        raise MemoryError
+
+    flush = push
+
+
+async def test_a_step_without_memory_ends_its_requests_and_the_engine_goes_on() -> None:
+    runner = ScriptedRunner(4)
+    runner.collect_errors[2] = MemoryError()
+    async with engine_on(runner) as engine:
+        with pytest.raises(HostMemoryError):
+            await deltas_of(engine.submit([1], params(ignore_eos=True)))
+        assert not issubclass(HostMemoryError, StepError)
+        assert engine.failure is None
+        assert await deltas_of(engine.submit([1], params(3, ignore_eos=True)))
+
+
+async def test_an_engine_without_memory_for_its_books_says_what_was_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with engine_on(ScriptedRunner(4)) as engine:
+        stream = engine.submit([1], params(ignore_eos=True))
+
+        def short() -> None:
+            raise MemoryError
+
+        monkeypatch.setattr(engine._scheduler, "plan", short)
+        with pytest.raises(EngineStoppedError, match="host ran out of memory"):
+            await deltas_of(stream)
+        assert isinstance(engine, AsyncEngine) and engine.failure is not None

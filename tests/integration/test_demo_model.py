@@ -1,0 +1,116 @@
+"""The bundled model: it is small and whole, transformers agrees, and it knows its answers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from support.folders import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo_model.evaluation import SPLITS, cases, evaluation_hash
+from demo_model.skills import draw
+from demo_model.tables import snapshot
+from demo_model.world import World
+from eval_demo import accuracy, ask
+from minisgl import LLM, SamplingParams
+from minisgl.models.hub import DEMO_FOLDER as DEMO
+from minisgl.text.tokenizer import Tokenizer
+
+MAX_BYTES = 12e6
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO)
+
+
+def test_it_is_small() -> None:
+    assert sum(path.stat().st_size for path in DEMO.iterdir()) < MAX_BYTES
+
+
+def test_the_readme_says_which_release_it_knows() -> None:
+    readme = (ROOT / "scripts/demo/README.md").read_text(encoding="utf-8")
+    assert f"the commands and options of minisgl {snapshot()['release']}" in readme
+
+
+def test_it_was_trained_beside_this_evaluation() -> None:
+    assert snapshot()["evaluation"] == evaluation_hash()
+
+
+def test_it_does_not_depend_on_todays_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is trained on and asked about comes from its snapshot alone."""
+
+    def no_commands() -> dict[str, object]:
+        raise AssertionError("today's commands were read")
+
+    monkeypatch.setattr("demo_model.tables.shown_commands", no_commands)
+    world = World(random.Random(9))
+    answers = [draw(world, skill).answer for skill in ("option", "command") for _ in range(50)]
+    assert all(answers)
+
+
+def test_the_tokenizer_is_whole(tokenizer: Tokenizer) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    assert tokenizer.vocab_size == config["vocab_size"] == 2048
+    for text in ("What is 12 + 30? It is 42.", "日本 👍🏽\n\n\tx"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.token_text(token_id) for token_id in tokenizer.encode("2048")] == [*"2048"]
+    questions = " ".join(case.messages[-1]["content"] for case in cases())
+    assert len(questions) / len(tokenizer.encode(questions)) > 2  # letters a token
+
+
+def test_chat_ends_a_turn_with_an_eos_token(tokenizer: Tokenizer) -> None:
+    generation = json.loads((DEMO / "generation_config.json").read_text())
+    assert generation["do_sample"] is False
+    ends = [tokenizer.token_text(token_id) for token_id in generation["eos_token_id"]]
+    assert ends == ["<|im_end|>", "<|endoftext|>"]
+    assert tokenizer.eos_token_id == generation["eos_token_id"][0]
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    user = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
+    whole = tokenizer.decode(tokenizer.chat(messages), skip_special_tokens=False)
+    assert whole == system + user
+    assert tokenizer.decode(tokenizer.chat(messages[1:]), skip_special_tokens=False) == user
+
+
+def test_transformers_gives_the_same_answers() -> None:
+    asked = random.Random(0).sample([c for c in cases() if len(c.messages) < 4], 24)
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    theirs = AutoTokenizer.from_pretrained(DEMO)
+    with LLM(dtype="float32") as llm:
+        outputs = [llm.chat(case.messages, GREEDY) for case in asked]
+    for case, output in zip(asked, outputs, strict=True):
+        ids = theirs.apply_chat_template(
+            case.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        assert ids["input_ids"][0].tolist() == output.prompt_token_ids
+        generated = model.generate(**ids, max_new_tokens=64, do_sample=False)
+        answer = theirs.decode(generated[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == output.text
+
+
+def test_it_answers_what_the_readme_says() -> None:
+    """The held-out evaluation, as scripts/demo/eval_demo.py runs it, and its bounds."""
+    answers = ask(cases())
+    shares = accuracy(cases(), answers)
+    # Another CPU rounds in another way, and a wavering answer may fall to the other side.
+    readme = (ROOT / "scripts/demo/README.md").read_text(encoding="utf-8")
+    shown = {
+        skill: cells
+        for skill, *cells in re.findall(r"^\| (\w+) \| (\d+)% \| (\d+)% \|$", readme, re.M)
+    }
+    assert shown.keys() == {skill for skill, _ in shares}
+    for skill, split in shares:
+        assert abs(int(shown[skill][SPLITS.index(split)]) / 100 - shares[skill, split]) < 0.1
+    for skill, least in (
+        *(("recall", 0.95), ("passage", 0.95), ("copy", 0.95)),
+        *(("arithmetic", 0.9), ("sort", 0.9), ("reverse", 0.9), ("count", 0.9), ("option", 0.9)),
+    ):
+        assert shares[skill, "instances"] >= least, skill
+    assert shares["all", "phrasings"] >= 0.8

@@ -1,0 +1,183 @@
+"""The whole engine against transformers in float32: every path must give the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import (
+    SPECS,
+    load_reference,
+    reference_logits,
+)
+from support.parity import (
+    FEW_PAGES,
+    NOISE,
+    NUM_TOKENS,
+    SAMPLED,
+    batch,
+    case_of,
+    check,
+    complete,
+    count_excused,
+    greedy,
+    load_engine,
+)
+
+from minisgl.attention.base import ForwardBatch
+from minisgl.engine import AsyncEngine
+from minisgl.errors import StepError
+from minisgl.kernels.sampling.reference import SamplingRows, margin, perturb
+from minisgl.request import SamplingParams
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
+from minisgl.scheduler.plan import StepPlan
+
+
+@pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("max_prefill_length", [7, 8192])
+def test_greedy_tokens_are_those_of_transformers(
+    spec: str, cache_type: str, page_size: int, max_prefill_length: int
+) -> None:
+    check(
+        case_of(spec),
+        cache_type=cache_type,
+        page_size=page_size,
+        max_prefill_length=max_prefill_length,
+    )
+
+
+@pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
+def test_one_at_a_time_and_without_look_ahead(spec: str) -> None:
+    check(case_of(spec), alone=True)
+    check(case_of(spec), overlap=False, max_prefill_length=7)
+
+
+@pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("padded", [3, 8])
+def test_padded_steps(spec: str, padded: int) -> None:
+    """Batches over 3 run eagerly, so that the tables pass from one way to the other and back."""
+    check(case_of(spec), padded=padded)
+    check(case_of(spec), padded=padded, max_prefill_length=7, page_size=4)
+
+
+@pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_retraction_changes_no_token(spec: str, overlap: bool) -> None:
+    stats, _ = check(case_of(spec), overlap=overlap, **FEW_PAGES)
+    assert stats.counters.num_retractions > 0
+
+
+@pytest.mark.parametrize("spec", ["llama3", "qwen3"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_warm_cache_gives_what_a_cold_one_does(spec: str, page_size: int) -> None:
+    case = case_of(spec)
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, page_size=page_size)) as engine:
+            params = [greedy()] * len(case.prompts)
+            cold = await batch(engine, case.prompts, params)
+            await count_excused(engine, case, cold)
+            warm = await batch(engine, case.prompts, params)
+            await count_excused(engine, case, warm)
+            for output in warm:
+                length = len(output.prompt_token_ids)
+                assert output.num_cached_tokens == (length - 1) // page_size * page_size
+            # A second turn: what was generated is found again, too.
+            turns = [output.prompt_token_ids + output.token_ids for output in cold]
+            for turn in await batch(engine, turns, [greedy(1)] * len(turns)):
+                length = len(turn.prompt_token_ids)
+                assert turn.num_cached_tokens == (length - 1) // page_size * page_size
+
+    asyncio.run(run())
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"overlap": False},
+    {"page_size": 1, "cache_type": "naive", "max_prefill_length": 7},
+    {"max_running_requests": 1},
+    FEW_PAGES,
+    {"padded": 8},
+    {"padded": 4, **FEW_PAGES},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant))
+def test_sampled_tokens_depend_on_seed_and_index_alone(variant: dict[str, Any]) -> None:
+    case = case_of("llama3")
+
+    async def run(options: dict[str, Any]) -> list[list[int]]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            outputs = await batch(engine, case.prompts, SAMPLED)
+            retractions = engine.stats().counters.num_retractions
+            assert bool(retractions) == ("schedule_conservativeness" in options)
+            return [output.token_ids for output in outputs]
+
+    expected, got = asyncio.run(run({})), asyncio.run(run(variant))
+    reference = load_reference(case.folder)
+    for prompt, params, ours, theirs in zip(case.prompts, SAMPLED, got, expected, strict=True):
+        if ours != theirs:  # only a close call may differ, and then all that follows
+            step = next(i for i in range(NUM_TOKENS) if ours[i] != theirs[i])
+            plain = dataclasses.replace(params, seed=0) == SamplingParams(max_tokens=64, seed=0)
+            assert plain, f"token {step} differs"
+            logits = reference_logits(reference, [*prompt, *theirs[:step]])[-1:]
+            rows = SamplingRows(
+                temperature=torch.tensor([params.temperature]),
+                seed=torch.tensor([params.seed]),
+                output_index=torch.tensor([step]),
+            )
+            assert margin(perturb(logits, rows))[0] < NOISE
+
+
+def test_what_was_launched_behind_a_failed_step_does_not_run() -> None:
+    """It would write through the page table of the slot's last owner, into cached pages."""
+    case = case_of("llama3")
+    long, other = case.prompts[4], case.prompts[3]
+
+    async def run() -> None:
+        options: dict[str, Any] = {"max_running_requests": 1, "max_prefill_length": 16}
+        async with AsyncEngine(load_engine(case.folder, page_size=4, **options)) as engine:
+            expected = await complete(engine, long, greedy(8))
+            runner = engine._runner
+            join = runner._sampler.join
+
+            def fail(joins: Sequence[object]) -> None:
+                if joins:
+                    runner._sampler.join = join
+                    raise MemoryError("no room for the tables")
+
+            runner._sampler.join = fail
+            with pytest.raises(StepError, match="no room for the tables"):
+                await complete(engine, other[::-1], greedy(8))
+            again = await complete(engine, long, greedy(8))
+            assert again.num_cached_tokens > 0
+            assert again.token_ids == expected.token_ids
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("mutation", ["swap pages", "shift positions"])
+def test_mistakes_of_the_runner_show(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = SlotTables.inputs
+
+    def mutant(
+        self: SlotTables, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
+    ) -> tuple[ForwardBatch, SampleRows]:
+        assert plan is not None
+        if mutation == "swap pages" and len(plan.decode_slots) > 1 and plan.step == 10:
+            first, second = plan.decode_slots[:2]
+            table = self.state.page_table
+            table[[first, second], 0] = table[[second, first], 0]
+        inputs, samples = original(self, plan, shape, chunks)
+        if mutation == "shift positions" and plan.step > 5:
+            inputs = dataclasses.replace(inputs, positions=inputs.positions + 1)
+        return inputs, samples
+
+    monkeypatch.setattr(SlotTables, "inputs", mutant)
+    with pytest.raises(AssertionError, match="no close call"):
+        check(case_of("llama3"))

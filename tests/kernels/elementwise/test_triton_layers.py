@@ -1,0 +1,144 @@
+"""The Triton kernels of the layers: on a GPU where there is one, or else in Triton's interpreter.
+
+bfloat16 is left to tests/gpu, since the interpreter's is not exact.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton")
+
+from support.checkpoints import TOLERANCE, make_case, relative_error, spec_named
+from support.layer_cases import (
+    Heads,
+    check_add_rms_norm,
+    check_embed,
+    check_heads,
+    check_rms_norm,
+    check_silu_mul,
+)
+from support.paged import PagedModel
+
+from minisgl.attention.base import Attention
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.attention.triton_backend import TritonAttention
+from minisgl.kernels import dispatch
+from minisgl.kernels.launch import pdl_options
+from minisgl.kernels.linear import config as linear_config
+from minisgl.kernels.linear.config import LinearWorkspace
+from minisgl.kernels.linear.dense import DenseProduct, LinearKernels
+from minisgl.kernels.tuning import H200
+from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
+
+pytestmark = [
+    # What overflows on the way becomes 0 or infinity in numpy too, but it says so.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = [torch.float32, torch.float16]
+SIZES = [64, 100, 1000, 1024, 1536]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, *SIZES])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_embed(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_embed(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_rms_norm(num_rows, size, dtype, DEVICE)
+    check_add_rms_norm(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 96, 1024, 1500])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+    check_silu_mul(num_rows, size, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(4, 4, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128), (40, 8, 128), (6, 2, 96), (4, 1, 256)],
+)
+@pytest.mark.parametrize(("num_rows", "page_size"), [(1, 16), (3, 1), (17, 4)])
+def test_heads(
+    num_rows: int,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    heads = Heads(num_heads, num_kv_heads, head_dim, normed)
+    check_heads(num_rows, heads, page_size, dtype, DEVICE)
+
+
+def test_many_rows() -> None:
+    """The programs that take more at a time, with some left over at the end."""
+    num_rows = H200.many_rows + 3
+    check_embed(num_rows, 100, torch.float16, DEVICE)
+    check_rms_norm(num_rows, 100, torch.float16, DEVICE)
+    check_add_rms_norm(num_rows, 100, torch.float16, DEVICE)
+    check_silu_mul(num_rows, 100, torch.float16, DEVICE)
+
+
+def test_no_rows() -> None:
+    check_embed(0, 64, torch.float32, DEVICE)
+    check_rms_norm(0, 64, torch.float32, DEVICE)
+    check_heads(0, Heads(4, 2, 64, True), 16, torch.float32, DEVICE)
+
+
+def test_launches_overlap_on_no_cpu() -> None:
+    assert pdl_options(torch.device("cpu"), True) == {"pdl": False}
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there the parity tests run these kernels")
+@pytest.mark.parametrize(
+    ("name", "few_rows"),
+    [("llama", False), ("qwen2", False), ("qwen3", False), ("llama-biased", True), ("qwen3", True)],
+)
+def test_a_model_of_these_kernels(
+    name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With the linear kernels, or without. Steps that only decode norm and turn in attention."""
+    case, kernels = make_case(spec_named(name), tmp_path), dispatch.triton_kernels()
+    config = read_model_config(tmp_path)
+    model = load_model(
+        config,
+        tmp_path,
+        dtype=torch.float32,
+        device=DEVICE,
+        load_format="safetensors",
+        max_seq_len=256,
+    )
+    monkeypatch.setattr(dispatch, "_kernels_for", lambda device: kernels)
+    if few_rows:
+        for name in ("should_use", "should_fuse_norm"):
+            monkeypatch.setattr(linear_config, name, lambda *args, gated: True)
+        workspace = LinearWorkspace.allocate([(1024, 1024)], 64, DEVICE)
+        for product in model._products():
+            assert isinstance(product, DenseProduct)
+            product.kernels = LinearKernels(H200, workspace, products=None)
+    num_tokens = len(case.prompt) + 2
+    paged = PagedModel(model, config, page_size=16)
+    paged.attention = Attention(TorchAttention(), TritonAttention())
+    logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
+    assert relative_error(logits, case.logits[:num_tokens]) < TOLERANCE

@@ -1,0 +1,663 @@
+"""What is read from a checkpoint's files, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from huggingface_hub.utils._paths import filter_repo_objects
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint, spec_named
+
+from minisgl.config import AttentionSpec, ModelFacts
+from minisgl.errors import (
+    CheckpointError,
+    DownloadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from minisgl.models import hub
+from minisgl.models.config import ModelConfig
+from minisgl.models.generation import read_generation_defaults
+from minisgl.models.hub import locate_model, safetensors_files
+from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA_31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {
+    **{key: value for key, value in LLAMA_31_8B.items() if "bias" not in key},
+    "architectures": ["MistralForCausalLM"],
+    "max_position_embeddings": 32768,
+    "rope_scaling": None,
+    "sliding_window": 4096,
+}
+QWEN2 = {
+    **{key: value for key, value in QWEN3_8B.items() if key not in ("head_dim", "attention_bias")},
+    "architectures": ["Qwen2ForCausalLM"],
+}
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 94,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 94,
+}
+QWEN3_CODER_30B_A3B = QWEN3_30B_A3B | {
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "qkv_bias": False,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
+
+Read = Callable[..., ModelConfig]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    def read(fields: dict[str, Any], without: str = "", **changes: Any) -> ModelConfig:
+        fields = {key: value for key, value in fields.items() if key != without} | changes
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        return read_model_config(tmp_path)
+
+    return read
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def test_facts(read: Read) -> None:
+    assert read(QWEN3_8B).facts() == ModelFacts(
+        dtype="bfloat16",
+        max_seq_len=40960,
+        max_seq_len_reason=None,
+        vocab_size=151936,
+        attention=(AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5),)
+        * 36,
+        intermediate_size=12288,
+        num_layer_weights=36 * 4096 * ((32 + 32 + 8 + 8) * 128 + 3 * 12288),
+        num_head_weights=4096 * 151936,
+    )
+
+
+def test_architectures_differ_where_they_should(read: Read) -> None:
+    qwen3, qwen2, llama = read(QWEN3_8B), read(QWEN2), read(LLAMA_31_8B)
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.o_bias) == (True, False, False)
+    assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias) == (False, True, False)
+    assert (llama.qk_norm, llama.qkv_bias, llama.o_bias) == (False, False, False)
+    biased = read(LLAMA_31_8B, attention_bias=True, mlp_bias=True)
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize("fields", [QWEN3_30B_A3B, QWEN3_235B_A22B, QWEN3_CODER_30B_A3B])
+def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
+    config = read(fields)
+    assert config.qk_norm and not config.qkv_bias and not config.notes
+    experts = config.experts
+    assert experts is not None and experts.normalize
+    assert (experts.num_experts, experts.num_chosen) == (128, 8)
+    assert experts.size == fields["moe_intermediate_size"]
+    assert experts.layers == set(range(fields["num_hidden_layers"]))
+
+
+def test_both_spellings_read_alike(read: Read) -> None:
+    old = read(LLAMA_31_8B)
+    new = {k: v for k, v in LLAMA_31_8B.items() if not k.startswith(("rope", "torch"))}
+    rope = {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}
+    assert read(new, dtype="bfloat16", rope_parameters=rope) == old
+    older = {**LLAMA_31_8B["rope_scaling"], "type": "llama3"}
+    del older["rope_type"]
+    assert read(LLAMA_31_8B, rope_scaling=older) == old
+    assert (old.rope.type, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
+
+
+def test_what_a_silent_config_means(read: Read) -> None:
+    assert read(LLAMA_31_8B, without="num_key_value_heads").num_kv_heads == 32
+    assert read(LLAMA_31_8B, hidden_size=2048).head_dim == 64
+    assert read(LLAMA_31_8B, hidden_size=2048, head_dim=128).head_dim == 128
+    assert read(QWEN3_8B, without="head_dim", hidden_size=1024).head_dim == 128
+    assert read(LLAMA_31_8B, without="torch_dtype").dtype == "float32"
+    assert read(LLAMA_31_8B, without="rope_theta").rope.theta == 10_000.0
+    assert read(MISTRAL_7B, without="sliding_window").max_seq_len == 4096
+    assert read(QWEN3_30B_A3B, without="head_dim").head_dim == 64
+    experts = read(QWEN3_30B_A3B, without="norm_topk_prob", mlp_only_layers=None).experts
+    assert experts is not None and not experts.normalize and len(experts.layers) == 48
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "limit"),
+    [
+        (MISTRAL_7B, {}, 4096),
+        (MISTRAL_7B, {"sliding_window": None}, None),
+        (QWEN2, {"sliding_window": 4096}, None),
+        (QWEN2, {"sliding_window": 4096, "use_sliding_window": True}, None),
+        (QWEN2, {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 9}, 4096),
+        (QWEN3_8B, {"use_sliding_window": True, "max_window_layers": 0}, None),
+        (
+            QWEN3_8B,
+            {
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"] * 35 + ["sliding_attention"],
+            },
+            1024,
+        ),
+        (
+            QWEN3_8B,
+            {
+                "sliding_window": 1024,
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention"] * 36,
+            },
+            None,
+        ),
+        (QWEN3_30B_A3B, {"sliding_window": 4096}, None),
+        (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
+    ],
+)
+def test_sliding_window(
+    read: Read, fields: dict[str, Any], changes: dict[str, Any], limit: int | None
+) -> None:
+    config = read(fields, **changes)
+    if limit is None:
+        assert config.max_seq_len == fields["max_position_embeddings"]
+        assert config.max_seq_len_reason is None and not config.notes
+    else:
+        assert config.max_seq_len == limit
+        assert f"sliding window of {limit}" in str(config.max_seq_len_reason)
+        assert str(limit) in config.notes[0]
+
+
+def test_dynamic_rope_ends_where_it_would_change(read: Read) -> None:
+    config = read(LLAMA_31_8B, rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert config.max_seq_len == 131072 and not config.notes
+    assert "another base" in str(config.max_seq_len_reason)
+    scaling = {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8192}
+    assert read(LLAMA_31_8B, rope_scaling=scaling).max_seq_len == 8192
+    config = read(MISTRAL_7B, rope_scaling=scaling)
+    assert config.max_seq_len == 4096 and "window" in str(config.max_seq_len_reason)
+
+
+# -- refusing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "culprit"),
+    [
+        ("quantization_config", {"quant_method": "fp8"}, "quant_method"),
+        ("hidden_act", "gelu", "gelu"),
+        ("partial_rotary_factor", 0.5, "partial_rotary_factor"),
+        ("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping"),
+        ("logit_scale", 0.0625, "logit_scale"),
+        ("residual_multiplier", 0.22, "residual_multiplier"),
+        ("clip_qkv", 8.0, "clip_qkv"),
+        ("use_qk_norm", True, "use_qk_norm"),
+        ("num_experts", 128, "num_experts"),
+        ("no_rope_layers", [0, 1], "no_rope_layers"),
+        ("layer_types", ["linear_attention"], "linear_attention"),
+        ("attention_chunk_size", 8192, "attention_chunk_size"),
+        ("sliding_window_pattern", 6, "sliding_window_pattern"),
+        ("torch_dtype", "float8_e4m3fn", "float8_e4m3fn"),
+        ("some_field_of_tomorrow", "on", "some_field_of_tomorrow"),
+        ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}, "longrope"),
+        ("rope_scaling", {"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0}, "alpha"),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}, "full_attention"),
+        (
+            "rope_parameters",
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_refuses_other_arithmetic_by_name(
+    read: Read, name: str, value: object, culprit: str
+) -> None:
+    fields = {key: value for key, value in QWEN3_8B.items() if key != "rope_scaling"}
+    with pytest.raises(UnsupportedModelError) as raised:
+        read(fields, **{name: value})
+    assert name.removeprefix("torch_") in str(raised.value)
+    assert culprit in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [(QWEN2, "mlp_bias"), (MISTRAL_7B, "attention_bias"), (QWEN3_8B, "mlp_bias")],
+)
+def test_refuses_a_bias_that_the_architecture_has_not(
+    read: Read, fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=name):
+        read(fields, **{name: True})
+
+
+def test_accepts_what_is_switched_off(read: Read) -> None:
+    off = dict.fromkeys(["quantization_config", "logit_scale", "attn_logit_softcapping"])
+    assert read(QWEN3_8B, **off, use_qk_norm=False, clip_qkv=0) == read(QWEN3_8B)
+    assert read(QWEN3_8B, partial_rotary_factor=1.0) == read(QWEN3_8B)
+
+
+@pytest.mark.parametrize(
+    "architectures", [["GemmaForCausalLM"], ["Qwen2MoeForCausalLM"], [], None, "LlamaForCausalLM"]
+)
+def test_refuses_other_architectures(read: Read, architectures: object) -> None:
+    supported = r"allowed: Llama\w+, Mistral\w+, Qwen2\w+, Qwen3\w+ or Qwen3Moe\w+"
+    with pytest.raises(UnsupportedModelError, match=supported):
+        read(QWEN3_8B, architectures=architectures)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab_size": None},
+        {"hidden_size": "4096"},
+        {"num_hidden_layers": 0},
+        {"num_attention_heads": 2.5},
+        {"num_key_value_heads": 5},
+        {"head_dim": 127},
+        {"tie_word_embeddings": "yes"},
+        {"rms_norm_eps": True},
+        {"rope_scaling": ["yarn"]},
+        {"rope_scaling": {"rope_type": "linear"}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    ],
+)
+def test_refuses_a_broken_config(read: Read, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read(QWEN3_8B, **changes)
+
+
+def test_refuses_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        read_model_config(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            read_model_config(tmp_path)
+
+
+# -- generation defaults ---------------------------------------------------------------------------
+
+
+def write(folder: Path, name: str, values: dict[str, Any]) -> None:
+    (folder / name).write_text(json.dumps(values))
+
+
+def test_eos_is_the_union(tmp_path: Path) -> None:
+    assert read_generation_defaults(tmp_path).eos_token_ids == frozenset()
+    write(tmp_path, "config.json", {"eos_token_id": 2})
+    write(tmp_path, "generation_config.json", {"eos_token_id": [3, 4]})
+    assert read_generation_defaults(tmp_path).eos_token_ids == {2, 3, 4}
+    assert read_generation_defaults(tmp_path, 0).eos_token_ids == {0, 2, 3, 4}
+    write(tmp_path, "config.json", {"eos_token_id": None})
+    write(tmp_path, "generation_config.json", {"eos_token_id": -1})
+    assert read_generation_defaults(tmp_path, 5).eos_token_ids == {5}
+    write(tmp_path, "config.json", {"eos_token_id": ["</s>"]})
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        read_generation_defaults(tmp_path)
+
+
+def test_sampling_values_of_generation_config(tmp_path: Path) -> None:
+    assert read_generation_defaults(tmp_path).values == {}
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    others = {"do_sample": True, "max_new_tokens": 2048, "min_p": None}
+    write(tmp_path, "generation_config.json", values | others)
+    assert read_generation_defaults(tmp_path).values == values
+    write(tmp_path, "generation_config.json", values | {"do_sample": False})
+    greedy = {"temperature": 0.0, "repetition_penalty": 1.05}
+    assert read_generation_defaults(tmp_path).values == greedy
+    write(tmp_path, "generation_config.json", {"temperature": 7})
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
+        read_generation_defaults(tmp_path)
+
+
+# -- finding files ---------------------------------------------------------------------------------
+
+
+def hub_error(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
+    request = httpx.Request("GET", "https://huggingface.co")
+    response: Any = httpx.Response(status, request=request)  # as good as that of its own client
+    return kind(f"The Hub says {status}.", response=response)
+
+
+def test_locate_local_folder(tmp_path: Path) -> None:
+    assert locate_model(str(tmp_path)) == tmp_path
+    (tmp_path / "file").touch()
+    for name in ("./nowhere", "/no/where", "a/b/c", str(tmp_path / "file")):
+        with pytest.raises(ModelNotFoundError):
+            locate_model(name)
+
+
+def test_locate_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
+    with pytest.raises(ModelNotFoundError, match="--model"):
+        locate_model("")
+    (tmp_path / "config.json").touch()
+    assert locate_model("") == tmp_path
+
+
+def test_locate_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="go online") as raised:
+        locate_model("minisgl-tests/no-such-model")
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ModelNotFoundError, match="neither a folder nor"):
+        locate_model("not an id")
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_download_takes_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    assert locate_model("Qwen/Qwen3-0.6B", load_format=load_format) == tmp_path
+    wanted = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
+    weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+    others = ["original/params.json", "consolidated.safetensors", "model.bin", "onnx/model.onnx"]
+    patterns = {
+        "allow_patterns": asked["allow_patterns"],
+        "ignore_patterns": asked["ignore_patterns"],
+    }
+    taken = list(filter_repo_objects([*wanted, *weights, *others], **patterns))
+    assert asked["name"] == "Qwen/Qwen3-0.6B"
+    assert taken == wanted + (weights if load_format == "auto" else weights[:1])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (OSError("no space left on device\nmore"), 1),
+        (LocalEntryNotFoundError("the connection was refused"), 1),
+        (TimeoutError(), 1),
+        (hub_error(429), 1),
+        (hub_error(503), 1),
+        (hub_error(400), 2),
+        (hub_error(404, RepositoryNotFoundError), 2),
+        (hub_error(403, GatedRepoError), 2),
+        (PermissionError("the cache is read-only"), 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_download_that_may_succeed_later_has_another_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
+) -> None:
+    """A supervisor restarts after a 1 only."""
+
+    def snapshot_download(name: str, **options: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    kind = DownloadError if exit_code == 1 else ModelNotFoundError
+    with pytest.raises(kind, match=r"^Qwen/Qwen3-0\.6B .*\S$") as caught:
+        locate_model("Qwen/Qwen3-0.6B")
+    assert caught.value.exit_code == exit_code
+    assert "\n" not in str(caught.value)
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    return load_model(
+        read_model_config(folder),
+        folder,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        load_format="safetensors",
+        max_seq_len=16,
+    )
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    return make_checkpoint(spec_named("qwen3"), tmp_path)
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    return make_checkpoint(dataclasses.replace(spec_named("qwen3"), sharded=False), tmp_path)
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_merged_weights_are_the_parts_in_order(single: Path) -> None:
+    model = load(single)
+    tensors = load_file(single / "model.safetensors")
+    for merged, parts in (
+        (
+            "layers.1.self_attn.qkv_proj",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ),
+        ("layers.2.mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+    ):
+        layer = f"model.layers.{merged.split('.')[1]}"
+        expected = torch.cat([tensors[f"{layer}.{part}.weight"] for part in parts])
+        assert torch.equal(model.get_parameter(f"{merged}.weight"), expected)
+    assert not any(weight.requires_grad for weight in model.parameters())
+
+
+def test_casts_while_loading(single: Path) -> None:
+    half = load(single, torch.bfloat16)
+    for name, weight in load(single).named_parameters():
+        assert torch.equal(half.get_parameter(name), weight.bfloat16())
+    assert half.get_buffer("rope.table").dtype == torch.float32
+
+
+def test_missing_shard(sharded: Path) -> None:
+    first, *_, last = safetensors_files(sharded)
+    assert first.name < last.name
+    last.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {last.name}"):
+        load(sharded)
+    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="weight_map"):
+        load(sharded)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../weights.safetensors",
+        "below/weights.safetensors",
+        "/etc/passwd",
+        "..",
+        ".",
+        "",
+        "below\\weights.safetensors",
+        "a\0b",
+        None,
+        7,
+        ["x"],
+    ],
+)
+def test_weights_are_read_from_the_models_own_folder_only(tmp_path: Path, name: object) -> None:
+    folder = tmp_path / "model"
+    (folder / "below").mkdir(parents=True)
+    for place in (tmp_path, folder / "below"):
+        save_file({"w": torch.ones(1)}, place / "weights.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(CheckpointError, match="not the name of a file in this folder"):
+        safetensors_files(folder)
+
+
+def test_weights_may_be_links_as_those_of_the_hubs_cache(tmp_path: Path) -> None:
+    blob, folder = tmp_path / "blobs" / "abc", tmp_path / "snapshots" / "def"
+    blob.parent.mkdir()
+    folder.mkdir(parents=True)
+    save_file({"w": torch.ones(1)}, blob)
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.symlink_to("../../blobs/abc")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": shard.name}}))
+    assert safetensors_files(folder) == [shard]
+
+
+def test_no_weights_at_all(single: Path) -> None:
+    (single / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        load(single)
+
+
+def test_broken_file(single: Path) -> None:
+    file = single / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(single)
+
+
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    first, second, *_ = safetensors_files(sharded)
+    save_file(load_file(first) | load_file(second), second)
+    with pytest.raises(CheckpointError, match="twice"):
+        load(sharded)
+
+
+NORM = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), r"lacks weights: layers\.1\.self_attn\.q_norm\.weight\."),
+        (lambda t: t.update({NORM: torch.ones(3)}), r"\[3\]; the config asks for \[128\]"),
+        (lambda t: t.update({NORM: torch.ones(128, dtype=torch.int8)}), r"q_norm\.weight \(I8\)"),
+        (lambda t: t.update(surplus=torch.ones(3)), r"does not take: surplus \(F32\)"),
+        (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(9)}), "and 5 more"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(499, 128)}), "lm_head.* differs"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    single: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    edit(single, change)
+    with pytest.raises(CheckpointError, match=message):
+        load(single)
+
+
+def test_harmless_extras(single: Path) -> None:
+    expected = load(single)
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(64)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    edit(single, add)
+    for name, weight in load(single).named_parameters():
+        assert torch.equal(weight, expected.get_parameter(name))
+
+
+def test_untied_head_is_required(tmp_path: Path) -> None:
+    make_checkpoint(spec_named("llama"), tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"lacks weights: lm_head\.weight"):
+        load(tmp_path)

@@ -1,0 +1,58 @@
+"""Where memory does not suffice, the error names an option, and a value with which it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from support.resolving import GPU, MODEL, resolved
+
+from minisgl.errors import DeviceMemoryError
+from minisgl.runner.memory import GIB, MIN_PAGES, MemoryUse, allocate_kv, fit_num_pages
+
+LAYERS = MODEL.kv_specs("bfloat16")
+USE = MemoryUse(
+    free_at_start=80 * GIB, weight_bytes=60 * GIB, activation_bytes=8 * GIB, graph_bytes=3 * GIB
+)
+
+
+def test_pages_take_what_the_rest_leaves() -> None:
+    config = resolved(machine=GPU, memory_ratio=0.9)
+    page_bytes = MODEL.kv_bytes_per_token(config.dtype) * config.page_size
+    assert fit_num_pages(config, LAYERS, USE) == GIB // page_bytes
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.5, 0.88])
+def test_a_memory_ratio_that_leaves_no_page(ratio: float) -> None:
+    """The one that is named is enough, and little more than that."""
+    with pytest.raises(
+        DeviceMemoryError, match=f"--memory-ratio {ratio} of the 80.0 GiB"
+    ) as caught:
+        fit_num_pages(resolved(machine=GPU, memory_ratio=ratio), LAYERS, USE)
+    named = re.search(r"Raise it to ([0-9.]+) or more", str(caught.value))
+    assert named is not None
+    least = float(named[1])
+    enough = resolved(machine=GPU, memory_ratio=least)
+    assert fit_num_pages(enough, LAYERS, USE) >= MIN_PAGES
+    with pytest.raises(DeviceMemoryError):
+        fit_num_pages(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, USE)
+
+
+def test_a_step_that_no_memory_ratio_has_room_for() -> None:
+    use = dataclasses.replace(USE, activation_bytes=20 * GIB)
+    with pytest.raises(DeviceMemoryError) as caught:
+        fit_num_pages(resolved(machine=GPU, memory_ratio=1.0), LAYERS, use)
+    assert "Raise" not in str(caught.value)
+    assert "Lower --max-prefill-length" in str(caught.value)
+
+
+def test_more_pages_than_there_is_memory_for() -> None:
+    with pytest.raises(DeviceMemoryError, match="without --num-pages as many are made as fit"):
+        allocate_kv(
+            MODEL.kv_specs("float32"),
+            num_pages=1 << 40,
+            page_size=16,
+            device=torch.device("cpu"),
+        )

@@ -1,0 +1,768 @@
+"""The scheduler with a runner that has no model but notices every wrong page."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fake_runner import FakeRunner, expected_output
+from support.folders import ROOT
+
+from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
+from minisgl.kvcache.manager import KVCacheManager
+from minisgl.request import (
+    EVERYONE,
+    MAX_SALT_CHARS,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Tenant,
+    cache_namespace,
+)
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.scheduler.queue import Line, Turns
+from minisgl.scheduler.scheduler import LPM_WINDOW, Scheduler, Settled
+from minisgl.scheduler.state import Running, Waiting
+
+EOS = 7
+
+
+def make_request(
+    id: str,
+    prompt: list[int],
+    max_tokens: int = 8,
+    *,
+    seed: int = 0,
+    tenant: Tenant = EVERYONE,
+    cache_salt: str | None = None,
+    **params: object,
+) -> Request:
+    return Request(
+        id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        max_tokens=max_tokens,
+        seed=seed,
+        eos_token_ids=(EOS,),
+        tenant=tenant,
+        cache_salt=cache_salt,
+    )
+
+
+@dataclass
+class Harness:
+    """Launches and settles as the engine does, and audits after each move."""
+
+    page_size: int = 4
+    num_pages: int = 64
+    num_slots: int = 8
+    max_prefill_length: int = 16
+    max_queued_requests: int = 100
+    cache_type: str = "radix"
+    policy: str = "fcfs"
+    conservativeness: float = 1.0
+    max_run: int = 1
+    run_seed: int = 0
+    endings: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kv = KVCacheManager(
+            num_pages=self.num_pages, page_size=self.page_size, cache_type=self.cache_type
+        )
+        self.scheduler = Scheduler(
+            kv=kv,
+            num_slots=self.num_slots,
+            max_seq_len=(self.num_pages - 1) * self.page_size,
+            max_prefill_length=self.max_prefill_length,
+            max_queued_requests=self.max_queued_requests,
+            policy=self.policy,
+            conservativeness=self.conservativeness,
+            max_run=self.max_run,
+        )
+        self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
+        self.in_flight: deque[StepResult] = deque()
+        self.plans: list[StepPlan] = []
+        self.slot_namespaces: dict[int, bytes] = {}
+        self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
+
+    def launch(self) -> StepPlan | None:
+        retractions = self.scheduler.counters.num_retractions
+        plan = self.scheduler.plan()
+        if self.scheduler.counters.num_retractions > retractions:
+            assert plan is None or not plan.joins  # or the retracted pushes out another
+        if plan is not None:
+            self.in_flight.append(self.runner.launch(plan))
+            self.plans.append(plan)
+            self.check_namespaces(plan)
+        self.scheduler.audit()
+        return plan
+
+    def check_namespaces(self, plan: StepPlan) -> None:
+        """A request is given no page with what another namespace has computed."""
+        for running in self.scheduler._running.values():
+            self.slot_namespaces[running.slot] = running.request.namespace
+        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
+        joined = {join.slot for join in plan.joins}
+        for grant in plan.grants:
+            namespace = self.slot_namespaces[grant.slot]
+            num_cached = starts[grant.slot] // self.page_size if grant.slot in joined else 0
+            for page in grant.pages[:num_cached]:
+                assert self.page_namespaces[page] == namespace
+            for page in grant.pages[num_cached:]:
+                self.page_namespaces[page] = namespace
+
+    def settle(self) -> Settled:
+        before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
+        settled = self.scheduler.settle(self.in_flight.popleft())
+        grown = {request: len(request.token_ids) - had for request, had in before.items()}
+        came = dict(zip(settled.progressed, settled.num_tokens, strict=True))
+        assert came == {request: count for request, count in grown.items() if count}
+        self.ended(settled.finished)
+        self.scheduler.audit()
+        return settled
+
+    def running_and_queued(self) -> list[Running | Waiting]:
+        return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
+
+    def ended(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.endings[request.id] = self.endings.get(request.id, 0) + 1
+
+    def run(self, *requests: Request, depth: int = 2) -> None:
+        for request in requests:
+            self.scheduler.submit(request)
+        while True:
+            while len(self.in_flight) < depth and self.launch() is not None:
+                pass
+            if not self.in_flight:
+                assert not self.scheduler.num_waiting and not self.scheduler.num_running
+                return
+            self.settle()
+
+
+def check_output(request: Request) -> None:
+    assert request.output_token_ids == expected_output(
+        request.token_ids[: request.num_prompt_tokens],
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop=request.stop_token_ids,
+        vocab_size=50,
+    )
+    if request.params.logprobs is not None:
+        assert [entry.token_id for entry in request.logprobs] == request.output_token_ids
+
+
+def random_requests(
+    rng: random.Random, count: int, longest: int = 40, num_clients: int = 0
+) -> list[Request]:
+    """Of everybody, without salts, unless there are clients."""
+    clients = [f"{index}" for index in range(num_clients)]
+    prefix = [rng.randrange(50) for _ in range(20)]
+    return [
+        make_request(
+            str(index),
+            prefix[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
+            rng.randint(1, longest),
+            seed=rng.randrange(2),
+            logprobs=rng.choice([None, 0]),
+            ignore_eos=rng.random() < 0.7,
+            tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
+            cache_salt=rng.choice([None, "salt", "pepper", f"{index}"]) if clients else None,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("cache_type", "max_run"), [("radix", 1), ("naive", 1), ("radix", 4)])
+def test_every_request_gets_its_own_output(
+    depth: int, page_size: int, cache_type: str, max_run: int
+) -> None:
+    harness = Harness(
+        page_size=page_size, num_pages=1024 // page_size, cache_type=cache_type, max_run=max_run
+    )
+    requests = random_requests(random.Random(1), 30)
+    harness.run(*requests, depth=depth)
+    for request in requests:
+        check_output(request)
+    assert harness.endings == {request.id: 1 for request in requests}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_run", [1, 3])
+def test_retraction_cannot_be_seen_in_the_output(depth: int, max_run: int) -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_run=max_run)
+    requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
+    harness.run(*requests, depth=depth)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decode_rows() -> None:
+    harness = Harness(max_prefill_length=5)
+    short, long = make_request("s", [1, 2], 30, ignore_eos=True), make_request("l", list(range(23)))
+    harness.scheduler.submit(short)
+    harness.launch()
+    harness.launch()
+    harness.scheduler.submit(long)
+    sizes = []
+    while not sizes or sum(sizes) < 23:
+        plan = harness.launch()
+        assert plan is not None and len(plan.decode_slots) == 1
+        sizes += [len(chunk.token_ids) for chunk in plan.chunks]
+        harness.settle()
+    assert sizes == [5, 5, 5, 5, 3]
+    harness.run()
+    check_output(short)
+    check_output(long)
+
+
+def test_prompt_pages_are_shared_from_the_next_step_on_not_within_one() -> None:
+    harness = Harness(max_prefill_length=64)
+    requests = [make_request(str(i), [*range(20), 30 + i], 4) for i in range(6)]
+    harness.run(*requests)
+    first, second = harness.plans[0], harness.plans[1]
+    assert [chunk.start for chunk in first.chunks] == [0, 0, 0, 0]
+    assert [chunk.start for chunk in second.chunks] == [19, 20, 20][: len(second.chunks)] or all(
+        chunk.start > 0 for chunk in second.chunks
+    )
+    for request in requests:
+        check_output(request)
+
+
+def test_max_tokens_zero_scores_the_prompt_and_ends() -> None:
+    harness = Harness(max_prefill_length=5)
+    warm = make_request("warm", list(range(13)), 1)
+    harness.run(warm)
+    request = make_request("score", list(range(13)), 0, prompt_logprobs=0)
+    harness.run(request)
+    assert request.finish_reason is FinishReason.LENGTH and request.num_output_tokens == 0
+    assert request.num_cached_tokens == 0  # a hit would leave tokens without a score
+    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+    assert harness.endings["score"] == 1
+
+
+def test_a_request_that_ends_with_its_first_token_has_its_prompt_scored() -> None:
+    harness = Harness(max_prefill_length=5)
+    request = make_request("short", list(range(13)), 1, prompt_logprobs=0)
+    harness.run(request)
+    assert request.num_output_tokens == 1
+    assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
+
+
+def test_prompt_scores_survive_retraction() -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_prefill_length=4)
+    requests = [
+        make_request(str(i), [i, i + 1, *range(9)], 30, prompt_logprobs=0, ignore_eos=True)
+        for i in range(8)
+    ]
+    harness.run(*requests)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+        scored = [score.token_id for score in request.prompt_logprobs]
+        assert scored == request.token_ids[1 : request.num_prompt_tokens]
+
+
+def test_a_finished_request_leaves_the_same_prefix_whatever_the_look_ahead() -> None:
+    def hits(depth: int, max_run: int) -> list[int]:
+        harness = Harness(page_size=1, max_run=max_run)
+        first = make_request("a", [1, 2, 3], 40)
+        harness.run(first, depth=depth)
+        second = make_request("b", [*first.token_ids, 9, 9], 2)
+        harness.run(second, depth=depth)
+        return [second.num_cached_tokens, len(first.token_ids) - 1]
+
+    for depth in (1, 2, 3):
+        for max_run in (1, 4):
+            cached, known = hits(depth, max_run)
+            assert cached == known
+
+
+def test_a_stop_string_drops_later_tokens() -> None:
+    harness = Harness(page_size=1)
+    request = make_request("a", [1, 2, 3], 40, ignore_eos=True)
+    harness.scheduler.submit(request)
+    harness.launch()
+    harness.launch()
+    harness.settle()
+    harness.launch()
+    harness.settle()
+    full = list(request.token_ids)
+    harness.scheduler.finish(request, 1)
+    harness.scheduler.audit()
+    assert request.token_ids == full[:4] and request.finish_reason is FinishReason.STOP
+    while harness.in_flight:
+        assert not harness.settle().progressed
+    assert harness.scheduler.num_running == 0
+    assert request.token_ids == full[:4]
+
+
+def test_an_aborted_request_is_in_no_later_plan_and_its_pages_are_free() -> None:
+    harness = Harness(cache_type="naive")
+    requests = [make_request(str(i), [i] * 9, 30, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    harness.launch()
+    harness.launch()
+    slot = harness.plans[0].joins[0].slot
+    assert harness.scheduler.cancel(requests[0])
+    assert not harness.scheduler.cancel(requests[0])
+    while harness.in_flight:
+        harness.settle()
+    plan = harness.launch()
+    assert plan is not None and slot not in plan.decode_slots
+    assert harness.scheduler.kv.num_free == 63 - 9  # three requests of 9 prompt tokens, 3 pages
+    harness.run()
+    for request in requests[1:]:
+        check_output(request)
+
+
+def test_what_cannot_be_served_is_refused_at_submission() -> None:
+    harness = Harness(num_pages=5, page_size=4, max_queued_requests=2)
+    submit = harness.scheduler.submit
+    with pytest.raises(ContextLengthError, match=r"16 tokens.*10 in the prompt, 7 in the"):
+        submit(make_request("a", list(range(10)), 7))
+    with pytest.raises(InvalidRequestError, match="at least one token"):
+        submit(make_request("b", [], 7))
+    submit(make_request("c", list(range(10)), 6))
+    submit(make_request("d", [1]))
+    with pytest.raises(QueueFullError):
+        submit(make_request("e", [1]))
+    harness.run()
+
+
+def test_a_request_as_long_as_the_cache_runs_to_its_end() -> None:
+    harness = Harness(num_pages=5, page_size=4)
+    big = make_request("big", list(range(10)), 6, ignore_eos=True)
+    small = make_request("small", [1], 15, ignore_eos=True)
+    harness.run(big, small)
+    check_output(big)
+    check_output(small)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_pages_that_equal_cached_ones_do_not_keep_those_from_being_evicted(depth: int) -> None:
+    harness = Harness(num_pages=11, page_size=4)
+    prompt = list(range(8))  # whole pages: a hit leaves one token, whose page is computed again
+    harness.run(make_request("first", prompt, 1), depth=depth)
+    again = make_request("again", prompt, 32, ignore_eos=True)  # as long as the cache
+    harness.run(again, depth=depth)
+    check_output(again)
+    both = [make_request(str(i), list(range(20, 27)), 33, ignore_eos=True) for i in range(2)]
+    harness.run(*both, depth=depth)  # equal prompts, computed in one step
+    for request in both:
+        check_output(request)
+
+
+def test_waiting_costs_a_step_nothing() -> None:
+    """Steps and departures must not go through the queue."""
+
+    class CountingDeque(deque[Waiting]):
+        visits = 0
+
+        def __iter__(self) -> Iterator[Waiting]:
+            for item in super().__iter__():
+                CountingDeque.visits += 1
+                yield item
+
+    harness = Harness(num_slots=2, max_queued_requests=10_000)
+    requests = [make_request(str(i), [i % 50, 1], 3) for i in range(2000)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    queue = harness.scheduler._waiting
+    (user,) = queue._parts.values()
+    assert isinstance(user, Turns)
+    (line,) = user._parts.values()
+    assert isinstance(line, Line)
+    waiting = line._waiting = CountingDeque(line._waiting)
+    for request in requests[1000:1100]:
+        harness.scheduler.cancel(request)
+    for _ in range(50):
+        harness.in_flight.append(harness.runner.launch(harness.scheduler.plan()))  # type: ignore
+        harness.scheduler.settle(harness.in_flight.popleft())
+    assert len(queue) == len(waiting) < 1900 and line._waiting is waiting
+    assert CountingDeque.visits < 500
+
+
+def test_longest_cached_prefix_goes_first_but_nobody_starves() -> None:
+    harness = Harness(policy="lpm", num_slots=1, max_prefill_length=64)
+    harness.run(make_request("warm", list(range(20)), 1))
+    cold = make_request("cold", [40, 41, 42], 1)
+    hot = [make_request(f"hot{i}", [*range(20), 20 + i % 20], 1) for i in range(40)]
+    order: list[str] = []
+    for request in (cold, *hot):
+        harness.scheduler.submit(request)
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        harness.launch()
+        order += [request.id for request in harness.settle().finished]
+    assert order[0] == "hot0"
+    assert order.index("cold") == 32
+
+
+def test_a_failed_step_fails_its_requests_and_those_that_matched_its_pages() -> None:
+    harness = Harness(max_prefill_length=64)
+    first = make_request("first", list(range(12)), 9)
+    second = make_request("second", list(range(12)), 9)
+    harness.scheduler.submit(first)
+    harness.launch()
+    harness.scheduler.submit(second)
+    harness.launch()
+    error = StepError("the device said no")
+    harness.in_flight.clear()
+    assert set(harness.scheduler.fail(1, error)) == {first, second}
+    harness.scheduler.audit()
+    assert first.error is error and second.finish_reason is FinishReason.ERROR
+    assert harness.scheduler.kv.num_cached == 0
+    third = make_request("third", list(range(12)), 9)
+    harness.run(third)
+    assert third.num_cached_tokens == 0
+    check_output(third)
+
+
+def test_steady_decode_repeats_the_same_rows() -> None:
+    harness = Harness(page_size=64, num_pages=64)
+    requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(8)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    rows = harness.plans[-1].decode_slots
+    for _ in range(10):
+        harness.settle()
+        plan = harness.launch()
+        assert plan is not None
+        assert plan.decode_slots is rows
+        assert not (plan.joins or plan.grants or plan.chunks)
+
+
+def test_no_torch_in_scheduler_and_kvcache() -> None:
+    root = ROOT / "minisgl"
+    for path in [*(root / "scheduler").glob("*.py"), *(root / "kvcache").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names.append(node.module or "")
+            assert not any(name.split(".")[0] == "torch" for name in names), path
+
+
+def test_the_newest_is_retracted_but_not_one_that_just_resumed() -> None:
+    harness = Harness()
+    requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(4)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    running = harness.scheduler._running
+    assert harness.scheduler._victim() is running["3"]
+    running["3"].resumed = True
+    running["3"].num_known = running["3"].num_scheduled - 3
+    assert harness.scheduler._victim() is running["2"]
+    running["3"].num_known -= 1  # a page of 4 is progress enough
+    assert harness.scheduler._victim() is running["3"]
+
+
+# -- several clients ------------------------------------------------------------------------------
+
+
+def of(client: str, count: int, user: str = "", prompt: tuple[int, ...] = (1, 2)) -> list[Request]:
+    tenant = Tenant(client, user)
+    ids = [f"{client}{user}{index}" for index in range(count)]
+    return [make_request(id, list(prompt), 1, tenant=tenant) for id in ids]
+
+
+def order_of(harness: Harness, *requests: Request) -> list[str]:
+    """In which they end, one after the other."""
+    for request in requests:
+        harness.scheduler.submit(request)
+    order: list[str] = []
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        harness.launch()
+        order += [request.id for request in harness.settle().finished]
+    return order
+
+
+def one_at_a_time(**options: Any) -> Harness:
+    return Harness(num_slots=1, **options)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_clients_take_turns(policy: str) -> None:
+    harness = one_at_a_time(policy=policy)
+    order = order_of(harness, *of("a", 5), *of("b", 2), *of("c", 3))
+    assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_several_admitted_in_one_step_are_turns_too(policy: str) -> None:
+    harness = Harness(num_slots=4, policy=policy)
+    for request in (*of("a", 6), *of("b", 3)):
+        harness.scheduler.submit(request)
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a0", "b0", "a1", "b1"]
+    harness.settle()
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a2", "b2", "a3", "a4"]
+
+
+def test_users_of_one_client_share_its_turns() -> None:
+    harness = one_at_a_time()
+    order = order_of(harness, *of("a", 3, "x"), *of("a", 2, "y"), *of("b", 3))
+    assert order == ["ax0", "b0", "ay0", "b1", "ax1", "b2", "ay1", "ax2"]
+
+
+def test_who_comes_goes_before_who_just_had_a_turn() -> None:
+    harness = one_at_a_time()
+    for request in of("a", 50):
+        harness.scheduler.submit(request)
+    harness.launch()  # a0
+    assert order_of(harness, *of("b", 1))[:2] == ["a0", "b0"]
+
+
+def test_nobody_is_overtaken_for_ever_by_those_who_come_and_go() -> None:
+    harness = one_at_a_time(max_queued_requests=10_000)
+    for request in of("a", 20):
+        harness.scheduler.submit(request)
+    ended: list[str] = []
+    for index in range(60):  # a new client in front of every step
+        (newcomer,) = of(f"n{index}", 1)
+        harness.scheduler.submit(newcomer)
+        harness.launch()
+        ended += [request.id for request in harness.settle().finished]
+    assert sum(id.startswith("a") for id in ended) >= 5
+    harness.run()
+
+
+def test_a_request_that_waits_for_room_keeps_its_turn() -> None:
+    harness = Harness(num_slots=4, num_pages=9, page_size=4, max_prefill_length=64)
+    for request in (*of("a", 1, prompt=tuple(range(20))), *of("b", 1, prompt=tuple(range(24)))):
+        harness.scheduler.submit(request)
+    for request in of("c", 5):
+        harness.scheduler.submit(request)
+    harness.launch()
+    assert list(harness.scheduler._running) == ["a0"]  # b0 has no room, and c waits behind it
+    harness.settle()
+    harness.launch()
+    assert next(iter(harness.scheduler._running)) == "b0"
+    harness.run()
+
+
+def test_longest_cached_prefix_goes_first_within_each_clients_turns() -> None:
+    harness = one_at_a_time(policy="lpm", max_prefill_length=64)
+    warm = [
+        make_request(f"warm {client}", list(range(20)), 1, tenant=Tenant(client))
+        for client in ("a", "b")
+    ]
+    harness.run(*warm)
+    cold = [of(client, 2)[index] for index in (0, 1) for client in ("a", "b")]
+    hot = [
+        make_request(f"{client}hot{i}", [*range(20), 20 + i], 1, tenant=Tenant(client))
+        for i in range(2)
+        for client in ("a", "b")
+    ]
+    order = order_of(harness, *cold, *hot)
+    assert order == ["ahot0", "bhot0", "ahot1", "bhot1", "a0", "b0", "a1", "b1"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_choosing_costs_the_same_however_many_wait(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients share the window of lpm, and only heads of lines are looked at otherwise."""
+    harness = one_at_a_time(policy=policy, max_queued_requests=10_000)
+    for client in "abcd":
+        for index in range(300):  # the first with a user for each request
+            for request in of(client, 1, f"{index}" if client == "a" else ""):
+                request.id += f" {index}"
+                harness.scheduler.submit(request)
+    looked_at: list[Waiting] = []
+    lines: list[Line] = []
+    in_order = Line.in_order
+
+    def ready(waiting: Waiting) -> bool:
+        looked_at.append(waiting)
+        return True
+
+    def counted(line: Line, *args: Any) -> Any:
+        lines.append(line)
+        return in_order(line, *args)
+
+    monkeypatch.setattr(Waiting, "ready", property(ready))
+    monkeypatch.setattr(Line, "in_order", counted)
+    harness.scheduler.plan()
+    assert len(lines) <= 4
+    assert harness.scheduler.num_running == 1
+    assert len(looked_at) <= (LPM_WINDOW if policy == "lpm" else 4)
+
+
+def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
+    harness = Harness(max_queued_requests=10)
+    submit = harness.scheduler.submit
+    for request in of("a", 10):
+        submit(request)
+    with pytest.raises(QueueFullError, match="10 requests are waiting"):
+        submit(make_request("a more", [1], tenant=Tenant("a")))
+    for request in of("b", 5):  # a half
+        submit(request)
+    for request in of("c", 3):  # a third
+        submit(request)
+    for client in "abc":
+        with pytest.raises(QueueFullError):
+            submit(make_request(f"{client} more", [1], tenant=Tenant(client, "another user")))
+    for index in range(20):  # however many there are, each may ask
+        submit(make_request(f"n{index}", [1], tenant=Tenant(f"n{index}")))
+    harness.run()
+
+
+def test_who_runs_most_is_retracted_first() -> None:
+    harness = Harness()
+    tenants = [Tenant("a")] * 3 + [Tenant("b")]
+    for index, tenant in enumerate(tenants):
+        request = make_request(str(index), [index, 1], 30, ignore_eos=True, tenant=tenant)
+        harness.scheduler.submit(request)
+    for _ in range(3):
+        harness.launch()
+    assert harness.scheduler._victim() is harness.scheduler._running["2"]
+
+
+def test_a_retracted_request_is_the_next_of_its_client() -> None:
+    harness = Harness(page_size=2, num_pages=40, conservativeness=0.05)
+    requests = [
+        make_request(f"{client}{i}", [i, i + 1, i + 2], 40, ignore_eos=True, tenant=Tenant(client))
+        for i in range(8)
+        for client in ("a", "b")
+    ]
+    for request in requests:
+        harness.scheduler.submit(request)
+    began: set[str] = set()
+    while harness.scheduler.num_waiting or harness.scheduler.num_running:
+        if (plan := harness.launch()) is not None and plan.joins:
+            running = harness.scheduler._running.keys()
+            came = running - began
+            waiting = harness.scheduler._queued.values()
+            for client in {id[0] for id in came}:  # nothing new passes what was retracted
+                assert not any(w.retracted and w.request.id[0] == client for w in waiting)
+            began |= running
+        while harness.in_flight:
+            harness.settle()
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+
+
+def test_only_the_same_salt_finds_a_prefix() -> None:
+    harness = Harness()
+    everyone, a, b = EVERYONE, Tenant("a", "x"), Tenant("b", "x")
+    views = [(tenant, salt) for tenant in (everyone, a, b) for salt in (None, "salt", "pepper")]
+    prompt = list(range(12))
+    for index, (tenant, salt) in enumerate(views * 2):
+        request = make_request(f"{index}", prompt, 12, tenant=tenant, cache_salt=salt)
+        harness.run(request)
+        again = make_request(f"{index}+", request.token_ids, 1, tenant=tenant, cache_salt=salt)
+        harness.run(again)  # finds what was generated, too
+        assert request.num_cached_tokens == (8 if index >= len(views) else 0)
+        assert again.num_cached_tokens >= 12
+    of_another_user = make_request("user", prompt, 1, tenant=Tenant("a", "y"))
+    harness.run(of_another_user)
+    assert of_another_user.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1), b"salt", 5])
+def test_a_salt_is_a_short_text(salt: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"cache_salt: must"):
+        cache_namespace(EVERYONE, salt)
+
+
+def test_a_namespace_is_short_and_has_no_other_name() -> None:
+    assert cache_namespace(EVERYONE, None) == cache_namespace(Tenant("", "user"), None) == b""
+    views = [
+        *(
+            (Tenant(client), salt)
+            for client in ("", "1", "2")
+            for salt in ("1", "\ud800", "é" * 256)
+        ),
+        *((Tenant(client), None) for client in ("1", "2", "None")),
+    ]
+    found = {cache_namespace(*view) for view in views}
+    assert len(found) == len(views)
+    assert {len(namespace) for namespace in found} == {16}
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> None:
+    """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 3, 8])
+    harness = Harness(
+        page_size=page_size,
+        num_pages=rng.randint(2 + 70 // page_size, 2 + 120 // page_size),
+        num_slots=rng.randint(2, 8),
+        max_prefill_length=rng.choice([3, 7, 64]),
+        cache_type=rng.choice(["radix", "radix", "naive"]),
+        policy=rng.choice(["fcfs", "lpm"]),
+        conservativeness=rng.choice([0.01, 0.1, 1.0]),
+        max_run=rng.choice([1, 1, 2, 5]),
+        run_seed=seed,
+    )
+    waiting = random_requests(rng, rng.randint(1, 20), num_clients=rng.randint(0, 3))
+    submitted: list[Request] = []
+    disturbed: set[Request] = set()  # ended by us, so their output is cut
+    depth = rng.randint(1, 3)
+    abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
+    while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
+        move = rng.random()
+        live = [request for request in submitted if not request.finished]
+        if move < 0.2 and waiting:
+            submitted.append(waiting.pop())
+            harness.scheduler.submit(submitted[-1])
+        elif move < 0.6 and len(harness.in_flight) < depth:
+            harness.launch()
+        elif move < 0.6 + abort_rate and live:
+            request = rng.choice(live)
+            assert harness.scheduler.cancel(request)
+            harness.ended([request])
+            disturbed.add(request)
+        elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:
+            first = rng.choice(list(harness.in_flight)).step
+            failed = harness.scheduler.fail(first, StepError("injected"))
+            harness.in_flight = deque(r for r in harness.in_flight if r.step < first)
+            harness.ended(failed)
+            disturbed |= set(failed)
+        elif harness.in_flight:
+            settled = harness.settle()
+            if settled.progressed and rng.random() < 0.05:
+                request = rng.choice(settled.progressed)
+                if not request.finished:
+                    harness.ended([request])
+                run = settled.num_tokens[settled.progressed.index(request)]
+                dropped = rng.randrange(run)  # a stop string ends within the run
+                harness.scheduler.finish(request, request.num_output_tokens - dropped)
+                disturbed.add(request)
+        harness.scheduler.audit()
+    while harness.in_flight:
+        harness.settle()
+    assert harness.endings == {request.id: 1 for request in submitted}
+    for request in submitted:
+        if request not in disturbed:
+            check_output(request)
+        else:  # cut, but right as far as it goes
+            full = expected_output(
+                request.token_ids[: request.num_prompt_tokens],
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                stop=request.stop_token_ids,
+                vocab_size=50,
+            )
+            assert full[: request.num_output_tokens] == request.output_token_ids
+    kv = harness.scheduler.kv
+    assert kv.num_available == kv.num_pages - 1

@@ -1,0 +1,249 @@
+"""What users of such servers complain about most, as far as it shows in requests and answers.
+
+Each test is named after a complaint; the numbers are those of the survey that ranked them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from support.serving import Served, demo_engine, served
+
+from minisgl.engine import AsyncEngine
+from minisgl.text.tokenizer import Tokenizer
+
+HELLO: Any = [{"role": "user", "content": "Hello!"}]
+SUM: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+MAX_SEQ_LEN = 128
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Served[AsyncEngine]]:
+    with served(lambda: demo_engine(max_seq_len_override=MAX_SEQ_LEN)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(demo: Served[AsyncEngine]) -> Iterator[openai.OpenAI]:
+    with demo.openai(timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(demo: Served[AsyncEngine]) -> Iterator[httpx.Client]:
+    with demo.http() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo: Served[AsyncEngine]) -> Tokenizer:
+    assert demo.engine.tokenizer is not None
+    return demo.engine.tokenizer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_is_dropped_without_a_reply(
+    http: httpx.Client, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """A1: nobody is left waiting, and the answer is no stream that breaks off."""
+    messages: Any = [{"role": "user", "content": "Hello! " * 200}]
+    length = len(tokenizer.chat(messages))
+    response = http.post("/v1/chat/completions", json={"messages": messages, "stream": stream})
+    assert response.status_code == 400
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert str(length) in error["message"] and str(MAX_SEQ_LEN) in error["message"]
+
+
+def test_a_long_prompt_is_cut_and_answered_all_the_same(client: openai.OpenAI) -> None:
+    """A1: what fits is read from its first token to its last, and one more does not fit."""
+    ids = [5] * (MAX_SEQ_LEN - 1)
+    answer = client.completions.create(model="demo", prompt=ids, echo=True, logprobs=0)
+    scored = answer.choices[0].logprobs
+    assert answer.usage is not None and scored is not None and scored.tokens is not None
+    assert answer.usage.prompt_tokens == len(ids)
+    assert len(scored.tokens) == MAX_SEQ_LEN
+    with pytest.raises(openai.BadRequestError, match="128 tokens"):
+        client.completions.create(model="demo", prompt=[*ids, 5])
+
+
+def test_too_many_tokens_are_asked_for_and_silently_fewer_come(client: openai.OpenAI) -> None:
+    """A1: refused, unless the operator chose --clamp-max-tokens; silence means the room left."""
+    asked: dict[str, Any] = {"model": "demo", "prompt": [5] * 100, "max_tokens": 29}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**asked)
+    assert caught.value.code == "context_length_exceeded"
+    assert "100" in str(caught.value) and "29" in str(caught.value)
+    assert client.completions.create(**{**asked, "max_tokens": 28}).choices
+
+    with (
+        served(lambda: demo_engine(max_seq_len_override=MAX_SEQ_LEN), clamp_max_tokens=True) as lax,
+        lax.openai() as lax_client,
+    ):
+        answer = lax_client.completions.create(**asked, extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == MAX_SEQ_LEN
+        assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
+    http: httpx.Client, tokenizer: Tokenizer, stream: bool
+) -> None:
+    """A8: both reasons are right, and the counts are those of the tokenizer."""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "stop"),
+        ({"stop": " ="}, "stop"),
+        ({"max_tokens": 3}, "length"),
+        ({"max_tokens": 3, "ignore_eos": True}, "length"),
+    ]
+    for fields, reason in cases:
+        body = {"messages": SUM, "temperature": 0, "logprobs": True, "stream": stream, **fields}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        answer = read(http.post("/v1/chat/completions", json=body), stream)
+        assert answer["finish_reason"] == reason
+        assert answer["usage"]["prompt_tokens"] == len(tokenizer.chat(SUM))
+        # The token that ended it counts, and is not in the content.
+        num_output = len(answer["tokens"]) + (reason == "stop")
+        assert answer["usage"]["completion_tokens"] == num_output
+        assert answer["usage"]["total_tokens"] == len(tokenizer.chat(SUM)) + num_output
+
+
+def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
+    """The parts of an answer, however it came."""
+    assert response.status_code == 200
+    if not stream:
+        body = response.json()
+        (choice,) = body["choices"]
+        return {
+            "finish_reason": choice["finish_reason"],
+            "usage": body["usage"],
+            "tokens": choice["logprobs"]["content"],
+        }
+    *events, done, _ = response.text.split("\n\n")
+    assert done == "data: [DONE]"
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert len(reasons) == 1
+    scored = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    tokens = [*itertools.chain(*scored)]
+    return {"finish_reason": reasons[0], "usage": last["usage"], "tokens": tokens}
+
+
+def test_answers_have_no_id_no_model_no_time_and_the_wrong_object(client: openai.OpenAI) -> None:
+    """A8"""
+    before = int(time.time())
+    chat = client.chat.completions.create(model="demo", messages=HELLO)
+    text = client.completions.create(model="demo", prompt="Hello")
+    chunks = [*client.chat.completions.create(model="demo", messages=HELLO, stream=True)]
+    assert (chat.object, text.object) == ("chat.completion", "text_completion")
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert chat.id.startswith("chatcmpl-") and text.id.startswith("cmpl-")
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len({chat.id, text.id, chunks[0].id}) == 3
+    for answer in (chat, text, *chunks):
+        assert answer.model == "demo"
+        assert before <= answer.created <= time.time()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": None}])
+def test_stream_false_streams_all_the_same(http: httpx.Client, fields: dict[str, Any]) -> None:
+    """A9: one JSON object is the default."""
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "Hello"}),
+    ):
+        response = http.post(path, json={**body, **fields})
+        assert response.headers["content-type"] == "application/json"
+        assert response.json()["choices"]
+        streamed = http.post(path, json={**body, "stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+
+
+def test_parameters_are_accepted_and_ignored(client: openai.OpenAI) -> None:
+    """A10: the ones that were. Every other is in test_server_fields.py."""
+
+    def ask(**fields: Any) -> Any:
+        return client.chat.completions.create(model="demo", messages=SUM, **fields)
+
+    plain = ask(temperature=0).choices[0].message.content
+    assert plain == "17 + 25 = 42."
+    assert ask(temperature=0, stop="=").choices[0].message.content == "17 + 25 "
+    assert ask(temperature=0, stop=["="]).choices[0].message.content == "17 + 25 "
+    assert len(ask(temperature=0, n=3).choices) == 3
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="another", messages=SUM)
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "extra_body": {"ignore_eos": True}}
+    without = client.completions.create(model="demo", prompt="I I I I I", **asked)
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalized = client.completions.create(
+            model="demo", prompt="I I I I I", **{name: 2.0}, **asked
+        )
+        assert penalized.choices[0].text != without.choices[0].text
+
+
+def test_greedy_is_refused(client: openai.OpenAI) -> None:
+    """A10: temperature 0, whatever else is asked, is the likeliest token each time."""
+    answers = {
+        client.chat.completions.create(
+            model="demo", messages=SUM, temperature=temperature, seed=seed, top_p=top_p
+        )
+        .choices[0]
+        .message.content
+        for temperature in (0, 1e-10)
+        for seed in (1, 2)
+        for top_p in (0.1, 1)
+    }
+    assert answers == {"17 + 25 = 42."}
+
+
+@pytest.mark.parametrize(
+    ("format", "param"),
+    [
+        ({"type": "json_object"}, "response_format.type"),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.type"),
+    ],
+)
+def test_a_schema_is_asked_for_and_prose_comes(
+    client: openai.OpenAI, format: Any, param: str
+) -> None:
+    """A17: what is not honoured is refused, by name."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, response_format=format)
+    assert caught.value.param == param
+
+
+def test_tools_are_offered_and_never_heard_of(client: openai.OpenAI) -> None:
+    """A18: refused by name, in the request and in what came before."""
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, tools=[tool])
+    assert caught.value.param == "tools"
+    call: Any = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=history)
+    assert caught.value.param == "messages.1.tool_calls"
+
+
+def test_there_is_no_openai_server_at_all(client: openai.OpenAI) -> None:
+    """A19: the client's own tour."""
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id) == model
+    chat = client.chat.completions.create(model=model.id, messages=SUM, temperature=0)
+    assert chat.choices[0].message.content == "17 + 25 = 42."
+    with client.chat.completions.stream(model=model.id, messages=SUM, temperature=0) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "17 + 25 = 42."
+    text = client.completions.create(model=model.id, prompt="Hello", max_tokens=2)
+    assert text.usage is not None and text.usage.completion_tokens <= 2

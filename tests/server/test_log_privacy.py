@@ -1,0 +1,253 @@
+"""What people say stays out of the log, at every level and however their requests go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.engine_loop import ScriptedRunner, engine_on
+from support.fake_engine import FakeEngine
+from support.http_server import free_port, http_client, serve, until, wait_for_health
+
+from minisgl.errors import (
+    CallerError,
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    StepError,
+)
+from minisgl.request import SamplingParams
+from minisgl.server.access_log import log_failure
+
+SECRET = "xyzzy"  # of letters that no word of ours has in this order
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": SECRET}]
+
+# Bodies that are refused, with the secret in every place that a message to the client may quote.
+REFUSED: list[tuple[str, Any]] = [
+    (CHAT, SECRET),
+    (CHAT, [SECRET]),
+    (CHAT, {SECRET: SECRET}),
+    (CHAT, {"messages": SECRET}),
+    (CHAT, {"messages": [SECRET]}),
+    (CHAT, {"messages": [{"role": SECRET, "content": SECRET}]}),
+    (CHAT, {"messages": [{"role": "user", "content": {SECRET: SECRET}}]}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": SECRET, "text": SECRET}]}]}),
+    (CHAT, {"messages": [{"role": "user", "content": SECRET + "\ud800"}]}),
+    (CHAT, {"messages": MESSAGES, "model": SECRET}),
+    (CHAT, {"messages": MESSAGES, SECRET: SECRET}),
+    (CHAT, {"messages": MESSAGES, "temperature": SECRET}),
+    (CHAT, {"messages": MESSAGES, "temperature": 3}),
+    (CHAT, {"messages": MESSAGES, "stop": [[SECRET]]}),
+    (CHAT, {"messages": MESSAGES, "stop": ["", SECRET]}),
+    (CHAT, {"messages": MESSAGES, "logit_bias": {SECRET: 1}}),
+    (CHAT, {"messages": MESSAGES, "tools": [SECRET]}),
+    (CHAT, {"messages": MESSAGES, "response_format": {"type": SECRET}}),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"messages": SECRET}}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 10_000}),
+    (CHAT, {"messages": [{"role": "user", "content": SECRET * 1000}]}),
+    (COMPLETIONS, {"prompt": {SECRET: SECRET}}),
+    (COMPLETIONS, {"prompt": [SECRET, 1]}),
+    (COMPLETIONS, {"prompt": SECRET, "suffix": SECRET}),
+    (COMPLETIONS, {"prompt": SECRET, "user": {SECRET: SECRET}, "n": 1000}),
+]
+ANSWERED: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5, "stream": True, "logprobs": True}),
+    (CHAT, {"messages": MESSAGES, "max_tokens": 5, "stop": SECRET, "user": SECRET}),
+    (COMPLETIONS, {"prompt": SECRET, "max_tokens": 5, "echo": True}),
+    (COMPLETIONS, {"prompt": [SECRET, SECRET], "max_tokens": 5, "echo": True, "stream": True}),
+]
+
+
+@contextmanager
+def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A serving process that logs all it can, and its URL."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, *command, "--port", str(port)],
+        env={**os.environ, "LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for_health(url, 200, seconds=60)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# One key for all, since the real client would not put it into a body.
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_log_of_a_run_has_a_word_of_prompts_and_answers(tiny_model: Path, strict: bool) -> None:
+    command = serve(tiny_model, 0, "--api-key", "a-key", *(["--strict-fields"] if strict else []))
+    with logging_server(*command) as (process, url):
+        headers = {"authorization": "Bearer a-key", "content-type": "application/json"}
+        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+            for path, body in ANSWERED:
+                answer = client.post(path, content=json.dumps(body))
+                assert answer.status_code == 200
+                # The tiny model says what it likes; an echo is an answer that has the word.
+                assert (SECRET in answer.text) == ("echo" in body)
+            for path, body in REFUSED:
+                status = client.post(path, content=json.dumps(body)).status_code
+                ignored = SECRET in body and "messages" in body and not strict
+                assert (status == 200) if ignored else (400 <= status < 500), (body, status)
+            for broken in (b'{"prompt": "%s' % SECRET.encode(), SECRET.encode(), b"\xff\xfe"):
+                assert client.post(COMPLETIONS, content=broken).status_code == 400
+            text = {"content-type": f"text/{SECRET}"}
+            assert client.post(CHAT, content=SECRET, headers=text).status_code == 400
+            for path in (f"/{SECRET}", f"/v1/models/{SECRET}", f"/v1/models?q={SECRET}"):
+                client.get(path)
+            client.request(SECRET.upper(), "/v1/models", content=SECRET)
+            wrong = {"authorization": f"Bearer {SECRET}"}
+            assert client.post(CHAT, json=MESSAGES, headers=wrong).status_code == 401
+            asked = {"messages": MESSAGES, "stream": True, "ignore_eos": True}
+            with client.stream("POST", CHAT, json=asked) as left:
+                next(left.iter_lines())
+        process.send_signal(signal.SIGTERM)
+        log, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert SECRET not in log.lower()
+    assert "Traceback" not in log
+    # The lines are there: of endings at DEBUG, and of each refusal with status and reason.
+    assert " DEBUG request chatcmpl-" in log
+    assert ": length after " in log
+    assert ": abort after " in log
+    assert re.search(
+        r" INFO request \w+: 400\ InvalidRequestError\ \(messages\.0\.role\)$", log, re.M
+    )
+    assert re.search(r" INFO request \w+: 401\ invalid_api_key$", log, re.M)
+    assert re.search(r" INFO request \w+: 404\ model_not_found\ \(model\)$", log, re.M)
+    assert ": 400 This model's maximum context length is " in log
+    assert log.count(" INFO request ") >= len(REFUSED)
+
+
+class UnforeseenError(Exception):
+    def __str__(self) -> str:
+        return SECRET
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unforeseen_error_leaves_its_type_and_place_but_not_its_words(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(interval=0.01)
+    with caplog.at_level(logging.DEBUG):
+        async with http_client(engine) as client:
+            asked = {"messages": MESSAGES, "stream": stream}
+            asking = asyncio.ensure_future(client.post(CHAT, json=asked))
+            await until(lambda: bool(engine.running))
+            next(iter(engine.running.values())).fail(UnforeseenError())
+            answer = await asking
+    assert answer.status_code == (200 if stream else 500)
+    assert "internal_error" in answer.text
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    line, _, frames = record.getMessage().partition("\n")
+    id = answer.headers["x-request-id"]
+    assert line == f"request {id}: {answer.status_code} UnforeseenError"
+    assert "responses.py" in frames
+    assert SECRET not in caplog.text
+
+
+async def test_a_defect_in_the_engine_tells_nobody_anothers_words(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise UnforeseenError
+
+    with caplog.at_level(logging.DEBUG):
+        async with engine_on(ScriptedRunner(page_size=4), tokenizer=True) as engine:
+            monkeypatch.setattr(engine, "_detokenize", broken)
+            for stream in [engine.submit([n], SamplingParams()) for n in range(2)]:
+                with pytest.raises(EngineStoppedError, match=r"^UnforeseenError$"):
+                    await stream.wait_finished()
+            with pytest.raises(EngineStoppedError, match=r"failed: UnforeseenError$"):
+                engine.submit([1], SamplingParams())
+    [record] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert "engine.py" in record.getMessage()
+    assert SECRET not in caplog.text
+
+
+async def test_a_request_is_called_by_the_id_that_it_came_with(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with http_client(FakeEngine(answer_length=2)) as client:
+        client.headers["x-request-id"] = "mine"
+        with caplog.at_level(logging.DEBUG, "minisgl"):
+            await client.post(CHAT, json={"messages": MESSAGES})
+            await client.post(CHAT, json={})
+            await until(lambda: len(caplog.messages) == 3)
+    ended, refused, _ = caplog.messages
+    assert ended.startswith(f"request mine: POST {CHAT} 200 in ")
+    assert refused == "request mine: 400 InvalidRequestError (messages)"
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "reason"),
+    [
+        (InvalidRequestError("messages.3.content", SECRET), "INFO", "(messages.3.content)"),
+        (InvalidRequestError(SECRET, SECRET), "INFO", "InvalidRequestError"),
+        (InvalidRequestError(f"messages.{SECRET}", SECRET), "INFO", "InvalidRequestError"),
+        (CallerError(SECRET), "INFO", "CallerError"),
+        (ModelNotFoundError(SECRET), "INFO", "model_not_found"),
+        (ContextLengthError(70, 30, 64), "INFO", "or completion."),
+        (StepError("Step 9 ran out of memory."), "WARNING", "Step 9 ran out of memory."),
+        (ZeroDivisionError(SECRET), "ERROR", "ZeroDivisionError"),
+    ],
+)
+def test_a_failed_request_has_one_line(
+    error: Exception, level: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        log_failure("an-id", 418, error)
+    [record] = caplog.records
+    assert record.levelname == level
+    assert record.getMessage().startswith("request an-id: 418 ")
+    assert record.getMessage().strip().endswith(reason)
+    assert SECRET not in caplog.text
+
+
+async def test_the_access_log_is_quiet_and_has_the_id_of_the_request_at_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with http_client(FakeEngine(answer_length=2)) as client:
+        with caplog.at_level(logging.INFO):
+            await client.post(CHAT, json={"messages": MESSAGES})
+            await client.get("/health")
+            ours = [record for record in caplog.records if record.name.startswith("minisgl")]
+            assert ours == []
+        with caplog.at_level(logging.DEBUG):
+            answer = await client.post(CHAT, json={"messages": MESSAGES})
+            id = answer.headers["x-request-id"]
+            await until(lambda: f"request {id}: " in caplog.text)
+    [line] = [text for text in caplog.messages if text.startswith("request ")]
+    assert line.startswith(f"request {id}: POST {CHAT} 200 in ")
+
+
+async def test_a_probe_that_asks_early_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "minisgl"):
+        async with http_client(None) as client:
+            assert (await client.get("/health")).status_code == 503
+            assert caplog.messages == []
+            answer = await client.post(CHAT, json={})
+            assert answer.status_code == 503
+    id = answer.headers["x-request-id"]
+    assert caplog.messages == [f"request {id}: 503 The model is still loading."]

@@ -1,0 +1,250 @@
+"""/metrics, scraped over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
+from support.fake_engine import FakeEngine
+from support.folders import ROOT
+from support.http_server import http_client, until
+
+from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
+from minisgl.server.app import create_app
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
+
+README = (ROOT / "minisgl/server/README.md").read_text()
+OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses"}
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+class Scrape:
+    def __init__(self, response: httpx.Response) -> None:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        self.families = {
+            family.name: family for family in text_string_to_metric_families(response.text)
+        }
+        self._samples = {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """0 where nothing has been counted with such labels."""
+        assert any(known == name for known, _ in self._samples), f"no sample of {name}"
+        return self._samples.get((name, tuple(sorted(labels.items()))), 0.0)
+
+    def buckets(self, name: str) -> dict[str, float]:
+        return {
+            sample.labels["le"]: sample.value
+            for sample in self.families[name].samples
+            if sample.name == f"{name}_bucket"
+        }
+
+
+async def scrape(client: httpx.AsyncClient) -> Scrape:
+    return Scrape(await client.get("/metrics"))
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"messages": messages, "ignore_eos": True, "seed": 0, **fields}
+
+
+async def test_a_scrape_agrees_with_what_the_clients_saw() -> None:
+    runner = ScriptedRunner(page_size=4)
+    async with engine_on(runner, tokenizer=True) as engine, http_client(engine) as client:
+        usages = []
+        for text in ("How are you today?", "How are you today?", "What is your name?"):
+            asked = chat(text, max_tokens=20)
+            answer = await client.post("/v1/chat/completions", json=asked)
+            usages.append(answer.json()["usage"])
+        assert usages[1]["prompt_tokens_details"]["cached_tokens"] > 0
+        await client.post("/v1/chat/completions", json=chat("x", temperature=3))
+        await client.post("/v1/chat/completions", json=chat("x", max_tokens=100_000))
+        await client.get("/v1/models/fake")
+        await client.get("/v1/models/another")
+        await client.get("/what/a/path")
+        await client.get("/v1/completions")
+        found = await scrape(client)
+        again = await scrape(client)
+
+    num_output = sum(usage["completion_tokens"] for usage in usages)
+    assert found("minisgl_prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+    assert found("minisgl_cached_prompt_tokens_total") == sum(
+        usage["prompt_tokens_details"]["cached_tokens"] for usage in usages
+    )
+    assert found("minisgl_generated_tokens_total") == num_output == 60
+    assert found("minisgl_requests_finished_total", reason="length") == 3
+    for reason in ("stop", "abort", "error"):
+        assert found("minisgl_requests_finished_total", reason=reason) == 0
+    assert found("minisgl_retractions_total") == found("minisgl_graph_steps_total") == 0
+    assert found("minisgl_time_to_first_token_seconds_count") == 3
+    assert found("minisgl_request_seconds_count") == 3
+    assert found("minisgl_inter_token_seconds_count") == num_output - 3
+    assert found("minisgl_step_seconds_count") == len(runner.launched)
+    assert 0 < found("minisgl_step_seconds_sum") <= found("minisgl_request_seconds_sum")
+    for gauge in ("running_requests", "queued_requests", "token_usage_ratio"):
+        assert found(f"minisgl_{gauge}") == 0
+
+    responses = {
+        ("/v1/chat/completions", "200"): 3,
+        ("/v1/chat/completions", "400"): 2,
+        ("/v1/models/{name:path}", "200"): 1,
+        ("/v1/models/{name:path}", "404"): 1,
+        ("/v1/completions", "405"): 1,
+        ("other", "404"): 1,
+    }
+    name = "minisgl_http_responses_total"
+    assert {
+        (sample.labels["route"], sample.labels["status"]): sample.value
+        for sample in found.families["minisgl_http_responses"].samples
+    } == responses
+    assert again(name, route="/metrics", status="200") == 1
+
+
+async def test_gauges_tell_what_runs_waits_and_is_held() -> None:
+    runner = ScriptedRunner(page_size=4)
+    runner.may_collect.clear()
+    async with (
+        engine_on(runner, max_running_requests=2, num_pages=101) as engine,
+        http_client(engine) as client,
+    ):
+        streams = [engine.submit([i] * 9, params(2, ignore_eos=True)) for i in range(5)]
+        await until(lambda: engine.stats().num_running == 2)
+        found = await scrape(client)
+        assert found("minisgl_running_requests") == 2
+        assert found("minisgl_queued_requests") == 3
+        assert found("minisgl_token_usage_ratio") == engine.stats().num_used_pages / 100 > 0
+        for stream in streams[1:]:
+            stream.abort()
+        assert (await scrape(client))("minisgl_requests_finished_total", reason="abort") == 4
+        runner.may_collect.set()
+        await deltas_of(streams[0])
+
+
+async def test_histograms_are_cumulative_and_complete() -> None:
+    async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
+        await deltas_of(engine.submit([1], params(30, ignore_eos=True)))
+        found = await scrape(client)
+    for name, bounds in (
+        ("minisgl_step_seconds", STEP_BOUNDS),
+        ("minisgl_inter_token_seconds", STEP_BOUNDS),
+        ("minisgl_time_to_first_token_seconds", REQUEST_BOUNDS),
+        ("minisgl_request_seconds", REQUEST_BOUNDS),
+    ):
+        buckets = found.buckets(name)
+        assert [float(bound) for bound in buckets] == [*bounds, float("inf")]
+        assert list(buckets.values()) == sorted(buckets.values())
+        assert buckets["+Inf"] == found(f"{name}_count") > 0
+
+
+async def test_retractions_are_counted() -> None:
+    async with (
+        engine_on(
+            ScriptedRunner(page_size=4), num_pages=20, schedule_conservativeness=0.1
+        ) as engine,
+        http_client(engine) as client,
+    ):
+        streams = [engine.submit([i, 1, 2], params(60, ignore_eos=True)) for i in range(6)]
+        await asyncio.gather(*map(deltas_of, streams))
+        found = await scrape(client)
+        assert found("minisgl_retractions_total") == engine.stats().counters.num_retractions > 0
+
+
+async def test_a_client_that_left_before_its_answer_counts_as_499() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    async with http_client(engine) as client:
+        asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
+        await until(lambda: bool(engine.running))
+        asking.cancel()
+        await until(lambda: not engine.running)
+        found = await scrape(client)
+    name = "minisgl_http_responses_total"
+    assert found(name, route="/v1/completions", status="499") == 1
+
+
+async def test_what_nobody_foresaw_is_a_500_with_the_headers_of_cors_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, origin = FakeEngine(), "https://example.org"
+
+    async def broken(text: str) -> list[int]:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(engine, "encode", broken)
+    async with http_client(engine, cors_origin=(origin,)) as client:
+        headers = {"origin": origin}
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        found = await scrape(client)
+    assert answer.status_code == 500
+    assert answer.headers["access-control-allow-origin"] == origin
+    assert answer.json()["error"]["type"] == "internal_error"
+    assert "defect" not in answer.text
+    assert found("minisgl_http_responses_total", route="/v1/completions", status="500") == 1
+
+
+async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
+    async def one() -> tuple[Scrape, Scrape]:
+        async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
+            before = await scrape(client)
+            await client.get("/version")
+            await deltas_of(engine.submit([1], params(5, ignore_eos=True)))
+            return before, await scrape(client)
+
+    for before, after in await asyncio.gather(one(), one()):
+        assert before.families["minisgl_http_responses"].samples == []
+        assert before("minisgl_generated_tokens_total") == 0
+        assert after("minisgl_generated_tokens_total") == 5
+        assert after("minisgl_http_responses_total", route="/version", status="200") == 1
+
+
+async def test_every_phase_answers_without_a_key() -> None:
+    state = EngineState(ServerConfig(api_key=("secret",)))
+    transport = httpx.ASGITransport(create_app(state))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        loading = await scrape(client)
+        assert loading.families.keys() == OF_THE_SERVER
+        engine = FakeEngine()
+        state.start(engine)
+        ready = await scrape(client)
+        state.drain()
+        draining = await scrape(client)
+        engine.fail(RuntimeError("the device is gone"))
+        dead = await scrape(client)
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/v1/models")).status_code == 401
+    assert ready.families.keys() == draining.families.keys() == dead.families.keys()
+    [info] = ready.families["minisgl_info"].samples
+    assert info.labels["model"] == "fake"
+    assert info.labels["version"]
+    counted = dead("minisgl_http_responses_total", route="/metrics", status="200")
+    assert counted == 3
+
+
+async def test_names_have_their_units_and_are_those_of_the_readme() -> None:
+    async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
+        await client.get("/version")
+        found = await scrape(client)
+    expected = []
+    for family in found.families.values():
+        name, kind = family.name, family.type
+        if kind == "histogram":
+            assert name.endswith("_seconds")
+        elif kind == "counter":
+            name += "_total"
+        assert name.startswith("minisgl_")
+        expected.append((name, kind))
+    section = README.partition("## Metrics\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `minisgl_")]
+    documented = [(name.split("`")[1].partition("{")[0], kind.strip()) for name, kind in rows]
+    assert documented == expected

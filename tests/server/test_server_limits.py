@@ -1,0 +1,248 @@
+"""Bodies made to cost more than they weigh: each is refused in a moment, for a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from support.fake_engine import FakeEngine
+from support.serving import Served, served
+
+from minisgl.errors import CallerError, InvalidRequestError
+from minisgl.server.bodies import MAX_VALUES
+from minisgl.server.decoding import decode
+from minisgl.server.jobs import MAX_SCORES
+from minisgl.server.messages import MAX_MESSAGES, MAX_PARTS, MAX_TEMPLATE_OPTIONS
+from minisgl.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StrictChatRequest,
+)
+
+MAX_SEQ_LEN = 1000
+# A search that backtracks takes minutes, and what is done here some milliseconds.
+GENEROUS_SECONDS = 30
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Served[FakeEngine]]:
+    async def start() -> FakeEngine:
+        return FakeEngine(answer_length=2, max_seq_len=MAX_SEQ_LEN, max_queued=2000)
+
+    with served(start) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(scripted: Served[FakeEngine]) -> Iterator[httpx.Client]:
+    with scripted.http() as client:
+        yield client
+
+
+def refusal(http: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": "a", **fields}
+
+
+# -- what the decoder quotes ----------------------------------------------------------------------
+
+LONG = "field ` " * 150_000
+QUOTING: list[dict[str, Any]] = [
+    {"messages": [message(role=LONG)]},
+    {"messages": [message(role=LONG + " - at `$" + LONG)]},
+    {"messages": [message(content=[{"type": LONG}])]},
+    {"messages": [message()], LONG: 1},
+    {"messages": [message()], LONG + " - at `$." + "a." * 40_000: 1},
+    {"messages": [message()], "reasoning_effort": "Expected `" + "a |" * 40_000},
+    {"messages": [message()], "chat_template_kwargs": LONG},
+]
+
+
+@pytest.mark.parametrize("body", QUOTING)
+def test_a_message_is_worded_in_a_moment(body: dict[str, Any]) -> None:
+    started = time.monotonic()
+    with pytest.raises(CallerError) as caught:
+        decode(json.dumps(body).encode(), StrictChatRequest)
+    assert time.monotonic() - started < GENEROUS_SECONDS
+    assert len(str(caught.value)) < 2000
+    assert len(caught.value.param or "") < 1000
+
+
+# -- objects with the client's keys ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2**61 - 1, 1 << 32])
+def test_keys_that_collide(step: int) -> None:
+    """Integers that are multiples of Python's modulus have one hash, and make a table a list."""
+    bias = {str(step * index): 1 for index in range(40_000)}
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(json.dumps({"prompt": "a", "logit_bias": bias}).encode(), CompletionRequest)
+    assert str(caught.value) == "logit_bias: must have at most 1024 keys."
+
+
+def test_a_key_that_comes_again_and_again() -> None:
+    again = b",".join([b'"5": 1'] * 40_000)
+    body = decode(b'{"prompt": "a", "logit_bias": {%s, "5": 2}}' % again, CompletionRequest)
+    assert body.sampling_fields()["logit_bias"] == {5: 2}  # the last one holds, as in any JSON
+
+
+# -- numbers that take long to read ----------------------------------------------------------------
+
+
+def listed(value: bytes, num: int = MAX_VALUES - 100) -> bytes:
+    return b"[%s]" % b",".join([value] * num)
+
+
+def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
+    """Of this thread's computing, taken or refused; the best of two."""
+    best = math.inf
+    for _ in range(2):
+        started = time.thread_time()
+        with contextlib.suppress(CallerError):
+            decode(body, kind)
+        best = min(best, time.thread_time() - started)
+    return best
+
+
+@pytest.fixture(scope="module")
+def plain_seconds() -> float:
+    """What the largest honest list of token ids takes."""
+    return seconds(b'{"prompt": %s}' % listed(b"12345"), CompletionRequest)
+
+
+@pytest.mark.parametrize("number", [b"1e308", b"1e-308", b"1e-330", b"5.0", b"[5.0]"])
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, b'{"prompt": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "n": 1.0, "stop_token_ids": %s}'),
+        (DetokenizeRequest, b'{"tokens": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "metadata": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "user": {"a": %s}}'),
+        (CompletionRequest, b'{"prompt": "a", "mirostat": 0, "mirostat_tau": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "unknown": %s}'),
+        (CompletionRequest, b'{"prompt": "a", "top_k": 1.0, "logit_bias": {"1": %s}}'),
+        (
+            ChatRequest,
+            b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": %s}}',
+        ),
+    ],
+)
+def test_floats_by_the_thousands(
+    kind: type[msgspec.Struct], body: bytes, number: bytes, plain_seconds: float
+) -> None:
+    """The decoder takes 10 us for 1e308, a hundred times as long as for a token id."""
+    hostile = body % listed(number, MAX_VALUES // (2 if b"[" in number else 1) - 100)
+    assert seconds(hostile, kind) < 15 * plain_seconds
+
+
+def test_integers_of_thousands_of_digits(plain_seconds: float) -> None:
+    digits = listed(b"9" * 4290, 3900)
+    for field in (b'"prompt": %s', b'"prompt": "a", "top_k": 1.0, "metadata": %s'):
+        assert seconds(b"{%s}" % (field % digits), CompletionRequest) < 15 * plain_seconds
+
+
+def test_half_a_million_keys(plain_seconds: float) -> None:
+    keys = b",".join(b'"k%d":1' % index for index in range(MAX_VALUES - 100))
+    body = b'{"prompt": "a", "top_k": 1.0, %s}' % keys
+    assert decode(body, CompletionRequest).top_k == 1
+    assert seconds(body, CompletionRequest) < 15 * plain_seconds
+
+
+def test_prompts_with_floats_are_taken_up_to_a_size() -> None:
+    floats = listed(b"12345.0", 50_000)
+    assert decode(b'{"prompt": %s}' % floats, CompletionRequest).prompt == [12345] * 50_000
+    with pytest.raises(InvalidRequestError) as caught:
+        decode(b'{"prompt": %s}' % listed(b"12345.0", 100_000), CompletionRequest)
+    assert caught.value.param == "prompt.0"
+    # What has none is not concerned.
+    ids = b'{"prompt": %s, "top_k": 1.0}' % listed(b"12345", 100_000)
+    assert decode(ids, CompletionRequest).prompt == [12345] * 100_000
+
+
+# -- conversations --------------------------------------------------------------------------------
+
+
+def test_a_conversation_has_so_many_messages_and_parts(http: httpx.Client) -> None:
+    part = {"type": "text", "text": ""}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        error = refusal(http, path, {"messages": [message()] * (MAX_MESSAGES + 1)})
+        assert error["message"] == f"messages: must have at most {MAX_MESSAGES} entries."
+        parts = message(content=[part] * (MAX_PARTS // 2 + 1))
+        error = refusal(http, path, {"messages": [parts, parts]})
+        assert error["message"] == f"messages: must have at most {MAX_PARTS} content parts in all."
+
+
+def test_the_longest_conversations_are_taken() -> None:
+    content = [{"type": "text", "text": "a"}]
+    body = {"messages": [message(content=content * (MAX_PARTS // MAX_MESSAGES))] * MAX_MESSAGES}
+    decoded = decode(json.dumps(body).encode(), ChatRequest)
+    assert len(decoded.template_messages()) == MAX_MESSAGES
+
+
+def test_a_template_gets_so_many_options(http: httpx.Client) -> None:
+    options = {f"o{index}": index for index in range(MAX_TEMPLATE_OPTIONS + 1)}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        body = {"messages": [message()], "chat_template_kwargs": options}
+        error = refusal(http, path, body)
+        expected = f"chat_template_kwargs: must have at most {MAX_TEMPLATE_OPTIONS} keys."
+        assert error["message"] == expected
+        del options["o0"]
+        assert http.post(path, json=body).status_code == 200
+        options["o0"] = 0
+
+
+# -- logprobs -------------------------------------------------------------------------------------
+
+
+def test_an_answer_holds_so_many_logprobs(scripted: Served[FakeEngine], http: httpx.Client) -> None:
+    prompts = ["x" * 900] * 1000
+    asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True}
+    error = refusal(http, "/v1/completions", {**asked, "logprobs": 20})
+    assert error["param"] == "logprobs"
+    assert str(MAX_SCORES) in error["message"] and str(900 * 1000 * 21) in error["message"]
+    error = refusal(
+        http, "/v1/completions", {"prompt": "x", "n": 128, "max_tokens": 900, "logprobs": 20}
+    )
+    assert f"max_tokens of 128 choices may be up to {MAX_SCORES // (128 * 21)}." in error["message"]
+    error = refusal(
+        http,
+        "/v1/chat/completions",
+        {
+            "messages": [message()],
+            "n": 128,
+            "max_tokens": 900,
+            "logprobs": True,
+            "top_logprobs": 20,
+        },
+    )
+    assert error["param"] == "logprobs"
+    assert not scripted.engine.running
+    # What exceeds the context too is told so first.
+    asked = {"prompt": "x", "n": 128, "max_tokens": 5000, "logprobs": 20}
+    assert refusal(http, "/v1/completions", asked)["code"] == "context_length_exceeded"
+
+
+def test_without_max_tokens_a_scored_chat_gets_what_the_bound_leaves(
+    scripted: Served[FakeEngine], http: httpx.Client
+) -> None:
+    asked: dict[str, Any] = {"messages": [message()], "logprobs": True, "top_logprobs": 20}
+    for n, expected in ((1, None), (128, MAX_SCORES // (128 * 21))):
+        scripted.engine.submitted.clear()
+        assert http.post("/v1/chat/completions", json={**asked, "n": n}).status_code == 200
+        assert {stream.params.max_tokens for stream in scripted.engine.submitted} == {expected}
+    scripted.engine.submitted.clear()

@@ -1,0 +1,402 @@
+"""/openapi.json says what the server does: every route, every field, every answer. And a fuzz run
+against it, on a small model, after which nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS
+from starlette.routing import Route
+from support.fake_engine import FakeEngine
+from support.serving import Served, demo_engine, served
+
+from minisgl.engine import AsyncEngine
+from minisgl.models.config_reader import CONFIG_FILE
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.server import schemas
+from minisgl.server.app import create_app
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
+from minisgl.server.openapi import describe
+from minisgl.server.protocol import SAMPLER_DETAILS
+
+JSON = "application/json"
+MAX_SEQ_LEN = 64
+NUM_PAGES = 513
+# The bundled model, cut down to a step that takes a fifth of the time. Its weights are random, so
+# many tokens end an answer, for some answers to end.
+SMALL = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "eos_token_id": [*range(64)],
+}
+
+
+def app_routes() -> list[Route]:
+    app = create_app(EngineState(ServerConfig()))
+    return [route for route in app.routes if isinstance(route, Route)]
+
+
+ROUTES = app_routes()
+DESCRIPTION = describe(ROUTES, open_paths=(), with_key=False)
+OPERATIONS = [
+    operation.ok() for operation in schemathesis.openapi.from_dict(DESCRIPTION).get_all_operations()
+]
+# Some rules bind several fields, which a schema cannot say: valid to it is not valid to us.
+LEFT_OUT = [CHECKS.get_one("positive_data_acceptance")]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served[AsyncEngine]]:
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    shutil.copytree(DEMO_FOLDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    (folder / CONFIG_FILE).write_text(json.dumps(config | SMALL))
+    # Little room, so that what asks for everything is soon done.
+    options: dict[str, Any] = {"max_seq_len_override": MAX_SEQ_LEN, "num_pages": NUM_PAGES}
+    with served(
+        lambda: demo_engine(model=str(folder), load_format="dummy", **options),
+        served_model_name=("demo",),
+    ) as found:
+        yield found
+        found.on_loop(found.engine.audit)
+        stats = found.on_loop(found.engine.stats)
+        assert found.engine.failure is None
+        assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+
+
+@pytest.fixture(scope="module")
+def http(demo: Served[AsyncEngine]) -> Iterator[httpx.Client]:
+    with demo.http() as client:
+        yield client
+
+
+# -- the description ------------------------------------------------------------------------------
+
+
+def test_it_is_published_as_it_is(http: httpx.Client) -> None:
+    assert http.get("/openapi.json").json() == DESCRIPTION
+
+
+def test_it_lists_every_route() -> None:
+    described = {
+        (path, method) for path, methods in DESCRIPTION["paths"].items() for method in methods
+    }
+    served = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in ROUTES
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert described == served
+    assert {"/v1/chat/completions", "/tokenize", "/health", "/openapi.json"} <= {
+        path for path, _ in described
+    }
+
+
+def test_errors_are_described_in_the_envelope() -> None:
+    for path, methods in DESCRIPTION["paths"].items():
+        for operation in methods.values():
+            errors = {k: v for k, v in operation["responses"].items() if k != "200"}
+            for error in errors.values():
+                schema = error["content"][JSON]["schema"]
+                assert schema == {"$ref": "#/components/schemas/Error"}
+            if "requestBody" in operation:
+                assert {"400", "404", "413", "500", "503"} <= errors.keys()
+            if path.endswith("completions"):
+                assert "429" in errors
+    details = DESCRIPTION["components"]["schemas"]["ErrorDetails"]
+    assert details["required"] == ["message", "type", "param", "code"]
+
+
+def test_with_a_key_it_says_what_needs_it() -> None:
+    described = describe(ROUTES, open_paths=("/health",), with_key=True)
+    assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    chat = described["paths"]["/v1/chat/completions"]["post"]
+    assert chat["security"] == [{"key": []}]
+    assert "401" in chat["responses"]
+    health = described["paths"]["/health"]["get"]
+    assert "security" not in health and "401" not in health["responses"]
+
+
+def bounded_fields() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    schemas = DESCRIPTION["components"]["schemas"]
+    for path, schema in (
+        ("/v1/chat/completions", schemas["ChatRequest"]),
+        ("/v1/completions", schemas["CompletionRequest"]),
+    ):
+        for name, field in schema["properties"].items():
+            for option in field.get("anyOf", ()):
+                if "minimum" in option:
+                    yield path, name, option
+
+
+@pytest.mark.parametrize(("path", "name", "bounds"), [*bounded_fields()])
+def test_the_bounds_that_it_gives_are_those_that_hold(
+    http: httpx.Client, path: str, name: str, bounds: dict[str, Any]
+) -> None:
+    low, high = bounds["minimum"], bounds["maximum"]
+    integer = bounds["type"] == "integer"
+    beyond = 1 if integer else 1e-3 * max(1, abs(high))
+    asked: dict[str, Any] = {"max_tokens": 1, "stream": False}
+    asked["logprobs"] = path == "/v1/chat/completions" or None
+    asked |= {"prompt": "a"} if path == "/v1/completions" else {"messages": hello()}
+    for value in (low, high):
+        response = http.post(path, json={**asked, "echo": echo(path, name), name: value})
+        if response.status_code != 200:  # it is in bounds, and too much for this small model
+            code = response.json()["error"]["code"]
+            assert name in ("max_tokens", "max_completion_tokens", "min_tokens")
+            assert code == "context_length_exceeded" or name == "min_tokens"
+    for value in (low - beyond, high + beyond):
+        response = http.post(path, json={**asked, name: value})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])
+def test_the_entries_of_logit_bias_are_described(name: str) -> None:
+    [bias, _] = DESCRIPTION["components"]["schemas"][name]["properties"]["logit_bias"]["anyOf"]
+    assert bias["additionalProperties"] == {"type": "number", "minimum": -100, "maximum": 100}
+    assert re.match(bias["propertyNames"]["pattern"], "17")
+
+
+def hello() -> list[dict[str, str]]:
+    return [{"role": "user", "content": "a"}]
+
+
+def echo(path: str, name: str) -> bool | None:
+    """0 tokens are allowed with it alone."""
+    return True if path == "/v1/completions" and name == "max_tokens" else None
+
+
+@pytest.mark.parametrize("usage", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
+@pytest.mark.parametrize("scored", [False, True])
+def test_answers_are_what_the_types_say(
+    http: httpx.Client, usage: dict[str, bool] | None, scored: bool
+) -> None:
+    """Neither more nor less: each is decoded with its type and encoded again."""
+    chat: dict[str, Any] = {"messages": hello(), "max_tokens": 3, "n": 2}
+    text: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 3, "echo": True}
+    if scored:
+        chat |= {"logprobs": True, "top_logprobs": 2}
+        text |= {"logprobs": 2}
+    cases: list[tuple[str, dict[str, Any], Any, Any]] = [
+        ("/v1/chat/completions", chat, schemas.ChatCompletion, schemas.ChatCompletionChunk),
+        ("/v1/completions", text, schemas.Completion, schemas.CompletionChunk),
+    ]
+    for body in (chat, text):
+        body["return_token_ids"] = scored
+    for path, body, whole, chunk in cases:
+        prompt_logprobs = 2 if scored else None
+        check_shape(
+            http.post(path, json={**body, "prompt_logprobs": prompt_logprobs}).content, whole
+        )
+        response = http.post(path, json={**body, "stream": True, "stream_options": usage})
+        *events, done = response.text.removesuffix("\n\n").split("\n\n")
+        assert done == "data: [DONE]"
+        assert len(events) > 3
+        for event in events:
+            check_shape(event.removeprefix("data: ").encode(), chunk)
+
+
+def test_the_other_answers_too(http: httpx.Client) -> None:
+    check_shape(http.get("/v1/models").content, schemas.ModelList)
+    check_shape(http.get("/v1/models/demo").content, schemas.Model)
+    check_shape(http.get("/health").content, schemas.Health)
+    check_shape(http.get("/version").content, schemas.Version)
+    check_shape(http.get("/v1/models/x").content, schemas.Error)
+    check_shape(http.post("/tokenize", json={"prompt": "a"}).content, schemas.Tokens)
+    check_shape(http.post("/detokenize", json={"tokens": [5]}).content, schemas.Text)
+
+
+def check_shape(body: bytes, type: Any) -> None:
+    decoded = msgspec.json.decode(body, type=type)
+    assert json.loads(msgspec.json.encode(decoded)) == json.loads(body)
+
+
+# -- the fuzz run ---------------------------------------------------------------------------------
+
+# The same examples in every run: what fails here fails everywhere.
+BOUNDED = settings(
+    max_examples=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[*HealthCheck],
+)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_requests_that_the_schema_allows(demo: Served[AsyncEngine], operation: Any) -> None:
+    statuses: set[int] = set()
+
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def check(case: Any) -> None:
+        response = case.call(base_url=demo.url)
+        statuses.add(response.status_code)
+        case.validate_response(response, excluded_checks=LEFT_OUT)
+
+    check()
+    assert statuses <= {200, 400, 404}
+    # Which bodies come up depends on the modules that are loaded, so perhaps none that is taken;
+    # test_requests_that_run has those.
+    assert operation.body or statuses & {200, 404}
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [operation for operation in OPERATIONS if operation.body],
+    ids=lambda operation: operation.label,
+)
+def test_requests_that_it_forbids(demo: Served[AsyncEngine], operation: Any) -> None:
+    statuses: set[int] = set()
+
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    def check(case: Any) -> None:
+        response = case.call(base_url=demo.url)
+        statuses.add(response.status_code)
+        case.validate_response(response)
+
+    check()
+    assert statuses == {400}
+
+
+def sharpened() -> dict[str, Any]:
+    """The description with what binds several fields, or depends on the model: most of what it
+    allows is answered, so that the engine meets it."""
+    description = copy.deepcopy(DESCRIPTION)
+    schemas = description["components"]["schemas"]
+    token_id = {"type": "integer", "minimum": 0, "maximum": 2047}
+    text = {"type": "string", "minLength": 1, "maxLength": 20}
+    ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": 20}
+    schemas["Message"]["required"] = ["role", "content"]
+    schemas["Message"]["properties"]["refusal"] = {"type": "null"}
+    parts = {"type": "array", "items": {"$ref": "#/components/schemas/ContentPart"}}
+    schemas["Message"]["properties"]["content"] = {
+        "anyOf": [text, {**parts, "minItems": 1, "maxItems": 2}]
+    }
+    schemas["ContentPart"]["properties"]["text"] = {**text, "maxLength": 5}
+    schemas["ChatRequest"]["properties"]["messages"]["maxItems"] = 2
+    schemas["CompletionRequest"]["properties"]["prompt"] = {
+        "anyOf": [text, ids, {**ids, "items": text}, {**ids, "items": ids, "maxItems": 3}]
+    }
+    schemas["TokenizeRequest"]["required"] = ["prompt"]
+    schemas["TokenizeRequest"]["properties"]["prompt"] = text
+    schemas["TokenizeRequest"]["properties"]["messages"] = {"type": "null"}
+    schemas["DetokenizeRequest"]["properties"]["tokens"] = {"type": "array", "items": token_id}
+    for name in ("ChatRequest", "CompletionRequest"):
+        fields = schemas[name]["properties"]
+        fields["stop_token_ids"] = ids
+        fields["logit_bias"] = {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,2})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+        fields["n"] = {"type": "integer", "minimum": 1, "maximum": 4}
+        fields["max_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
+        fields["min_tokens"] = {"type": "integer", "minimum": 0, "maximum": 1}
+        fields["stream"] = {"const": True}
+        fields["logprobs"] = {"const": True} if name == "ChatRequest" else fields["logprobs"]
+        schemas[name]["required"] += ["stream", "logprobs"]
+        useless = (
+            *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
+            *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
+        )
+        for field in (*useless, *(field for group in SAMPLER_DETAILS.values() for field in group)):
+            fields.pop(field, None)
+    for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+        del schemas[name]["properties"]["model"]
+        schemas[name]["additionalProperties"] = False
+    return description
+
+
+SHARPENED = schemathesis.openapi.from_dict(sharpened())
+SHARPENED.config.max_stream_events = 10_000  # every stream to its end, where 20 are the default
+SHARP_OPERATIONS = [
+    operation.ok() for operation in SHARPENED.get_all_operations() if operation.ok().body
+]
+
+
+@pytest.mark.parametrize("operation", SHARP_OPERATIONS, ids=lambda operation: operation.label)
+def test_requests_that_run(demo: Served[AsyncEngine], operation: Any) -> None:
+    statuses: Counter[int] = Counter()
+
+    @BOUNDED
+    @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE))
+    def check(case: Any) -> None:
+        response = case.call(base_url=demo.url)
+        statuses[response.status_code] += 1
+        assert 'data: {"error"' not in response.text
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            assert response.text.endswith("data: [DONE]\n\n")
+        case.validate_response(response, excluded_checks=LEFT_OUT)
+
+    check()
+    assert statuses.keys() <= {200, 400}
+    assert statuses[200] > statuses[400]
+
+
+KEYS = sorted(
+    {
+        name
+        for schema in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
+        for name in DESCRIPTION["components"]["schemas"][schema]["properties"]
+    }
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**64) | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_any_value_in_any_field(demo: Served[AsyncEngine], path: str) -> None:
+    """What the schema knows nothing of: NaN, numbers beyond all bounds, several fields at once."""
+    base: dict[str, Any] = {"max_tokens": 2} if "completions" in path else {}
+    base |= {"messages": hello()} if path.endswith("chat/completions") else {"prompt": "a"}
+
+    @settings(BOUNDED, max_examples=200)
+    @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+    def check(fields: dict[str, Any]) -> None:
+        body = json.dumps({**base, **fields})
+        response = client.post(path, content=body.encode(), headers={"content-type": JSON})
+        assert response.status_code in (200, 400, 404)
+        if response.status_code != 200:
+            check_shape(response.content, schemas.Error)
+
+    with demo.http() as client:
+        check()
+
+
+def test_any_bytes() -> None:
+    async def start() -> FakeEngine:
+        return FakeEngine(answer_length=1)
+
+    @settings(BOUNDED, max_examples=200)
+    @given(body=st.binary(max_size=40), type=st.sampled_from(["", JSON, "text/plain"]))
+    def check(body: bytes, type: str) -> None:
+        response = client.post("/v1/completions", content=body, headers={"content-type": type})
+        assert response.status_code == 400
+        check_shape(response.content, schemas.Error)
+
+    with served(start) as found, found.http() as client:
+        check()

@@ -1,0 +1,180 @@
+"""Paged caches at random, hostile on purpose, and what a backend makes of them.
+
+Pages are scattered, what no sequence wrote is NaN, and the undefined columns of a page table point
+outside the cache. TorchAttention on the same device is the reference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from support.layer_cases import EPS, assert_rounded_alike
+from support.paged import UNDEFINED_PAGE
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, LayerKV, PrefillBatch
+from minisgl.attention.torch_backend import TorchAttention
+from minisgl.config import AttentionSpec
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.reference import NormRope
+from minisgl.kernels.slots.state import slot_mapping_of
+from minisgl.layers.rope import RotaryEmbedding
+
+# Relative to the largest output; half precision rounds weights and outputs to 11 or 8 bits.
+ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model and the options fix."""
+
+    group: int
+    head_dim: int
+    page_size: int
+    num_kv_heads: int = 2
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Peaked: over random keys the model's own scale gives nearly uniform weights."""
+        return AttentionSpec(
+            num_heads=self.num_kv_heads * self.group,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=2 * self.head_dim**-0.5,
+        )
+
+    def queries(self, num_rows: int) -> Tensor:
+        """A part of a wider tensor, as of one projection to q, k and v."""
+        heads = self.num_kv_heads * self.group
+        wide = torch.randn(num_rows, heads + 3, self.head_dim, device=self.device)
+        return wide.to(self.dtype)[:, 1 : heads + 1]
+
+    def qkv(self, num_rows: int) -> Tensor:
+        """What the projection to q, k and v returns."""
+        size = self.num_kv_heads * (self.group + 2) * self.head_dim
+        return torch.randn(num_rows, size, device=self.device).to(self.dtype)
+
+    def norm_rope(self, max_seq_len: int, *, normed: bool) -> NormRope:
+        frequencies = 1e4 ** -torch.linspace(0, 1, self.head_dim // 2, device=self.device)
+        table = RotaryEmbedding(frequencies, max_seq_len, scale=1.1).table
+        if not normed:
+            return NormRope(table)
+        weights = (1 + 0.3 * torch.randn(2, self.head_dim, device=self.device)).to(self.dtype)
+        return NormRope(table, weights[0], weights[1], EPS)
+
+
+def paged_cache(shape: Shape, lengths: Sequence[int], seed: int = 0) -> tuple[LayerKV, Tensor]:
+    """The cache of sequences this long, and their page table."""
+    torch.manual_seed(seed)
+    counts = [-(-length // shape.page_size) for length in lengths]
+    num_pages = sum(counts) + 3
+    free = random.Random(seed).sample(range(1, num_pages), sum(counts))
+    table = torch.full((len(lengths), max(counts) + 2), UNDEFINED_PAGE, dtype=torch.int32)
+    written = torch.zeros(num_pages, shape.page_size, dtype=torch.bool)
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages = [free.pop() for _ in range(count)]
+        table[row, :count] = torch.tensor(pages, dtype=torch.int32)
+        slots = torch.zeros(count * shape.page_size, dtype=torch.bool)
+        slots[:length] = True
+        written[pages] = slots.view(count, shape.page_size)
+    size = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    unwritten = ~written[:, :, None, None].to(shape.device)
+    k, v = (
+        torch.randn(size, device=shape.device).to(shape.dtype).masked_fill_(unwritten, torch.nan)
+        for _ in range(2)
+    )
+    return LayerKV(k, v), table.to(shape.device)
+
+
+def check_decode(
+    backend: AttentionBackend, shape: Shape, lengths: Sequence[int], seed: int = 0
+) -> Tensor:
+    kv, table = paged_cache(shape, lengths, seed)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
+    rows = DecodeBatch(table, on_device, max(lengths))
+    q = shape.queries(len(lengths))
+    out = backend.decode(q, kv, rows, shape.spec)
+    assert_close(out, TorchAttention().decode(*in_float32(q, kv), rows, shape.spec), shape)
+    return out
+
+
+def check_decode_qkv(
+    backend: FusedDecode, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
+) -> None:
+    """Twice, to the bit: the second time the rows' own tokens are in the cache already."""
+    kv, table = paged_cache(shape, lengths, seed)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
+    longest = max(1, *lengths)
+    rows = DecodeBatch(table, on_device, longest)
+    qkv, norm_rope = shape.qkv(len(lengths)), shape.norm_rope(longest, normed=normed)
+    forget_own(kv, rows)
+    expected, expected_kv = turned_and_attended(qkv, kv, rows, norm_rope, shape)
+    out = backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec)
+    assert_close(out, expected, shape)
+    assert_stored(kv, expected_kv, rows)
+    assert torch.equal(backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec), out)
+    assert_stored(kv, expected_kv, rows)
+
+
+def own_places(kv: LayerKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows that are not empty; the position of each one's own token, and where it is cached."""
+    live = rows.lengths.nonzero().flatten()
+    positions = rows.lengths[live].long() - 1
+    return live, positions, slot_mapping_of(rows.page_table, live, positions, kv.page_size)
+
+
+def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
+    for cache in (kv.k, kv.v):
+        cache.flatten(0, 1)[own_places(kv, rows)[2]] = torch.nan
+
+
+def turned_and_attended(
+    qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, shape: Shape
+) -> tuple[Tensor, LayerKV]:
+    """What is to come of a decode that turns: its result in float32, and the cache."""
+    live, positions, slots = own_places(kv, rows)
+    kv = LayerKV(kv.k.clone(), kv.v.clone())
+    q = reference.qk_norm_rope_store_kv(qkv[live], positions, slots, kv.k, kv.v, norm_rope)
+    live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
+    out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
+    out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec)
+    return out, kv
+
+
+def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
+    """Own keys but for their rounding; all else to the bit, and so what is not a number."""
+    slots = own_places(kv, rows)[2]
+    own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
+    assert_rounded_alike(own_keys, expected_keys[slots].cpu())
+    expected_keys = expected_keys.index_copy(0, slots, own_keys).view(kv.k.shape)
+    torch.testing.assert_close(kv.k, expected_keys, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(kv.v, expected.v, rtol=0, atol=0, equal_nan=True)
+
+
+def check_prefill(
+    backend: AttentionBackend, shape: Shape, chunks: Sequence[tuple[int, int]], seed: int = 0
+) -> Tensor:
+    """chunks: (tokens before it, tokens in it)."""
+    kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed)
+    starts, lengths = zip(*chunks, strict=True)
+    rows = PrefillBatch.of(table, starts, lengths)
+    q = shape.queries(rows.num_rows)
+    out = backend.prefill(q, kv, rows, shape.spec)
+    assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec), shape)
+    return out
+
+
+def in_float32(q: Tensor, kv: LayerKV) -> tuple[Tensor, LayerKV]:
+    return q.float(), replace(kv, k=kv.k.float(), v=kv.v.float())
+
+
+def assert_close(out: Tensor, expected: Tensor, shape: Shape) -> None:
+    assert out.shape == expected.shape and out.dtype == shape.dtype
+    assert out.is_contiguous() and out.isfinite().all()
+    error = (out.float() - expected).abs().max()
+    assert error <= ERRORS[shape.dtype] * expected.abs().max().clamp(min=1), error

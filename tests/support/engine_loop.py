@@ -1,0 +1,88 @@
+"""An engine whose runner has no model: tests script each of its steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from support.fake_runner import FakeRunner
+
+from minisgl.config import Capacity, EngineConfig, resolve
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stream import OutputStream
+from minisgl.models.generation import GenerationDefaults
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
+from minisgl.request import OutputDelta, SamplingParams
+from minisgl.runner.facts import device_facts
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.text.tokenizer import Tokenizer
+
+VOCAB = 50
+EOS = 7
+
+
+class ScriptedRunner(FakeRunner):
+    """Says when it collects, and fails when it is told to."""
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size=page_size, vocab_size=VOCAB)
+        self.collect_errors: dict[int, Exception] = {}
+        self.may_collect = threading.Event()
+        self.may_collect.set()
+        self.launched: list[StepPlan] = []
+        self.closed = False
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.launched.append(plan)
+        return super().launch(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        assert self.may_collect.wait(10)
+        if handle.step in self.collect_errors:
+            raise self.collect_errors[handle.step]
+        return handle
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def loaded(
+    runner: ScriptedRunner, *, overlap: bool, tokenizer: bool, **options: Any
+) -> Loaded[Any]:
+    facts = read_model_config(DEMO_FOLDER).facts()
+    options = {"device": "cpu", "num_pages": 200, "page_size": runner.page_size, **options}
+    config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
+    return Loaded(
+        runner,
+        config,
+        Capacity.of(config, config.num_pages),
+        facts,
+        Tokenizer.load(DEMO_FOLDER) if tokenizer else None,
+        GenerationDefaults(frozenset({EOS})),
+        "fake",
+    )
+
+
+@asynccontextmanager
+async def engine_on(
+    runner: ScriptedRunner, *, overlap: bool = True, tokenizer: bool = False, **options: Any
+) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(
+        loaded(runner, overlap=overlap, tokenizer=tokenizer, **options)
+    ) as engine:
+        yield engine
+        if engine.failure is None:
+            engine.audit()
+    assert runner.closed
+
+
+def params(max_tokens: int = 20, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0, **fields)
+
+
+async def deltas_of(stream: OutputStream) -> list[OutputDelta]:
+    return [delta async for delta in stream]

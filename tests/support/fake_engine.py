@@ -1,0 +1,275 @@
+"""An engine without a model, with the face of AsyncEngine that the server uses.
+
+A token is a byte. The answer to any prompt is the alphabet, starting at a letter that the seed
+chooses; token i comes `interval` seconds after the one before it. Run as a script it is a whole
+serving process: `python tests/support/fake_engine.py '{"interval": 0.1}' '{"port": 0}'`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from minisgl.config import Capacity, EngineConfig
+from minisgl.engine.stats import EngineStats, Totals
+from minisgl.errors import (
+    ContextLengthError,
+    EngineStoppedError,
+    InvalidRequestError,
+    MinisglError,
+    QueueFullError,
+)
+from minisgl.request import (
+    EVERYONE,
+    FinishReason,
+    OutputDelta,
+    SamplingParams,
+    Tenant,
+    TokenLogprobs,
+)
+from minisgl.scheduler.scheduler import SchedulerCounters
+from minisgl.server.config import ServerConfig
+from minisgl.server.process import ServerProcess
+from minisgl.text.rendering import encode_call
+
+VOCAB_SIZE = 256
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class FakeTokenizer:
+    drops_first_space = False
+
+    def decode(self, token_ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str:
+        known = bytes(token_id for token_id in token_ids if 0 <= token_id < VOCAB_SIZE)
+        return known.decode(errors="replace")
+
+    def token_text(self, token_id: int, /) -> str:
+        return chr(token_id)
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        return bytes([token_id])
+
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        return {token_id: bytes([token_id]) for token_id in range(VOCAB_SIZE)}
+
+
+class FakeDefaults:
+    def sampling(self, **overrides: Any) -> SamplingParams:
+        return SamplingParams(**{"temperature": 0.5, **overrides})
+
+
+class FakeStream:
+    def __init__(
+        self, engine: FakeEngine, prompt: Sequence[int], params: SamplingParams, request_id: str
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self._engine = engine
+        self._items: asyncio.Queue[OutputDelta | Exception | None] = asyncio.Queue()
+        self.task = asyncio.ensure_future(self._produce())
+        engine.running[request_id] = self
+
+    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
+        while (item := await self._items.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def abort(self) -> None:
+        if self.request_id in self._engine.running:
+            self._engine.aborted.append(self.request_id)
+            self._end(OutputDelta([], "", 0, 0, finish_reason=FinishReason.ABORT))
+
+    def fail(self, error: Exception) -> None:
+        self._end(error)
+
+    def _end(self, last: OutputDelta | Exception) -> None:
+        if self._engine.running.pop(self.request_id, None) is not None:
+            self.task.cancel()
+            self._items.put_nowait(last)
+            self._items.put_nowait(None)
+
+    async def _produce(self) -> None:
+        engine, params = self._engine, self.params
+        await engine.gate.wait()
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = engine.capacity.max_seq_len - len(self.prompt)
+        if max_tokens == 0:
+            self._end(self._delta(0, last=True))
+        for index in range(max_tokens):
+            await asyncio.sleep(engine.interval)
+            last = index + 1 == max_tokens or (
+                index + 1 == engine.answer_length and not params.ignore_eos
+            )
+            delta = self._delta(index + 1, last=last)
+            if last:
+                self._end(delta)
+                return
+            self._items.put_nowait(delta)
+
+    def _delta(self, count: int, *, last: bool) -> OutputDelta:
+        """The one with token number `count`."""
+        params = self.params
+        ids = [ord(LETTERS[((params.seed or 0) + count - 1) % 26])] if count else []
+        finish = None
+        if last:
+            stopped = not params.ignore_eos and count == self._engine.answer_length
+            finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+        scored = [] if params.logprobs is None else [self._score(id, params.logprobs) for id in ids]
+        prompt_logprobs = []
+        if params.prompt_logprobs is not None and count <= 1:
+            prompt_logprobs = [self._score(id, params.prompt_logprobs) for id in self.prompt[1:]]
+        return OutputDelta(
+            token_ids=ids,
+            text=bytes(ids).decode() * self._engine.repeat,
+            num_output_tokens=count,
+            num_cached_tokens=2,
+            logprobs=scored,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish,
+        )
+
+    @staticmethod
+    def _score(id: int, num: int) -> TokenLogprobs:
+        rivals = tuple((rival, -1.0 - rival) for rival in range(num))
+        return TokenLogprobs(id, -float("inf") if id == ord("z") else -0.5, rivals)
+
+
+class FakeEngine:
+    model_name = "fake"
+    vocab_size = VOCAB_SIZE
+    tokenizer = FakeTokenizer()
+    defaults = FakeDefaults()
+
+    def __init__(
+        self,
+        *,
+        interval: float = 0.0,
+        answer_length: int | None = None,
+        max_seq_len: int = 1000,
+        max_queued: int = 1000,
+        repeat: int = 1,
+    ) -> None:
+        self.interval = interval
+        self.answer_length = answer_length
+        self.max_queued = max_queued
+        self.repeat = repeat  # of each token's text
+        self.capacity = Capacity(100, 16, 256, max_seq_len)
+        self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
+        self.gate.set()
+        self.running: dict[str, FakeStream] = {}
+        self.submitted: list[FakeStream] = []
+        self.aborted: list[str] = []
+        self.template_options: dict[str, Any] = {}  # of the last conversation
+        self.failure: BaseException | None = None
+        self.stalled: str | None = None
+        self.draining = False
+        self.closed = False
+
+    async def encode(
+        self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
+    ) -> list[int]:
+        return list(text.encode())
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        any_length: bool = False,
+        /,
+        **template_options: Any,
+    ) -> list[int]:
+        # As they reach the process that renders.
+        self.template_options = msgspec.json.decode(encode_call(template_options))
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        return list(text.encode())
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> FakeStream:
+        if self.failure is not None or self.draining:
+            raise EngineStoppedError("The engine takes no more work.")
+        wanted = len(prompt_token_ids) + (params.max_tokens or 0)
+        if wanted > self.capacity.max_seq_len or len(prompt_token_ids) == self.capacity.max_seq_len:
+            raise ContextLengthError(
+                len(prompt_token_ids), params.max_tokens, self.capacity.max_seq_len
+            )
+        if any(not 0 <= id < VOCAB_SIZE for id in prompt_token_ids):
+            raise InvalidRequestError("prompt", "has a token id outside of the vocabulary.")
+        if len(self.running) >= self.max_queued:
+            raise QueueFullError("Too many requests are waiting.")
+        stream = FakeStream(self, prompt_token_ids, params, request_id or "anonymous")
+        self.submitted.append(stream)
+        return stream
+
+    def fail(self, error: Exception) -> None:
+        """What a dead engine looks like from outside."""
+        self.failure = error
+        for stream in list(self.running.values()):
+            stream.fail(EngineStoppedError(f"The engine has failed: {error}"))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_queued=0,
+            num_pages=self.capacity.num_pages - 1,
+            num_free_pages=self.capacity.num_pages - 1,
+            num_cached_pages=0,
+            counters=SchedulerCounters(),
+            totals=Totals(),
+        )
+
+    def warm(self) -> None:
+        pass
+
+    async def drain(self, seconds: float, /) -> None:
+        self.draining = True
+        if tasks := [stream.task for stream in self.running.values()]:
+            await asyncio.wait(tasks, timeout=seconds)
+        for stream in list(self.running.values()):
+            stream.fail(EngineStoppedError("The server is shutting down."))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def main() -> int:
+    behaviour = json.loads(sys.argv[1])
+    load_seconds = behaviour.pop("load_seconds", 0)
+    load_error = behaviour.pop("load_error", None)
+    fail_after = behaviour.pop("fail_after", None)
+
+    async def start(config: EngineConfig) -> FakeEngine:
+        await asyncio.sleep(load_seconds)
+        if load_error:
+            raise MinisglError(load_error)
+        engine = FakeEngine(**behaviour)
+        if fail_after is not None:
+            error = RuntimeError("the device is gone")
+            asyncio.get_running_loop().call_later(fail_after, engine.fail, error)
+        return engine
+
+    logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
+    try:
+        options = ServerConfig(**json.loads(sys.argv[2]))
+        return ServerProcess(EngineConfig(model="fake"), options, start).run()
+    except MinisglError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

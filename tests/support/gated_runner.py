@@ -1,0 +1,152 @@
+"""A fake runner whose steps end when a test says so, and a server with an engine on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp
+from support.fake_runner import FakeRunner, expected_output
+
+from minisgl.config import Capacity, EngineConfig, resolve
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.models.generation import GenerationDefaults
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
+from minisgl.runner.facts import device_facts
+from minisgl.scheduler.plan import StepPlan, StepResult
+from minisgl.server.app import create_app
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
+from minisgl.server.process import Server, bind, http_settings
+from minisgl.text.tokenizer import Tokenizer
+
+# In the demo tokenizer these ids are single characters, but for the first three, which are special.
+VOCAB = 80
+EOS = 40
+
+
+class GatedRunner(FakeRunner):
+    """Steps end at once while the gate is open; while it is closed, `step()` ends one."""
+
+    def __init__(self, page_size: int = 4) -> None:
+        super().__init__(page_size=page_size, vocab_size=VOCAB)
+        self.launched: list[StepPlan] = []
+        self.num_collected = 0
+        self._is_open = True
+        self._permits = 0
+        self._changed = threading.Condition()
+
+    def open(self) -> None:
+        self._set(is_open=True)
+
+    def close_gate(self) -> None:
+        self._set(is_open=False)
+
+    def step(self) -> None:
+        self._set(is_open=False, permits=1)
+
+    def _set(self, *, is_open: bool, permits: int = 0) -> None:
+        with self._changed:
+            self._is_open = is_open
+            self._permits += permits
+            self._changed.notify_all()
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.launched.append(plan)
+        return super().launch(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_open or self._permits, 30)
+            if not self._is_open:
+                self._permits -= 1
+        self.num_collected += 1
+        return handle
+
+    def close(self) -> None:
+        self.open()
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A server on the test's own loop."""
+
+    engine: AsyncEngine
+    runner: GatedRunner
+    server: Server
+    port: int
+
+    def text(self, prompt: list[int], max_tokens: int, *, seed: int = 0, eos: bool = False) -> str:
+        """What the answer to `prompt` has to be."""
+        tokens = expected_output(
+            prompt,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=frozenset({EOS} if eos else ()),
+            vocab_size=VOCAB,
+        )
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.decode(token for token in tokens if token != EOS or not eos)
+
+
+@asynccontextmanager
+async def gated_server(
+    *,
+    overlap: bool = True,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    api_key: tuple[str, ...] = (),
+    **options: Any,
+) -> AsyncIterator[Gated]:
+    """A server whose books are checked when it has served."""
+    facts = read_model_config(DEMO_FOLDER).facts()
+    runner = GatedRunner()
+    options = {"device": "cpu", "num_pages": 4000, "page_size": runner.page_size, **options}
+    config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
+    capacity = Capacity.of(config, config.num_pages)
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    defaults = GenerationDefaults(frozenset({EOS}))
+    loaded = Loaded(runner, config, capacity, facts, tokenizer, defaults, "gated")
+    async with AsyncEngine(loaded) as engine, served(engine, wrap, api_key) as (server, port):
+        yield Gated(engine, runner, server, port)
+
+
+@asynccontextmanager
+async def served(
+    engine: AsyncEngine,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    api_key: tuple[str, ...] = (),
+) -> AsyncIterator[tuple[Server, int]]:
+    """A server on the test's own loop, and its port. Looks at the engine's books at the end."""
+    state = EngineState(ServerConfig(port=0, api_key=api_key), engine)
+    with bind(state.config) as listener:
+        server = Server(http_settings(wrap(create_app(state))), state)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        yield server, listener.getsockname()[1]
+        server.should_exit = True
+        await serving
+    if engine.failure is None:
+        engine.audit()
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_queued, stats.num_used_pages) == (0, 0, 0)
+
+
+def asking(prompt: list[int], max_tokens: int, **fields: Any) -> bytes:
+    """The body of a streamed request for exactly so many tokens, unless told otherwise."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "seed": 0, "ignore_eos": True}
+    return json.dumps(body | {"stream": True} | fields).encode()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for `condition`, for longer than any slow machine takes."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.001)

@@ -1,0 +1,176 @@
+"""Whole runs of the engine on small checkpoints, compared with transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from support.checkpoints import (
+    GreedyRun,
+    Spec,
+    greedy_reference,
+    load_reference,
+    make_checkpoint,
+    spec_named,
+)
+
+from minisgl.config import EngineConfig, resolve
+from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
+from minisgl.engine.stats import EngineStats
+from minisgl.models.generation import GenerationDefaults
+from minisgl.models.registry import read_model_config
+from minisgl.request import RequestOutput, SamplingParams
+from minisgl.runner.facts import device_facts
+from minisgl.runner.load import load_runner
+from minisgl.runner.parallel.tensor_parallel import load_ranks
+
+FOLDER = TemporaryDirectory()
+atexit.register(FOLDER.cleanup)
+NUM_TOKENS = 64
+LENGTHS = (3, 16, 17, 40, 64, 9)
+NOISE = 1e-3  # of the logits' scale: what float32 may change
+MAX_EXCUSED = 0.01
+# So few that running requests have to be retracted.
+FEW_PAGES: dict[str, Any] = {
+    "num_pages": 40,
+    "page_size": 4,
+    "max_seq_len_override": 156,
+    "schedule_conservativeness": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: Spec
+    folder: Path
+    prompts: list[list[int]]
+    runs: list[GreedyRun]
+
+
+@cache
+def case_of(name: str) -> Case:
+    spec = spec_named(name)
+    folder = make_checkpoint(spec, Path(FOLDER.name) / name)
+    reference = load_reference(folder)
+    generator = torch.Generator().manual_seed(1)
+    shared = torch.randint(spec.vocab_size, (20,), generator=generator).tolist()
+    prompts: list[list[int]] = []
+    runs: list[GreedyRun] = []
+    while len(prompts) < len(LENGTHS):
+        length = LENGTHS[len(prompts)]
+        own = torch.randint(spec.vocab_size, (length,), generator=generator).tolist()
+        prompt = (shared + own)[:length] if length > 20 else own
+        run = greedy_reference(reference, prompt, NUM_TOKENS)
+        if len(set(run.token_ids)) >= 20:  # not one that falls into a short cycle
+            prompts.append(prompt)
+            runs.append(run)
+    return Case(spec, folder, prompts, runs)
+
+
+def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
+    """The engine on a checkpoint without a tokenizer. `padded`: the largest batch that runs in the
+    shape of a captured one."""
+    overlap = options.pop("overlap", True)
+    padded = options.pop("padded", 0)
+    model_config = read_model_config(folder)
+    facts = model_config.facts()
+    num_pages = 1 + 2048 // options.get("page_size", 16)
+    options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
+    config = resolve(
+        EngineConfig(model=str(folder), **options), facts, device_facts(facts), overlap=overlap
+    )
+    if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
+        config = dataclasses.replace(config, cuda_graph_max_bs=padded)
+    defaults = GenerationDefaults(frozenset())
+    if config.tp == 1:
+        alone = load_runner(config, model_config, folder)
+        return Loaded(alone, config, alone.capacity, facts, None, defaults, "test")
+    runner = load_ranks(config, model_config, folder)
+    return Loaded(runner, config, runner.capacity, facts, None, defaults, "test", runner)
+
+
+async def complete(
+    engine: AsyncEngine, prompt: Sequence[int], params: SamplingParams
+) -> RequestOutput:
+    stream = engine.submit(prompt, params)
+    async for _ in stream:
+        engine.audit()
+    request = stream.request
+    assert request.finish_reason is not None
+    return RequestOutput(
+        prompt_token_ids=list(prompt),
+        token_ids=request.output_token_ids,
+        text="",
+        finish_reason=request.finish_reason.value,
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
+async def batch(
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    jobs = [complete(engine, *job) for job in zip(prompts, params, strict=True)]
+    return list(await asyncio.gather(*jobs))
+
+
+async def count_excused(engine: AsyncEngine, case: Case, outputs: list[RequestOutput]) -> int:
+    """Compare with transformers. Where the two best logits are equal within the noise, the choice
+    is excused and the comparison goes on behind it, on the reference's own tokens."""
+    excused = 0
+    for prompt, run, output in zip(case.prompts, case.runs, outputs, strict=True):
+        at, got = 0, output.token_ids
+        while got != run.token_ids[at:]:
+            wanted = run.token_ids[at:]
+            step = at + next(i for i in range(len(got)) if got[i] != wanted[i])
+            scale = float(run.logits[step].abs().max())
+            assert run.margins[step] < NOISE * scale, (
+                f"{case.spec}: token {step} differs and is no close call"
+            )
+            excused, at = excused + 1, step + 1
+            if at == len(run.token_ids):
+                break
+            forced = [*prompt, *run.token_ids[:at]]
+            got = (await complete(engine, forced, greedy(len(run.token_ids) - at))).token_ids
+    assert excused <= MAX_EXCUSED * NUM_TOKENS * len(LENGTHS)
+    return excused
+
+
+def greedy(max_tokens: int = NUM_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def check(case: Case, *, alone: bool = False, **options: Any) -> tuple[EngineStats, list[int]]:
+    """Run the case's prompts and compare; returns the counters and each prompt's cached tokens."""
+
+    async def run() -> tuple[EngineStats, list[int]]:
+        async with AsyncEngine(load_engine(case.folder, **options)) as engine:
+            params = [greedy()] * len(case.prompts)
+            if alone:
+                outputs = [await complete(engine, prompt, greedy()) for prompt in case.prompts]
+            else:
+                outputs = await batch(engine, case.prompts, params)
+            await count_excused(engine, case, outputs)
+            stats = engine.stats()
+            assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+            return stats, [output.num_cached_tokens for output in outputs]
+
+    return asyncio.run(run())
+
+
+SAMPLED = [
+    SamplingParams(max_tokens=NUM_TOKENS, seed=1),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=2, temperature=0.7, top_p=0.9),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=3, temperature=1.3, top_k=20),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=4, min_p=0.05, frequency_penalty=0.5),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=5, repetition_penalty=1.3, presence_penalty=1.0),
+    SamplingParams(max_tokens=NUM_TOKENS, seed=6, logit_bias={5: 20.0, 6: -100.0}, logprobs=2),
+]

@@ -1,0 +1,40 @@
+"""A model and two machines to resolve options for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl.config import (
+    AttentionSpec,
+    DeviceFacts,
+    EngineConfig,
+    ModelFacts,
+    ResolvedConfig,
+    resolve,
+)
+
+MODEL = ModelFacts(
+    dtype="bfloat16",
+    max_seq_len=4096,
+    max_seq_len_reason=None,
+    vocab_size=1000,
+    attention=(AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125),) * 2,
+    intermediate_size=3072,
+    num_layer_weights=100_000,
+    num_head_weights=256_000,
+)
+CPU = DeviceFacts(has_cuda=False, free_cpu_bytes=64 << 30)
+GPU = DeviceFacts(
+    has_cuda=True,
+    free_cpu_bytes=64 << 30,
+    num_gpus=2,
+    prefill_backends=("fi", "trtllm", "triton", "torch"),
+    decode_backends=("triton", "trtllm", "fi", "torch"),
+    missing_backends={"fa": "flash-attn is not installed"},
+)
+
+
+def resolved(
+    model: ModelFacts = MODEL, machine: DeviceFacts = CPU, **options: Any
+) -> ResolvedConfig:
+    return resolve(EngineConfig(**options), model, machine, overlap=True)

@@ -1,0 +1,311 @@
+"""The detokenizer against a decode of everything so far."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.toy_tokenizers import TEXTS, byte_level, byte_level_backend, spelled, spelled_backend
+
+from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.tokenizer import Tokenizer
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
+TRICKY = st.lists(
+    st.sampled_from(
+        ["👨‍👩‍👧", "🇩🇪", "e\u0301", "日本", "\ufffd", "\u200d", " ", "\n\n", " .", "नि", "a"]
+    )
+).map("".join)
+
+
+def pieces(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+@pytest.fixture(params=[byte_level, spelled], ids=["byte-level", "spelled"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    made: Tokenizer = request.param()
+    return made
+
+
+# -- the law: pieces joined are the full decode ----------------------------------------------------
+
+
+@given(UNICODE | TRICKY)
+def test_a_text_comes_back_and_each_character_with_the_token_that_completes_it(text: str) -> None:
+    for tokenizer in (byte_level(), spelled()):
+        ids = tokenizer.encode(text)
+        got = pieces(Detokenizer(tokenizer), ids)
+        assert "".join(got) == text
+        for num_tokens in range(len(ids) + 1):
+            data = b"".join(map(tokenizer.token_bytes, ids[:num_tokens]))
+            if tokenizer.drops_first_space:
+                data = data.removeprefix(b" ")
+            assert "".join(got[:num_tokens]) == data.decode("utf-8", "ignore")
+
+
+@given(st.data(), st.booleans())
+def test_any_ids_give_the_full_decode(data: st.DataObject, skip: bool) -> None:
+    for tokenizer in (byte_level(), spelled()):
+        ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5)))
+        got = "".join(pieces(Detokenizer(tokenizer, skip_special_tokens=skip), ids))
+        assert got == tokenizer.decode(ids, skip_special_tokens=skip)
+        if tokenizer is byte_level():
+            assert got == byte_level_backend().decode(ids, skip_special_tokens=skip)
+
+
+@given(UNICODE | TRICKY, st.sampled_from(TEXTS))
+def test_after_a_prompt_the_text_goes_on_as_in_a_decode_of_both(text: str, prompt: str) -> None:
+    for tokenizer, backend in (
+        (byte_level(), byte_level_backend()),
+        (spelled(), spelled_backend()),
+    ):
+        before, ids = tokenizer.encode(prompt), tokenizer.encode(text)
+        got = "".join(pieces(Detokenizer(tokenizer, prompt_token_ids=before), ids))
+        assert got == backend.decode(before + ids).removeprefix(backend.decode(before))
+
+
+def test_a_prompt_without_text_is_no_beginning() -> None:
+    tokenizer = spelled()
+    bos, ids = tokenizer.bos_token_id, tokenizer.encode("fox")
+    assert bos is not None
+    for skip, text in ((True, "fox"), (False, " fox")):
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip, prompt_token_ids=[bos])
+        assert "".join(pieces(detokenizer, ids)) == text
+
+
+def test_an_output_may_begin_with_a_token_without_text() -> None:
+    tokenizer = spelled()
+    assert tokenizer.eos_token_id is not None
+    ids = [tokenizer.eos_token_id, *tokenizer.encode("fox")]
+    assert "".join(pieces(Detokenizer(tokenizer), ids)) == tokenizer.decode(ids) == "fox"
+
+
+def test_an_incomplete_character_waits_and_a_broken_one_does_not() -> None:
+    for tokenizer in (byte_level(), spelled()):
+        id_of = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+        ids = [id_of[bytes([byte])] for byte in "👍".encode()]
+        detokenizer = Detokenizer(tokenizer)
+        assert [detokenizer.push(token_id) for token_id in ids] == ["", "", "", "👍"]
+        assert [detokenizer.push(token_id) for token_id in ids[:2]] == ["", ""]
+        assert detokenizer.push(id_of[b"a"]) == "\ufffda"
+        assert detokenizer.push(ids[0]) == ""
+        assert detokenizer.flush() == "\ufffd"
+
+
+def test_nothing_piles_up_behind_endless_garbage() -> None:
+    tokenizer = byte_level()
+    id_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
+    for byte in (b"\xff", b"\x80", b"\xf0"):
+        detokenizer = Detokenizer(tokenizer, stop=["never"])
+        emitted = sum(len(detokenizer.push(id_of[byte])) for _ in range(1000))
+        assert emitted >= 999 and emitted + len(detokenizer.flush()) == 1000
+
+
+# -- stop strings ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    num_tokens: int
+    text: str
+    stopped: str | None
+
+
+def run(tokenizer: Tokenizer, ids: Sequence[int], **options: object) -> Outcome:
+    detokenizer = Detokenizer(tokenizer, **options)  # type: ignore[arg-type]
+    got = []
+    for num_tokens, token_id in enumerate(ids, 1):
+        got.append(detokenizer.push(token_id))
+        if detokenizer.stopped is not None:
+            assert detokenizer.push(ids[-1]) == detokenizer.flush() == ""
+            return Outcome(num_tokens, "".join(got), detokenizer.stopped)
+    return Outcome(len(ids), "".join([*got, detokenizer.flush()]), None)
+
+
+def expected(
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    stop: Sequence[str],
+    include_stop: bool = False,
+    min_tokens: int = 0,
+    after: str = "",
+) -> Outcome:
+    """Decode everything after every token and look everywhere."""
+    num_seen = 0
+    for num_tokens in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:num_tokens]).rstrip("\ufffd")
+        first = text.find(after) + len(after) if after in text else len(text)
+        found = [
+            (start, order)
+            for order, string in enumerate(stop)
+            for start in range(first, len(text))
+            if text.startswith(string, start) and start + len(string) > num_seen
+        ]
+        num_seen = len(text)
+        if found and num_tokens >= min_tokens:
+            start, order = min(found)
+            end = start + (len(stop[order]) if include_stop else 0)
+            return Outcome(num_tokens, text[:end], stop[order])
+    return Outcome(len(ids), tokenizer.decode(ids), None)
+
+
+LETTERS = ["a", "b", "é"]
+STOPS = st.lists(
+    st.lists(st.sampled_from(LETTERS), min_size=1, max_size=5).map("".join), min_size=1, max_size=3
+)
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> list[int]:
+    """Token ids whose text is poor in letters, so that stop strings overlap and begin often."""
+    tokenizer = byte_level()
+    wanted = {b"a", b"b", b"abab", "é".encode(), b"\xc3", b"\xa9"}
+    ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in wanted]
+    return draw(st.lists(st.sampled_from([*ids, tokenizer.eos_token_id or 0]), max_size=30))
+
+
+@settings(max_examples=400)
+@given(outputs(), STOPS, st.booleans(), st.integers(0, 8))
+def test_a_stop_string_ends_the_text_where_brute_force_finds_it(
+    ids: list[int], stop: list[str], include_stop: bool, min_tokens: int
+) -> None:
+    got = run(byte_level(), ids, stop=tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
+    assert got == expected(byte_level(), ids, stop, include_stop, min_tokens)
+
+
+@given(outputs(), STOPS)
+def test_no_more_is_held_back_than_may_become_a_stop_string(
+    ids: list[int], stop: list[str]
+) -> None:
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer, stop=stop)
+    emitted = ""
+    for num_tokens, token_id in enumerate(ids, 1):
+        emitted += detokenizer.push(token_id)
+        if detokenizer.stopped is not None:
+            return
+        plain = Detokenizer(tokenizer)
+        text = "".join(plain.push(token_id) for token_id in ids[:num_tokens])
+        begun = {string[:size] for string in stop for size in range(len(string))}
+        num_held = max(size for size in range(len(text) + 1) if text[len(text) - size :] in begun)
+        assert emitted == text[: len(text) - num_held]
+
+
+def letters(text: str) -> list[int]:
+    """One token a letter."""
+    return [token_id for letter in text for token_id in byte_level().encode(letter)]
+
+
+def test_a_stop_string_that_straddles_tokens_never_shows() -> None:
+    detokenizer = Detokenizer(byte_level(), stop=("END",))
+    assert [detokenizer.push(i) for i in letters("aENEND")] == ["a", "", "", "EN", "", ""]
+    assert detokenizer.stopped == "END"
+
+
+def test_what_only_looked_like_a_stop_string_comes_with_the_flush() -> None:
+    detokenizer = Detokenizer(byte_level(), stop=("END",))
+    assert pieces(detokenizer, letters("xEN")) == ["x", "", "", "EN"]
+    assert detokenizer.stopped is None
+    assert detokenizer.flush() == ""
+
+
+def test_the_earliest_match_wins_and_of_those_the_first_listed() -> None:
+    fox = byte_level().encode(" brown")
+    assert len(fox) == 1
+    assert run(byte_level(), fox, stop=("own", "row", "ro")) == Outcome(1, " b", "row")
+    assert run(byte_level(), fox, stop=("own", "ro", "row")) == Outcome(1, " b", "ro")
+    assert run(byte_level(), fox, stop=("own", "ro"), include_stop=True).text == " bro"
+
+
+def test_a_match_may_begin_before_min_tokens_but_not_end_there() -> None:
+    ids = letters("abcabc")
+    assert run(byte_level(), ids, stop=("abc",), min_tokens=3) == Outcome(3, "", "abc")
+    assert run(byte_level(), ids, stop=("abc",), min_tokens=4) == Outcome(6, "abc", "abc")
+
+
+def test_matches_may_overlap_one_that_did_not_count() -> None:
+    assert run(byte_level(), letters("aaab"), stop=("aa",), min_tokens=3) == Outcome(3, "a", "aa")
+    two_in_one = byte_level().encode("abab")
+    assert len(two_in_one) == 1
+    assert run(byte_level(), two_in_one, stop=("ab",), min_tokens=2) == Outcome(1, "abab", None)
+
+
+def test_special_tokens_can_be_stop_strings_only_where_they_are_shown(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("fox</s>dog")
+    assert run(tokenizer, ids, stop=("</s>",)).stopped is None
+    shown = run(tokenizer, ids, stop=("</s>",), skip_special_tokens=False)
+    assert (shown.text, shown.stopped) == ("fox", "</s>")
+
+
+def test_a_hostile_stop_string_costs_no_more_than_its_length_once() -> None:
+    """Quadratic work would take minutes here: every letter may begin the stop string anew."""
+    [a] = letters("a")
+    detokenizer = Detokenizer(byte_level(), stop=("a" * 20_000 + "b",))
+    text = "".join(detokenizer.push(a) for _ in range(20_001))
+    assert text == "a" and len(detokenizer.flush()) == 20_000
+
+
+def test_the_garbage_collector_does_not_go_through_stop_strings() -> None:
+    """Of a thousand choices with many long ones it would take, and stop everyone for, a second."""
+    length = 251
+
+    def num_long() -> int:
+        gc.collect()
+        found = (one for one in gc.get_objects() if type(one) in (list, tuple))
+        return sum(len(one) == length for one in found)
+
+    before = num_long()
+    detokenizers = [Detokenizer(byte_level(), stop=["x" * length]) for _ in range(20)]
+    assert num_long() < before + len(detokenizers)
+
+
+class After:
+    """Stop strings count behind the first `tag`."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._text = ""
+
+    def __call__(self, piece: str) -> int | None:
+        before = len(self._text)
+        self._text += piece
+        found = self._text.find(self._tag)
+        return None if found < 0 else found + len(self._tag) - before
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=outputs(),
+    tag=st.text("ab", min_size=1, max_size=3),
+    stop=STOPS,
+    include_stop=st.booleans(),
+    min_tokens=st.integers(0, 8),
+)
+def test_stop_strings_count_only_behind_the_place_that_was_found(
+    ids: list[int], tag: str, stop: list[str], include_stop: bool, min_tokens: int
+) -> None:
+    got = run(
+        byte_level(),
+        ids,
+        stop=tuple(stop),
+        include_stop=include_stop,
+        min_tokens=min_tokens,
+        stop_from=After(tag),
+    )
+    assert got == expected(byte_level(), ids, stop, include_stop, min_tokens, tag)
+
+
+def test_no_text_is_held_back_before_stop_strings_count(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, stop=["<end>"], stop_from=After("</think>"))
+    ids = tokenizer.encode("a <end>b <en</think>c<end>d", add_special_tokens=False)
+    text = ""
+    for count, token_id in enumerate(ids, 1):
+        text += detokenizer.push(token_id)
+        if "</think>" not in tokenizer.decode(ids[:count]):
+            assert text == tokenizer.decode(ids[:count])
+    assert text.endswith("<en</think>c") and detokenizer.stopped == "<end>"
