@@ -486,7 +486,9 @@ law = settings(max_examples=40, deadline=None, derandomize=True)
     [("fi", [1, 2, 16, 64]), ("trtllm", [16, 32, 64]), ("fi,trtllm", [16, 64])],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_flashinfer(packages: Callable[..., None], name: str, sizes: list[int]) -> None:
+def test_flashinfer_adapters_match_the_reference(
+    packages: Callable[..., None], name: str, sizes: list[int]
+) -> None:
     @law
     @given(LENGTHS, CHUNKS, st.sampled_from(sizes), HEADS)
     def run(
@@ -505,7 +507,9 @@ def test_flashinfer(packages: Callable[..., None], name: str, sizes: list[int]) 
     [("fa2", [256]), ("fa3", [1, 3, 16, 64]), ("fa4", [1, 3, 16, 64])],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_flash_attn(packages: Callable[..., None], generation: str, sizes: list[int]) -> None:
+def test_flash_attn_adapters_match_the_reference(
+    packages: Callable[..., None], generation: str, sizes: list[int]
+) -> None:
     packages(generation)
 
     @law
@@ -538,7 +542,7 @@ EDGES: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 @pytest.mark.parametrize("name", ["fi", "trtllm", "fa", "torch,trtllm", "fi,torch"])
 @pytest.mark.parametrize(("lengths", "chunks"), EDGES)
-def test_edges(
+def test_lengths_at_the_edges_match_the_reference(
     packages: Callable[..., None], name: str, lengths: list[int], chunks: list[tuple[int, int]]
 ) -> None:
     packages("fa3")
@@ -546,12 +550,14 @@ def test_edges(
 
 
 @pytest.mark.parametrize("name", ["fi", "trtllm", "fa"])
-def test_longest_may_be_an_upper_bound(packages: Callable[..., None], name: str) -> None:
+def test_adapters_accept_an_upper_bound_of_the_longest_row(
+    packages: Callable[..., None], name: str
+) -> None:
     packages("fa3")
     check(name, Case.of([5, 17], [], 16, (2, 2, 16), slack=40))
 
 
-def test_queries_may_be_a_strided_view(packages: Callable[..., None]) -> None:
+def test_adapters_accept_strided_queries(packages: Callable[..., None]) -> None:
     """As the heads of a merged projection are."""
     case = Case.of([5, 40], [], 16, (2, 2, 16))
     wide = torch.cat((case.decode_q, torch.full_like(case.decode_q, torch.nan)), dim=1)
@@ -567,7 +573,7 @@ def test_queries_may_be_a_strided_view(packages: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("heads", "uses"), [((8, 2), False), ((8, 4), False), ((8, 5), True), ((8, 8), True)]
 )
-def test_tensor_cores_by_group(
+def test_flashinfer_uses_tensor_cores_from_a_group_size_on(
     packages: Callable[..., None], heads: tuple[int, int], uses: bool
 ) -> None:
     check("fi", Case.of([20], [], 16, (*heads, 16)))
@@ -592,7 +598,7 @@ def run_behind(attention: Attention, cases: list[Case], steps_in_flight: int) ->
                 torch.testing.assert_close(out, right)
 
 
-def test_a_plan_stays_until_its_step_has_run(
+def test_a_host_plan_is_kept_until_its_step_has_run(
     packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PagedWrapper, "stream", None)
@@ -608,7 +614,7 @@ def test_a_plan_stays_until_its_step_has_run(
         del DecodeWrapper.made[-steps:], PrefillWrapper.made[-steps:]
 
 
-def test_rows_must_have_been_planned(packages: Callable[..., None]) -> None:
+def test_attention_of_unplanned_rows_is_refused(packages: Callable[..., None]) -> None:
     case, other = (Case.of([5], [(0, 5)], 16, (2, 2, 16)) for _ in range(2))
     attention = make_attention("fi", "fi", case.shape)
     with pytest.raises(RuntimeError, match="prepare"):
@@ -641,7 +647,9 @@ class Recorder(TorchAttention):
 
 
 @pytest.mark.parametrize(("lengths", "chunks"), [([5], []), ([], [(0, 5)]), ([5], [(0, 5)])])
-def test_begin_plans_what_there_is(lengths: list[int], chunks: list[tuple[int, int]]) -> None:
+def test_prepare_plans_only_the_kinds_of_rows_in_the_step(
+    lengths: list[int], chunks: list[tuple[int, int]]
+) -> None:
     inputs = Case.of(lengths, chunks, 16, (1, 1, 8)).inputs()
     prefill, decode = Recorder(), Recorder()
     Attention(prefill, decode).prepare(inputs)
@@ -666,7 +674,7 @@ def test_begin_plans_what_there_is(lengths: list[int], chunks: list[tuple[int, i
     ],
     ids=str,
 )
-def test_the_newest_flash_attn_is_taken(
+def test_the_newest_installed_flash_attn_is_used(
     packages: Callable[..., None], installed: tuple[str, ...], multiple: int
 ) -> None:
     packages(*installed)
@@ -676,7 +684,7 @@ def test_the_newest_flash_attn_is_taken(
     assert flash_backend.FlashAttention().page_multiple == multiple
 
 
-def test_the_forerunner_of_generation_4_is_not_taken(packages: Callable[..., None]) -> None:
+def test_the_preview_of_flash_attn_4_is_not_used(packages: Callable[..., None]) -> None:
     packages("fa2", "fa4")
 
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor) -> None: ...
@@ -686,18 +694,20 @@ def test_the_forerunner_of_generation_4_is_not_taken(packages: Callable[..., Non
     assert flash_backend.FlashAttention().page_multiple == 256
 
 
-def test_no_flash_attn(packages: Callable[..., None]) -> None:
+def test_without_flash_attn_the_error_names_the_packages(packages: Callable[..., None]) -> None:
     with pytest.raises(ImportError, match=r"flash-attn-4.*flash_attn_3.*flash-attn"):
         make_attention("fa", "fa")
 
 
-def test_a_name_that_nobody_knows() -> None:
+def test_an_unknown_backend_name_is_refused() -> None:
     with pytest.raises(ValueError, match="no attention backend"):
         make_attention("slow", "slow")
 
 
 @pytest.mark.parametrize("name", ["fi", "trtllm"])
-def test_flashinfer_must_know_the_shape(packages: Callable[..., None], name: str) -> None:
+def test_flashinfer_without_a_layer_shape_is_refused(
+    packages: Callable[..., None], name: str
+) -> None:
     with pytest.raises(ValueError, match=name):
         make_attention(name, name)
 
@@ -719,21 +729,21 @@ def layers(head_dim: int, group: int, **extra: Any) -> tuple[AttentionSpec, ...]
     return (spec, spec)
 
 
-def test_available_on_hopper(everything: None) -> None:
+def test_the_backends_available_on_hopper_are_listed_in_order(everything: None) -> None:
     found = available_backends((9, 0), layers(128, 2))
     assert found.prefill == ("fi", "trtllm", "triton", "fa", "torch")
     assert found.decode == ("triton", "trtllm", "fa", "fi", "torch")
     assert found.missing == {}
 
 
-def test_available_on_ampere(everything: None) -> None:
+def test_the_backends_available_on_ampere_are_listed_in_order(everything: None) -> None:
     found = available_backends((8, 0), layers(128, 4))
     assert found.prefill == ("fi", "triton", "fa", "torch")
     assert found.decode == ("triton", "fa", "fi", "torch")
     assert found.missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
 
 
-def test_available_for_odd_models(everything: None) -> None:
+def test_odd_head_dims_and_group_sizes_exclude_backends(everything: None) -> None:
     found = available_backends((9, 0), layers(96, 7))
     assert found.prefill == found.decode == ("triton", "fa", "torch")
     found = available_backends((7, 5), layers(128, 1))
@@ -748,7 +758,7 @@ def test_available_for_odd_models(everything: None) -> None:
     ],
 )
 @pytest.mark.parametrize("compute_capability", [None, (9, 0)])
-def test_backends_refuse_what_they_do_not_compute(
+def test_backends_refuse_unsupported_attention_specs(
     everything: None,
     compute_capability: tuple[int, int] | None,
     extra: dict[str, Any],
@@ -769,7 +779,7 @@ def test_flashinfer_refuses_layers_with_different_heads(everything: None) -> Non
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("compute_capability", [None, (8, 9), (9, 0), (12, 0)])
 @pytest.mark.parametrize("group", [1, 8, 64])
-def test_every_order_has_all_backends(
+def test_every_order_of_preference_lists_all_backends(
     phase: str, compute_capability: tuple[int, int] | None, group: int
 ) -> None:
     order = choose(phase, compute_capability, group)
@@ -786,7 +796,9 @@ def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> N
     assert found.missing["fi"] == "fi needs a GPU" and len(found.missing) == 4
 
 
-def test_each_gap_has_its_reason(everything: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_backend_has_a_reason(
+    everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backends, "_finds_nvcc", lambda: False)
     installed = {"flashinfer", "triton", "flash_attn"}
     monkeypatch.setattr(backends, "_is_installed", lambda module: module in installed)
@@ -816,7 +828,7 @@ def test_each_gap_has_its_reason(everything: None, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("installed", "multiple"), [((), 1), (("fa2",), 256), (("fa2", "fa3"), 1)], ids=str
 )
-def test_page_multiple(
+def test_the_page_multiple_is_that_of_the_installed_flash_attn(
     packages: Callable[..., None], installed: tuple[str, ...], multiple: int
 ) -> None:
     packages(*installed)
