@@ -117,30 +117,30 @@ def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) ->
     return Said(ToyTokenizer(trims), answer_ids, answer).prompt("cd")
 
 
-def test_an_answer_in_the_tokenizers_own_tokens_is_part_of_the_next_prompt() -> None:
+def test_an_answer_in_canonical_tokens_is_part_of_the_next_prompt() -> None:
     prompt = second_prompt([*encode("abc d"), END], "abc d")
     assert prompt == encode("<user>ab<end><model>abc d<end><user>cd<end><model>")
 
 
-def test_an_answer_in_other_tokens_keeps_them() -> None:
+def test_an_answer_in_other_tokens_is_reused_as_generated() -> None:
     prompt = second_prompt([*spelled("abcabc"), END], "abcabc")
     first = encode("<user>ab<end><model>")
     assert prompt == [*first, *spelled("abcabc"), END, *encode("<user>cd<end><model>")]
 
 
-def test_the_template_ends_the_answer_its_own_way() -> None:
+def test_the_end_of_an_answer_is_that_of_the_template() -> None:
     prompt = second_prompt([*spelled("abc"), STOP], "abc")
     first = encode("<user>ab<end><model>")
     assert prompt == [*first, *spelled("abc"), *encode("<end><user>cd<end><model>")]
 
 
-def test_an_answer_that_the_template_changes_is_the_templates() -> None:
+def test_an_answer_that_the_template_changes_is_tokenized_again() -> None:
     prompt = second_prompt([*spelled(" abc "), END], " abc ", trims=True)
     assert prompt == encode("<user>ab<end><model>abc<end><user>cd<end><model>")
 
 
 @given(st.lists(st.sampled_from(range(len(PIECES)))), st.booleans(), st.integers(0, 3))
-def test_the_prompt_always_reads_as_the_template_has_it(
+def test_the_prompt_always_decodes_to_the_rendered_template(
     generated: list[int], trims: bool, num_held_back: int
 ) -> None:
     """Whatever the model generated, special tokens in wrong places included."""
@@ -172,7 +172,7 @@ def test_the_prompt_always_reads_as_the_template_has_it(
         ([b"\xe2", b"b"], ["\ufffdb".encode(), b"c"], [b"\xe2", b"b", b"c"]),
     ],
 )
-def test_seen_tokens_are_kept_as_far_as_both_read_the_same(
+def test_seen_tokens_are_reused_up_to_the_first_difference_in_text(
     seen: list[bytes], templated: list[bytes], prompt: list[bytes]
 ) -> None:
     """Tokens are given as their bytes here."""
@@ -186,7 +186,7 @@ def contents(conversation: Conversation) -> list[str]:
     return [message["content"] for message in conversation.messages]
 
 
-def test_a_question_without_an_answer_stays_apart_until_it_is_asked_again() -> None:
+def test_an_unanswered_question_is_kept_for_retry_only() -> None:
     conversation = Conversation("Be kind.")
     assert not conversation.ask_again()
     conversation.ask("ab")
@@ -205,7 +205,7 @@ def test_a_question_without_an_answer_stays_apart_until_it_is_asked_again() -> N
     assert conversation.messages == [{"role": "system", "content": "Be kind."}]
 
 
-def test_an_answer_dropped_comes_back_if_no_other_comes() -> None:
+def test_a_retried_answer_is_restored_if_the_retry_fails() -> None:
     conversation = Conversation()
     conversation.ask("ab")
     conversation.answer("abc", 7)
@@ -233,7 +233,7 @@ def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
     return answer
 
 
-def test_the_summary_tells_how_much_and_how_fast() -> None:
+def test_the_summary_reports_counts_and_speed() -> None:
     answer = answered(
         *((10.25 + 0.1 * step, ReplyDelta("a", "", step + 1, 8, 6)) for step in range(5)),
         (20.0, ReplyDelta("", "", 5, 8, 6, FinishReason.STOP)),
@@ -247,7 +247,7 @@ def test_the_summary_of_one_token_has_no_rate() -> None:
     assert answer.summary() == "1 token · TTFT 250 ms · 0 of 8 prompt tokens cached · stopped"
 
 
-def test_the_summary_says_what_a_server_says() -> None:
+def test_the_summary_reports_the_counts_of_a_server() -> None:
     texts = [(10.25, ReplyDelta(thinking="a")), (10.75, ReplyDelta("b"))]
     ended = (20.0, ReplyDelta(finish_reason=FinishReason.LENGTH))
     assert answered(*texts, ended).summary() == "TTFT 250 ms · cut at the limit"
@@ -257,12 +257,12 @@ def test_the_summary_says_what_a_server_says() -> None:
     )
 
 
-def test_thinking_that_was_stopped_is_closed_for_the_template() -> None:
+def test_interrupted_thinking_is_closed_for_the_template() -> None:
     assert answered((11.0, ReplyDelta("<think>\nHm"))).message == "<think>\nHm\n</think>\n\n"
     assert answered((11.0, ReplyDelta("<think>Hm</think>Yes"))).message == "<think>Hm</think>Yes"
 
 
-def test_a_model_cannot_drive_the_terminal() -> None:
+def test_control_characters_of_a_model_are_not_printed() -> None:
     assert printable("a\x1b[2J\tb\x07\n\x9bé\ud800") == "a[2J\tb\né"
 
 
@@ -377,7 +377,7 @@ async def test_help_lists_every_command() -> None:
     ("command", "hint"),
     [("/rest", "Did you mean /reset?"), ("/xyz a b", "no command /xyz. /help"), ("/", "/help")],
 )
-async def test_an_unknown_command_is_a_hint(command: str, hint: str) -> None:
+async def test_an_unknown_command_gives_a_hint(command: str, hint: str) -> None:
     ui = await converse(FakeEngine(["a"]), command, "ab")
     assert hint in ui.said[0]
     assert ui.written == "a\n"
@@ -394,7 +394,7 @@ async def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conversation() -> None:
+async def test_a_question_stopped_before_its_first_token_is_not_kept() -> None:
     engine = FakeEngine(["^abc", "a"])
     ui = await converse(engine, "ab", "h")
     assert ui.written == "a\n"
@@ -403,7 +403,7 @@ async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conve
     assert decode(engine.prompts[1]) == "<user>h<end><model>"
 
 
-async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
+async def test_a_full_context_is_reported_and_the_loop_continues() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
     ui = await converse(engine, "ab", "cd", "/reset", "ab")
     assert ui.written == "abcdefgh\ncd\n"
@@ -414,14 +414,14 @@ async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
     ]
 
 
-async def test_undo_makes_room_for_the_question_that_found_none() -> None:
+async def test_undo_frees_context_for_a_question_that_did_not_fit() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
     ui = await converse(engine, "ab", "cd", "/undo", "/retry")
     assert ui.written == "abcdefgh\ncd\n"
     assert decode(engine.prompts[1]) == "<user>cd<end><model>"
 
 
-async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
+async def test_a_restored_answer_keeps_its_tokens() -> None:
     engine = FakeEngine(["abcabc", "^", "a"])
     await converse(engine, "ab", "/retry", "h")
     assert engine.prompts[1] == engine.prompts[0]
@@ -429,7 +429,7 @@ async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
     assert engine.prompts[2][: len(answered)] == answered
 
 
-async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> None:
+async def test_ctrl_c_works_while_a_long_conversation_is_tokenized() -> None:
     class Slow(ToyTokenizer):
         def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
             os.kill(os.getpid(), signal.SIGINT)
@@ -443,7 +443,7 @@ async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> No
     assert fake.prompts == []
 
 
-async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
+async def test_max_tokens_beyond_the_context_means_the_remaining_context() -> None:
     engine = FakeEngine(["abc", "abc", "abcdefgh"], max_seq_len=40)
     ui = await converse(engine, "ab", max_tokens=36)
     ui = await converse(engine, "ab", max_tokens=37, min_tokens=37)
@@ -451,19 +451,19 @@ async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
     assert [params.max_tokens for params in engine.params] == [36, None]
 
 
-async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
+async def test_a_template_error_is_reported_in_one_sentence() -> None:
     engine = FakeEngine(["a"])
     ui = await converse(engine, "ab!", "ab")
     assert ui.said == ["messages: the template does not shout."]
     assert decode(engine.prompts[0]) == "<user>ab<end><model>"
 
 
-async def test_a_second_ctrl_c_is_told_to_the_ui() -> None:
+async def test_a_second_ctrl_c_is_reported_to_the_ui() -> None:
     ui = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
     assert ui.interrupted == [False, True, False]
 
 
-async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
+async def test_thinking_is_shown_separately_and_kept_as_generated() -> None:
     fake: Any = FakeEngine([])
     text = "<think>\nab\n</think>\n\ncd"
     fake.deltas = [OutputDelta([0], text, 1, 0, finish_reason=FinishReason.STOP)]
@@ -474,7 +474,7 @@ async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
     assert conversation.messages[-1]["content"] == text
 
 
-async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so() -> None:
+async def test_thinking_opened_by_the_template_is_recognized() -> None:
     class Opening(ToyTokenizer):
         def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
             return [*super().chat(messages), -1, -2]
@@ -504,7 +504,7 @@ def test_commands_are_completed_and_nothing_else() -> None:
     assert completions("/reset ") == completions("/nothing t") == []
 
 
-def test_what_follows_a_command_is_completed(tmp_path: Path) -> None:
+def test_arguments_of_commands_are_completed(tmp_path: Path) -> None:
     assert set(ARGUMENTS) <= set(COMMANDS)
     assert completions("/set  te") == ["temperature"]
     assert completions("/set ") == list(NAMES)
@@ -526,7 +526,7 @@ def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str
     ("typed", "meant"),
     [('""', ""), ('"a b"', "a b"), ('"', '"'), ('"a" or "b"', '"a" or "b"'), ('a "b"', 'a "b"')],
 )
-def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> None:
+def test_an_argument_may_be_enclosed_in_triple_quotes(typed: str, meant: str) -> None:
     assert unquoted_argument(typed) == meant
     assert unquoted(typed) == typed
 
@@ -540,7 +540,7 @@ def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> Non
         *(('/system\t"""', True), (' /system """', True), ('/etc/hosts """', False)),
     ],
 )
-def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) -> None:
+def test_enter_inserts_a_line_break_inside_quotes(typed: str, is_more_to_come: bool) -> None:
     assert is_open(typed) is is_more_to_come
 
 
@@ -555,7 +555,7 @@ def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) ->
         ),
     ],
 )
-def test_a_command_is_a_slash_and_a_word(typed: str, command: tuple[str, str] | None) -> None:
+def test_only_a_slash_and_a_word_are_a_command(typed: str, command: tuple[str, str] | None) -> None:
     assert as_command(typed) == command
 
 
@@ -568,7 +568,7 @@ def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
     assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_history_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
+def test_a_history_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for file in (tmp_path / "file" / "history", tmp_path):  # under a file; a folder
         history = PrivateHistory(file)
@@ -576,7 +576,7 @@ def test_history_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
         assert list(history.load_history_strings()) == []
 
 
-def test_history_is_kept_where_state_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_file_is_in_the_xdg_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
     assert history_file() == Path("/elsewhere/minisgl/chat_history")
     monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard says to ignore
@@ -590,7 +590,7 @@ COMMAND = ["-m", "minisgl", "chat", "--device", "cpu", "--page-size", "1"]
 CTRL_C = "\x03"
 
 
-async def test_a_later_turn_computes_only_what_is_new() -> None:
+async def test_a_later_turn_reuses_the_cached_prefix() -> None:
     """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
         assert engine.tokenizer is not None
@@ -612,7 +612,7 @@ async def test_a_later_turn_computes_only_what_is_new() -> None:
             num_seen = num_prompt + num_tokens
 
 
-async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
+async def test_an_engine_model_checks_token_ids_and_reports_its_usage() -> None:
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=16)) as engine:
         assert engine.tokenizer is not None
         model = EngineModel(engine, engine.tokenizer)
@@ -635,7 +635,9 @@ async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
-def test_the_banner_counts_threads(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_banner_shows_the_number_of_cpu_threads(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: number)
     assert device_name("cpu") == name
 
@@ -677,7 +679,7 @@ def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
     return num_cached, num_prompt
 
 
-def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
+def test_a_conversation_works_in_a_real_terminal(terminal: pexpect.spawn) -> None:
     _, num_prompt = stop_an_answer(terminal)
     num_cached, num_second_prompt = stop_an_answer(terminal)
     assert num_second_prompt > num_cached >= num_prompt
@@ -710,7 +712,7 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     assert left(terminal) == 0
 
 
-def test_what_is_typed_between_prompts_stays_a_line(
+def test_enter_typed_between_two_prompts_ends_a_line(
     terminal: pexpect.spawn, tmp_path: Path
 ) -> None:
     """There the terminal must not make Ctrl-J of Enter."""
@@ -726,7 +728,7 @@ def test_what_is_typed_between_prompts_stays_a_line(
     assert left(terminal) == 0
 
 
-def test_in_a_pipe_there_are_only_answers() -> None:
+def test_a_pipe_gets_only_the_answers() -> None:
     result = subprocess.run(
         [sys.executable, *COMMAND, "--max-seq-len-override", "96"],
         input="Hello!\n/reset\nHello again!\n",
