@@ -35,7 +35,7 @@ MAX_ROWS = 18
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 112, 200), (17, 70, 96)])
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_sent_is_received(
+def test_products_sent_to_peers_arrive_in_their_norms(
     how: str, num_ranks: int, dtype: torch.dtype, m: int, n: int, k: int, exchanges: int
 ) -> None:
     torch.manual_seed(m + n + num_ranks)
