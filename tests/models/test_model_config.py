@@ -159,7 +159,7 @@ def read(tmp_path: Path) -> Read:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def test_facts(read: Read) -> None:
+def test_the_facts_of_qwen3_8b_are_read(read: Read) -> None:
     assert read(QWEN3_8B).facts() == ModelFacts(
         dtype="bfloat16",
         max_seq_len=40960,
@@ -173,7 +173,7 @@ def test_facts(read: Read) -> None:
     )
 
 
-def test_architectures_differ_where_they_should(read: Read) -> None:
+def test_architectures_differ_in_norms_biases_and_defaults(read: Read) -> None:
     qwen3, qwen2, llama = read(QWEN3_8B), read(QWEN2), read(LLAMA_31_8B)
     assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.o_bias) == (True, False, False)
     assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias) == (False, True, False)
@@ -183,7 +183,7 @@ def test_architectures_differ_where_they_should(read: Read) -> None:
 
 
 @pytest.mark.parametrize("fields", [QWEN3_30B_A3B, QWEN3_235B_A22B, QWEN3_CODER_30B_A3B])
-def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
+def test_the_experts_of_published_configs_are_read(read: Read, fields: dict[str, Any]) -> None:
     config = read(fields)
     assert config.qk_norm and not config.qkv_bias and not config.notes
     experts = config.experts
@@ -193,7 +193,7 @@ def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
     assert experts.layers == set(range(fields["num_hidden_layers"]))
 
 
-def test_both_spellings_read_alike(read: Read) -> None:
+def test_configs_of_transformers_4_and_5_read_alike(read: Read) -> None:
     old = read(LLAMA_31_8B)
     new = {k: v for k, v in LLAMA_31_8B.items() if not k.startswith(("rope", "torch"))}
     rope = {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}
@@ -204,7 +204,7 @@ def test_both_spellings_read_alike(read: Read) -> None:
     assert (old.rope.type, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
 
 
-def test_what_a_silent_config_means(read: Read) -> None:
+def test_absent_fields_have_the_defaults_of_the_architecture(read: Read) -> None:
     assert read(LLAMA_31_8B, without="num_key_value_heads").num_kv_heads == 32
     assert read(LLAMA_31_8B, hidden_size=2048).head_dim == 64
     assert read(LLAMA_31_8B, hidden_size=2048, head_dim=128).head_dim == 128
@@ -249,7 +249,7 @@ def test_what_a_silent_config_means(read: Read) -> None:
         (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
     ],
 )
-def test_sliding_window(
+def test_a_sliding_window_limits_the_sequence_length(
     read: Read, fields: dict[str, Any], changes: dict[str, Any], limit: int | None
 ) -> None:
     config = read(fields, **changes)
@@ -262,7 +262,7 @@ def test_sliding_window(
         assert str(limit) in config.notes[0]
 
 
-def test_dynamic_rope_ends_where_it_would_change(read: Read) -> None:
+def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None:
     config = read(LLAMA_31_8B, rope_scaling={"type": "dynamic", "factor": 4.0})
     assert config.max_seq_len == 131072 and not config.notes
     assert "another base" in str(config.max_seq_len_reason)
@@ -305,7 +305,7 @@ def test_dynamic_rope_ends_where_it_would_change(read: Read) -> None:
         ),
     ],
 )
-def test_refuses_other_arithmetic_by_name(
+def test_configs_of_unsupported_arithmetic_are_refused_by_field(
     read: Read, name: str, value: object, culprit: str
 ) -> None:
     fields = {key: value for key, value in QWEN3_8B.items() if key != "rope_scaling"}
@@ -320,14 +320,14 @@ def test_refuses_other_arithmetic_by_name(
     ("fields", "name"),
     [(QWEN2, "mlp_bias"), (MISTRAL_7B, "attention_bias"), (QWEN3_8B, "mlp_bias")],
 )
-def test_refuses_a_bias_that_the_architecture_has_not(
+def test_a_bias_that_the_architecture_lacks_is_refused(
     read: Read, fields: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=name):
         read(fields, **{name: True})
 
 
-def test_accepts_what_is_switched_off(read: Read) -> None:
+def test_disabled_features_are_accepted(read: Read) -> None:
     off = dict.fromkeys(["quantization_config", "logit_scale", "attn_logit_softcapping"])
     assert read(QWEN3_8B, **off, use_qk_norm=False, clip_qkv=0) == read(QWEN3_8B)
     assert read(QWEN3_8B, partial_rotary_factor=1.0) == read(QWEN3_8B)
@@ -336,7 +336,9 @@ def test_accepts_what_is_switched_off(read: Read) -> None:
 @pytest.mark.parametrize(
     "architectures", [["GemmaForCausalLM"], ["Qwen2MoeForCausalLM"], [], None, "LlamaForCausalLM"]
 )
-def test_refuses_other_architectures(read: Read, architectures: object) -> None:
+def test_unsupported_architectures_are_refused_with_the_supported_ones(
+    read: Read, architectures: object
+) -> None:
     supported = r"allowed: Llama\w+, Mistral\w+, Qwen2\w+, Qwen3\w+ or Qwen3Moe\w+"
     with pytest.raises(UnsupportedModelError, match=supported):
         read(QWEN3_8B, architectures=architectures)
@@ -358,12 +360,12 @@ def test_refuses_other_architectures(read: Read, architectures: object) -> None:
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     ],
 )
-def test_refuses_a_broken_config(read: Read, changes: dict[str, Any]) -> None:
+def test_invalid_config_values_are_refused(read: Read, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read(QWEN3_8B, **changes)
 
 
-def test_refuses_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         read_model_config(tmp_path)
     for text in ("{", "[]"):
@@ -379,7 +381,7 @@ def write(folder: Path, name: str, values: dict[str, Any]) -> None:
     (folder / name).write_text(json.dumps(values))
 
 
-def test_eos_is_the_union(tmp_path: Path) -> None:
+def test_eos_token_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path).eos_token_ids == frozenset()
     write(tmp_path, "config.json", {"eos_token_id": 2})
     write(tmp_path, "generation_config.json", {"eos_token_id": [3, 4]})
@@ -393,7 +395,7 @@ def test_eos_is_the_union(tmp_path: Path) -> None:
         read_generation_defaults(tmp_path)
 
 
-def test_sampling_values_of_generation_config(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_generation_config(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path).values == {}
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     others = {"do_sample": True, "max_new_tokens": 2048, "min_p": None}
@@ -416,7 +418,7 @@ def hub_error(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHub
     return kind(f"The Hub says {status}.", response=response)
 
 
-def test_locate_local_folder(tmp_path: Path) -> None:
+def test_a_local_folder_is_located_and_other_paths_are_errors(tmp_path: Path) -> None:
     assert locate_model(str(tmp_path)) == tmp_path
     (tmp_path / "file").touch()
     for name in ("./nowhere", "/no/where", "a/b/c", str(tmp_path / "file")):
@@ -424,7 +426,9 @@ def test_locate_local_folder(tmp_path: Path) -> None:
             locate_model(name)
 
 
-def test_locate_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_name_locates_the_bundled_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
     with pytest.raises(ModelNotFoundError, match="--model"):
         locate_model("")
@@ -432,7 +436,9 @@ def test_locate_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert locate_model("") == tmp_path
 
 
-def test_locate_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_uncached_model_offline_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="go online") as raised:
         locate_model("minisgl-tests/no-such-model")
@@ -442,7 +448,7 @@ def test_locate_offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_download_takes_what_is_needed(
+def test_a_download_fetches_only_the_needed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
 ) -> None:
     asked: dict[str, Any] = {}
@@ -529,7 +535,7 @@ def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> N
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_merged_weights_are_the_parts_in_order(single: Path) -> None:
+def test_merged_weights_are_the_concatenated_parts(single: Path) -> None:
     model = load(single)
     tensors = load_file(single / "model.safetensors")
     for merged, parts in (
@@ -545,14 +551,14 @@ def test_merged_weights_are_the_parts_in_order(single: Path) -> None:
     assert not any(weight.requires_grad for weight in model.parameters())
 
 
-def test_casts_while_loading(single: Path) -> None:
+def test_weights_are_cast_while_loading(single: Path) -> None:
     half = load(single, torch.bfloat16)
     for name, weight in load(single).named_parameters():
         assert torch.equal(half.get_parameter(name), weight.bfloat16())
     assert half.get_buffer("rope.table").dtype == torch.float32
 
 
-def test_missing_shard(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     first, *_, last = safetensors_files(sharded)
     assert first.name < last.name
     last.unlink()
@@ -579,7 +585,7 @@ def test_missing_shard(sharded: Path) -> None:
         ["x"],
     ],
 )
-def test_weights_are_read_from_the_models_own_folder_only(tmp_path: Path, name: object) -> None:
+def test_weights_outside_of_the_model_folder_are_not_read(tmp_path: Path, name: object) -> None:
     folder = tmp_path / "model"
     (folder / "below").mkdir(parents=True)
     for place in (tmp_path, folder / "below"):
@@ -590,7 +596,7 @@ def test_weights_are_read_from_the_models_own_folder_only(tmp_path: Path, name: 
         safetensors_files(folder)
 
 
-def test_weights_may_be_links_as_those_of_the_hubs_cache(tmp_path: Path) -> None:
+def test_weights_may_be_links_as_in_the_hub_cache(tmp_path: Path) -> None:
     blob, folder = tmp_path / "blobs" / "abc", tmp_path / "snapshots" / "def"
     blob.parent.mkdir()
     folder.mkdir(parents=True)
@@ -602,20 +608,20 @@ def test_weights_may_be_links_as_those_of_the_hubs_cache(tmp_path: Path) -> None
     assert safetensors_files(folder) == [shard]
 
 
-def test_no_weights_at_all(single: Path) -> None:
+def test_a_folder_without_weights_is_refused(single: Path) -> None:
     (single / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no weights"):
         load(single)
 
 
-def test_broken_file(single: Path) -> None:
+def test_a_truncated_weights_file_is_named(single: Path) -> None:
     file = single / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load(single)
 
 
-def test_tensor_in_two_shards(sharded: Path) -> None:
+def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     first, second, *_ = safetensors_files(sharded)
     save_file(load_file(first) | load_file(second), second)
     with pytest.raises(CheckpointError, match="twice"):
@@ -636,7 +642,7 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
         (lambda t: t.update({"lm_head.weight": torch.ones(499, 128)}), "lm_head.* differs"),
     ],
 )
-def test_weights_that_do_not_fit(
+def test_missing_extra_and_misshapen_weights_are_refused(
     single: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
     edit(single, change)
@@ -644,7 +650,7 @@ def test_weights_that_do_not_fit(
         load(single)
 
 
-def test_harmless_extras(single: Path) -> None:
+def test_known_redundant_tensors_are_ignored(single: Path) -> None:
     expected = load(single)
 
     def add(tensors: dict[str, torch.Tensor]) -> None:
@@ -656,7 +662,7 @@ def test_harmless_extras(single: Path) -> None:
         assert torch.equal(weight, expected.get_parameter(name))
 
 
-def test_untied_head_is_required(tmp_path: Path) -> None:
+def test_a_missing_untied_lm_head_is_refused(tmp_path: Path) -> None:
     make_checkpoint(spec_named("llama"), tmp_path)
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(CheckpointError, match=r"lacks weights: lm_head\.weight"):
