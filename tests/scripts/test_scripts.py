@@ -23,7 +23,7 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_ask_starts_a_server_prints_its_answer_and_stops_it() -> None:
+def test_quickstart_ask_starts_a_server_prints_its_answer_and_stops_it() -> None:
     result = run(sys.executable, SCRIPTS / "ask.py", "--device", "cpu", "--num-pages", "64")
     assert result.returncode == 0, result.stderr
     _, _, conversation = result.stdout.partition("\n> ")
@@ -35,14 +35,14 @@ def test_ask_starts_a_server_prints_its_answer_and_stops_it() -> None:
     assert last_line == "The server has stopped."
 
 
-def test_ask_passes_on_why_the_server_did_not_start() -> None:
+def test_quickstart_ask_reports_why_the_server_did_not_start() -> None:
     result = run(sys.executable, SCRIPTS / "ask.py", "--dtype", "int3")
     assert result.returncode == 2
     assert result.stderr.startswith("minisgl: --dtype int3: allowed: ")
 
 
 @pytest.mark.parametrize("script", ["test.sh", "quickstart.sh", "venv.sh"])
-def test_the_shell_scripts_parse(script: str) -> None:
+def test_the_shell_scripts_have_valid_syntax(script: str) -> None:
     assert run("bash", "-n", SCRIPTS / script).returncode == 0
 
 
@@ -53,7 +53,7 @@ def test_the_shell_scripts_parse(script: str) -> None:
         ('[ "$1" = -V ] && echo Python 3.9.2 || exit 1', "python3 is Python 3.9.2"),
     ],
 )
-def test_without_a_python_in_range_the_setup_says_so(
+def test_without_a_supported_python_the_setup_says_so(
     tmp_path: Path, python: str | None, said: str
 ) -> None:
     tools = tmp_path / "tools"
@@ -69,7 +69,7 @@ def test_without_a_python_in_range_the_setup_says_so(
     assert result.stderr == f"minisgl needs Python 3.11 or 3.12 on the PATH ({said}).\n"
 
 
-def test_the_probe_knows_this_python_and_its_torch() -> None:
+def test_the_python_probe_accepts_this_python_and_finds_its_torch() -> None:
     result = run(sys.executable, SCRIPTS / "probe_python.py")
     assert result.returncode == 0
     assert any((Path(folder) / "torch").is_dir() for folder in result.stdout.splitlines())
@@ -150,7 +150,7 @@ def test_the_mixed_benchmark_compares_the_times_between_tokens(arrivals: tuple[s
         ("bench_mixed.py", ("--rate", "often"), "invalid number value: 'often'"),
     ],
 )
-def test_a_benchmark_refuses_a_wrong_value(
+def test_a_benchmark_script_refuses_an_invalid_value(
     script: str, options: tuple[str, ...], said: str
 ) -> None:
     result = run(sys.executable, SCRIPTS / "bench" / script, *options)
