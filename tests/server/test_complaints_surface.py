@@ -49,7 +49,7 @@ def tokenizer(demo: Served[AsyncEngine]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_dropped_without_a_reply(
+def test_a_prompt_that_is_too_long_is_a_400_with_both_lengths(
     http: httpx.Client, tokenizer: Tokenizer, stream: bool
 ) -> None:
     """A1: nobody is left waiting, and the answer is no stream that breaks off."""
@@ -63,7 +63,7 @@ def test_a_prompt_that_is_too_long_is_dropped_without_a_reply(
     assert str(length) in error["message"] and str(MAX_SEQ_LEN) in error["message"]
 
 
-def test_a_long_prompt_is_cut_and_answered_all_the_same(client: openai.OpenAI) -> None:
+def test_a_long_prompt_is_read_whole_or_refused(client: openai.OpenAI) -> None:
     """A1: what fits is read from its first token to its last, and one more does not fit."""
     ids = [5] * (MAX_SEQ_LEN - 1)
     answer = client.completions.create(model="demo", prompt=ids, echo=True, logprobs=0)
@@ -75,7 +75,9 @@ def test_a_long_prompt_is_cut_and_answered_all_the_same(client: openai.OpenAI) -
         client.completions.create(model="demo", prompt=[*ids, 5])
 
 
-def test_too_many_tokens_are_asked_for_and_silently_fewer_come(client: openai.OpenAI) -> None:
+def test_max_tokens_beyond_the_context_is_refused_or_clamped_by_option(
+    client: openai.OpenAI,
+) -> None:
     """A1: refused, unless the operator chose --clamp-max-tokens; silence means the room left."""
     asked: dict[str, Any] = {"model": "demo", "prompt": [5] * 100, "max_tokens": 29}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -95,7 +97,7 @@ def test_too_many_tokens_are_asked_for_and_silently_fewer_come(client: openai.Op
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
+def test_finish_reason_and_usage_are_right(
     http: httpx.Client, tokenizer: Tokenizer, stream: bool
 ) -> None:
     """A8: both reasons are right, and the counts are those of the tokenizer."""
@@ -140,7 +142,7 @@ def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
     return {"finish_reason": reasons[0], "usage": last["usage"], "tokens": tokens}
 
 
-def test_answers_have_no_id_no_model_no_time_and_the_wrong_object(client: openai.OpenAI) -> None:
+def test_answers_have_id_object_model_and_created(client: openai.OpenAI) -> None:
     """A8"""
     before = int(time.time())
     chat = client.chat.completions.create(model="demo", messages=HELLO)
@@ -157,7 +159,9 @@ def test_answers_have_no_id_no_model_no_time_and_the_wrong_object(client: openai
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": None}])
-def test_stream_false_streams_all_the_same(http: httpx.Client, fields: dict[str, Any]) -> None:
+def test_answers_are_one_json_object_unless_streaming_is_requested(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
     """A9: one JSON object is the default."""
     for path, body in (
         ("/v1/chat/completions", {"messages": HELLO}),
@@ -170,7 +174,7 @@ def test_stream_false_streams_all_the_same(http: httpx.Client, fields: dict[str,
         assert streamed.headers["content-type"].startswith("text/event-stream")
 
 
-def test_parameters_are_accepted_and_ignored(client: openai.OpenAI) -> None:
+def test_stop_n_model_and_penalties_take_effect(client: openai.OpenAI) -> None:
     """A10: the ones that were. Every other is in test_server_fields.py."""
 
     def ask(**fields: Any) -> Any:
@@ -192,7 +196,7 @@ def test_parameters_are_accepted_and_ignored(client: openai.OpenAI) -> None:
         assert penalized.choices[0].text != without.choices[0].text
 
 
-def test_greedy_is_refused(client: openai.OpenAI) -> None:
+def test_temperature_0_is_greedy_whatever_seed_and_top_p(client: openai.OpenAI) -> None:
     """A10: temperature 0, whatever else is asked, is the likeliest token each time."""
     answers = {
         client.chat.completions.create(
@@ -214,7 +218,7 @@ def test_greedy_is_refused(client: openai.OpenAI) -> None:
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.type"),
     ],
 )
-def test_a_schema_is_asked_for_and_prose_comes(
+def test_unsupported_response_formats_are_refused_by_name(
     client: openai.OpenAI, format: Any, param: str
 ) -> None:
     """A17: what is not honoured is refused, by name."""
@@ -223,7 +227,7 @@ def test_a_schema_is_asked_for_and_prose_comes(
     assert caught.value.param == param
 
 
-def test_tools_are_offered_and_never_heard_of(client: openai.OpenAI) -> None:
+def test_tools_and_tool_calls_are_refused_by_name(client: openai.OpenAI) -> None:
     """A18: refused by name, in the request and in what came before."""
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError) as caught:
@@ -236,7 +240,7 @@ def test_tools_are_offered_and_never_heard_of(client: openai.OpenAI) -> None:
     assert caught.value.param == "messages.1.tool_calls"
 
 
-def test_there_is_no_openai_server_at_all(client: openai.OpenAI) -> None:
+def test_the_openai_client_lists_models_chats_streams_and_completes(client: openai.OpenAI) -> None:
     """A19: the client's own tour."""
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id) == model

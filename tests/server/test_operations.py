@@ -48,7 +48,7 @@ ENDLESS = {"messages": HELLO, "ignore_eos": True}
 # -- the key --------------------------------------------------------------------------------------
 
 
-async def test_only_probes_are_open_without_the_key() -> None:
+async def test_only_probes_are_served_without_the_key() -> None:
     state = EngineState(ServerConfig(api_key=("secret",)), FakeEngine())
     app = create_app(state)
     transport = httpx.ASGITransport(app)
@@ -83,7 +83,7 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
 # -- web pages ------------------------------------------------------------------------------------
 
 
-async def test_a_page_of_an_allowed_origin_can_ask_and_read_every_answer() -> None:
+async def test_an_allowed_origin_can_send_requests_and_read_every_answer() -> None:
     options: dict[str, Any] = {"api_key": ("secret",), "cors_origin": (ORIGIN,)}
     async with http_client(FakeEngine(answer_length=3), **options) as client:
         # What a browser sends before a JSON body with a key goes out, and what it needs to see.
@@ -114,7 +114,7 @@ async def test_a_page_of_an_allowed_origin_can_ask_and_read_every_answer() -> No
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
 
 
-async def test_a_page_of_another_origin_cannot_read_anything() -> None:
+async def test_other_origins_cannot_read_any_answer() -> None:
     async with http_client(FakeEngine(answer_length=3), cors_origin=(ORIGIN,)) as client:
         foreign = {"origin": "https://example.com"}
         preflight = await client.options(
@@ -147,7 +147,7 @@ def test_the_process_parses_http_with_httptools() -> None:
     assert b"Invalid HTTP request received." in answer
 
 
-def test_the_log_of_a_process_says_every_few_seconds_what_runs() -> None:
+def test_a_process_logs_running_requests_every_few_seconds() -> None:
     with serving_process({"interval": 0.02}) as (process, url):
         wait_for_health(url, 200)
         asked = {"messages": HELLO, "stream": True}
@@ -161,7 +161,7 @@ def test_the_log_of_a_process_says_every_few_seconds_what_runs() -> None:
     assert line.startswith(told)
 
 
-def test_complaint_25_a_server_can_be_probed_measured_locked_and_read(tiny_model: Path) -> None:
+def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(tiny_model: Path) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = serve(tiny_model, port, "--api-key", "secret", "--cors-origin", ORIGIN)
@@ -219,7 +219,7 @@ def wait_for_nobody(session: int, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-async def test_complaint_3_a_dead_engine_fails_everyone_health_and_the_process() -> None:
+async def test_a_dead_engine_fails_requests_health_and_process() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with session(str(SCRIPTED_SERVER), "4", json.dumps({"port": port})) as process:
@@ -249,9 +249,7 @@ async def test_complaint_3_a_dead_engine_fails_everyone_health_and_the_process()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_complaint_4_no_process_outlives_the_server(
-    tiny_model: Path, number: signal.Signals
-) -> None:
+def test_no_child_process_outlives_the_server(tiny_model: Path, number: signal.Signals) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
@@ -267,7 +265,7 @@ def test_complaint_4_no_process_outlives_the_server(
         wait_for_nobody(process.pid)
 
 
-def test_a_server_that_cannot_start_leaves_nobody_either() -> None:
+def test_a_server_that_cannot_start_leaves_no_process() -> None:
     arguments = (json.dumps({"load_error": "no such weights"}), json.dumps({"port": 0}))
     with session(str(FAKE_SERVER), *arguments) as process:
         process.communicate(timeout=20)

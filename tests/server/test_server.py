@@ -139,7 +139,7 @@ async def test_every_kind_of_prompt_is_echoed(prompt: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("length", "on_loop"), [(MANY_SCORED, True), (MANY_SCORED + 2, False)])
-async def test_many_logprobs_are_written_beside_the_loop(
+async def test_large_logprobs_are_encoded_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, stream: bool, length: int, on_loop: bool
 ) -> None:
     threads: set[threading.Thread] = set()
@@ -157,7 +157,7 @@ async def test_many_logprobs_are_written_beside_the_loop(
     assert (threading.current_thread() in threads) is on_loop
 
 
-async def test_others_have_their_turn_while_many_choices_are_submitted() -> None:
+async def test_submitting_many_choices_yields_to_other_tasks() -> None:
     turns: list[bool] = []  # whether each was the loop's, or submitted a choice
 
     class Slow(FakeEngine):
@@ -180,7 +180,7 @@ async def test_others_have_their_turn_while_many_choices_are_submitted() -> None
     assert sum(runs) == 40 and max(runs) <= 5
 
 
-async def test_64_streams_at_once() -> None:
+async def test_64_concurrent_streams_get_their_own_answers() -> None:
     async with openai_client(FakeEngine(interval=0.002, answer_length=50)) as client:
 
         async def ask(seed: int) -> str:
@@ -193,7 +193,7 @@ async def test_64_streams_at_once() -> None:
     assert answers == [(LETTERS * 6)[seed:][:50] for seed in (seed % 26 for seed in range(64))]
 
 
-async def test_models_and_names() -> None:
+async def test_models_are_listed_under_their_served_names() -> None:
     async with openai_client(FakeEngine(answer_length=1), served_model_name=("a/b", "c")) as client:
         assert [model.id async for model in client.models.list()] == ["a/b", "c"]
         assert (await client.models.retrieve("a/b")).id == "a/b"
@@ -207,7 +207,7 @@ async def test_models_and_names() -> None:
         assert answer.model == "c"
 
 
-async def test_version_and_requests_without_a_model() -> None:
+async def test_version_is_served_and_requests_need_no_model_name() -> None:
     async with http_client(FakeEngine(answer_length=1)) as client:
         assert (await client.get("/version")).json()["version"]
         answer = await client.post("/v1/chat/completions", json={"messages": HELLO})
@@ -217,7 +217,7 @@ async def test_version_and_requests_without_a_model() -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
-async def test_errors_come_in_the_envelope() -> None:
+async def test_errors_have_the_openai_envelope() -> None:
     async with http_client(FakeEngine(max_seq_len=20)) as client:
         chat = "/v1/chat/completions"
         cases: list[tuple[httpx.Response, int, str | None, str | None]] = [
@@ -270,7 +270,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_before_the_first_byte(strea
 
 
 @pytest.mark.parametrize("clamp", [False, True])
-async def test_max_tokens_beyond_the_room(clamp: bool) -> None:
+async def test_max_tokens_beyond_the_context_is_refused_or_clamped(clamp: bool) -> None:
     async with http_client(FakeEngine(max_seq_len=20), clamp_max_tokens=clamp) as client:
         asked = {"prompt": "x" * 15, "max_tokens": 10}
         response = await client.post("/v1/completions", json=asked)
@@ -286,7 +286,7 @@ async def test_max_tokens_beyond_the_room(clamp: bool) -> None:
         )
 
 
-async def test_a_full_queue_is_429_and_leaves_nothing_behind() -> None:
+async def test_a_full_queue_is_a_429_and_submits_no_choice() -> None:
     engine = FakeEngine(max_queued=2)
     async with http_client(engine) as client:
         response = await client.post("/v1/completions", json={"prompt": "x", "n": 3})
@@ -296,7 +296,7 @@ async def test_a_full_queue_is_429_and_leaves_nothing_behind() -> None:
     assert not engine.running
 
 
-async def test_the_key() -> None:
+async def test_requests_need_one_of_the_keys() -> None:
     async with http_client(FakeEngine(), api_key=("secret",)) as client:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = await client.get("/v1/models", headers=headers)
@@ -307,7 +307,7 @@ async def test_the_key() -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_cors_answers_preflights_without_the_key() -> None:
+async def test_cors_preflights_need_no_key() -> None:
     origin = "https://example.org"
     async with http_client(FakeEngine(), api_key=("secret",), cors_origin=(origin,)) as client:
         asked = {"origin": origin, "access-control-request-method": "POST"}
@@ -317,7 +317,7 @@ async def test_cors_answers_preflights_without_the_key() -> None:
 
 
 @pytest.mark.parametrize("error", [StepError("out of memory"), RuntimeError("with a secret")])
-async def test_a_fault_in_mid_stream_is_an_event(
+async def test_an_error_in_mid_stream_is_an_error_event(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = FakeEngine(interval=0.01)
@@ -346,7 +346,7 @@ async def _failing_after(
 
 
 @pytest.mark.parametrize("error", [StepError("out of memory"), RuntimeError("with a secret")])
-async def test_a_fault_of_a_whole_answer_is_a_500(error: Exception) -> None:
+async def test_an_error_of_a_whole_answer_is_a_500(error: Exception) -> None:
     engine = FakeEngine(interval=0.01)
     async with http_client(engine) as client:
         asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
@@ -357,7 +357,7 @@ async def test_a_fault_of_a_whole_answer_is_a_500(error: Exception) -> None:
     assert "secret" not in error_of(response)["message"]
 
 
-async def test_health_tells_the_phase() -> None:
+async def test_health_reports_the_phase() -> None:
     async with http_client(None) as client:
         assert error_of(await client.get("/health"))["code"] == "loading"
         response = await client.post("/v1/completions", json={"prompt": "x"})
@@ -379,7 +379,7 @@ async def test_health_tells_the_phase() -> None:
 # -- clients that leave ---------------------------------------------------------------------------
 
 
-async def test_a_client_leaves_in_the_middle_of_a_stream() -> None:
+async def test_a_client_that_disconnects_in_mid_stream_is_aborted() -> None:
     engine = FakeEngine(interval=0.01)
     async with openai_client(engine) as client:
         stream = await client.chat.completions.create(
@@ -392,7 +392,7 @@ async def test_a_client_leaves_in_the_middle_of_a_stream() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_leaves_before_the_first_token(stream: bool) -> None:
+async def test_a_client_that_disconnects_before_the_first_token_is_aborted(stream: bool) -> None:
     engine = FakeEngine()
     engine.gate.clear()
     async with http_client(engine) as client:
@@ -404,7 +404,7 @@ async def test_a_client_leaves_before_the_first_token(stream: bool) -> None:
     assert len(engine.aborted) == 1
 
 
-async def test_a_client_that_stops_reading_leaves_in_the_middle_of_a_send() -> None:
+async def test_a_client_that_disconnects_during_a_blocked_send_is_aborted() -> None:
     engine = FakeEngine(repeat=100_000, interval=0.001)
     async with serving(engine) as url:
         port = int(url.rpartition(":")[2])
@@ -421,7 +421,7 @@ async def test_a_client_that_stops_reading_leaves_in_the_middle_of_a_send() -> N
     assert len(engine.aborted) == 1
 
 
-async def test_a_client_that_leaves_disturbs_nobody() -> None:
+async def test_a_disconnect_does_not_affect_other_requests() -> None:
     engine = FakeEngine(interval=0.002, answer_length=100)
     async with openai_client(engine) as client:
 
@@ -454,7 +454,7 @@ def stream_lines(url: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_idle_process_stops_at_once_with_0(number: signal.Signals) -> None:
+def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
     with serving_process({"load_seconds": 0.5}) as (process, url):
         wait_for_health(url, 503)
         wait_for_health(url, 200)
@@ -466,7 +466,7 @@ def test_an_idle_process_stops_at_once_with_0(number: signal.Signals) -> None:
     assert "Traceback" not in log
 
 
-def test_a_process_drains_before_it_stops() -> None:
+def test_a_process_drains_before_it_exits() -> None:
     with serving_process({"interval": 0.02, "answer_length": 40}) as (process, url):
         wait_for_health(url, 200)
         lines = stream_lines(url)
@@ -480,7 +480,7 @@ def test_a_process_drains_before_it_stops() -> None:
         assert process.wait(5) == 0
 
 
-def test_what_does_not_finish_in_time_ends_with_an_error_event() -> None:
+def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
     with serving_process({"interval": 0.02}, drain_timeout=0.3) as (process, url):
         wait_for_health(url, 200)
         lines = stream_lines(url)
@@ -492,7 +492,7 @@ def test_what_does_not_finish_in_time_ends_with_an_error_event() -> None:
         assert process.wait(5) == 0
 
 
-def test_the_second_signal_stops_at_once() -> None:
+def test_a_second_signal_exits_at_once() -> None:
     with serving_process({"interval": 0.02}) as (process, url):
         wait_for_health(url, 200)
         lines = stream_lines(url)
@@ -505,7 +505,7 @@ def test_the_second_signal_stops_at_once() -> None:
             list(lines)
 
 
-def test_a_signal_while_loading_does_not_wait() -> None:
+def test_a_signal_while_loading_exits_at_once() -> None:
     with serving_process({"load_seconds": 60}) as (process, url):
         wait_for_health(url, 503)
         process.send_signal(signal.SIGTERM)
@@ -521,14 +521,14 @@ def test_a_dead_engine_ends_the_streams_and_the_process() -> None:
         assert process.wait(5) == 1
 
 
-def test_a_model_that_does_not_load_ends_the_process() -> None:
+def test_a_failed_load_ends_the_process() -> None:
     with serving_process({"load_error": "no such weights"}) as (process, _):
         _, log = process.communicate(timeout=10)
     assert process.returncode == 1
     assert log.strip().endswith("no such weights")
 
 
-def test_an_address_that_cannot_be_had_is_an_error_of_the_option() -> None:
+def test_an_unavailable_address_is_an_error_that_names_the_option() -> None:
     with bind(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
@@ -543,7 +543,7 @@ def test_an_address_that_cannot_be_had_is_an_error_of_the_option() -> None:
 # -- the command and the real engine --------------------------------------------------------------
 
 
-def test_the_command_serves_a_model(
+def test_minisgl_serve_serves_a_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
@@ -615,7 +615,7 @@ def check_answers(client: openai.OpenAI) -> None:
         next(iter(stream))
 
 
-def test_a_process_without_standard_streams_ends_in_order() -> None:
+def test_a_process_without_standard_streams_shuts_down_cleanly() -> None:
     """Its sockets would get their numbers, and libuv aborts where it closes one of those."""
     behind = (
         "import fake_engine, sys; from minisgl_cli import main as cli; "
@@ -635,7 +635,7 @@ def test_a_process_without_standard_streams_ends_in_order() -> None:
         process.wait()
 
 
-def test_the_command_says_in_one_line_why_it_does_not_serve(tmp_path: Path) -> None:
+def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path) -> None:
     with bind(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         with running(*serve(tmp_path, port)) as process:
