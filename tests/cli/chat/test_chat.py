@@ -1,229 +1,37 @@
-"""`minisgl chat`: the tokens of a conversation, the loop on a fake engine, a real terminal."""
+"""`minisgl chat`: the loop on a fake engine, and the bundled model in a real terminal."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pexpect
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 from support.fake_chat_ui import FakeChatUI
 from support.screens import at_prompt, left
+from support.toy_chat_engine import FakeEngine, ToyTokenizer, decode, spelled
 
-from minisgl.config import Capacity, EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
-from minisgl.errors import ContextLengthError, InvalidRequestError
+from minisgl.errors import InvalidRequestError
 from minisgl.models.hub import DEMO_NOTE
 from minisgl.printable import printable
-from minisgl.request import FinishReason, OutputDelta, SamplingParams
+from minisgl.request import FinishReason, OutputDelta
 from minisgl.runner.facts import device_name
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
 from minisgl_cli.chat.model import ReplyDelta
-from minisgl_cli.chat.parameters import NAMES
-from minisgl_cli.chat.prompt_reuse import keep_seen
 from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
 from minisgl_cli.chat.reply import ReplyRecord
-from minisgl_cli.chat.text_format import as_command, is_open, unquoted, unquoted_argument
-from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
-
-# -- a tokenizer that a person can follow ---------------------------------------------------------
-
-PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
-END, STOP = PIECES.index("<end>"), PIECES.index("<stop>")
-
-
-def encode(text: str) -> list[int]:
-    """The longest piece that fits, again and again."""
-    ids = []
-    while text:
-        piece = max((piece for piece in PIECES if text.startswith(piece)), key=len)
-        ids.append(PIECES.index(piece))
-        text = text.removeprefix(piece)
-    return ids
-
-
-def decode(token_ids: Sequence[int]) -> str:
-    return "".join(PIECES[token_id] for token_id in token_ids)
-
-
-def spelled(text: str) -> list[int]:
-    """Letter by letter, as a model may generate what the tokenizer would not."""
-    return [PIECES.index(letter) for letter in text]
-
-
-@dataclass
-class ToyTokenizer:
-    trims: bool = False  # answers, as some templates do
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        text = ""
-        for message in messages:
-            content = message["content"]
-            if message["role"] == "user":
-                if "!" in content:
-                    raise InvalidRequestError("messages", "the template does not shout.")
-                text += f"<user>{content}<end>"
-            else:
-                text += f"<model>{content.strip() if self.trims else content}<end>"
-        return encode(text + "<model>")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return PIECES[token_id].encode()
-
-
-# -- the conversation's tokens --------------------------------------------------------------------
-
-
-class Said:
-    """A model that has been asked "ab" and has answered with some tokens."""
-
-    def __init__(self, tokenizer: ToyTokenizer, token_ids: list[int], text: str) -> None:
-        self.conversation = Conversation()
-        engine: Any = FakeEngine([])
-        engine.deltas = [OutputDelta(token_ids, text, 0, 0, finish_reason=FinishReason.STOP)]
-        self.model = EngineModel(engine, tokenizer)
-
-        async def ask() -> None:
-            self.conversation.ask("ab")
-            answer = ReplyRecord(asked_at=0.0)
-            async for delta in self.model.reply(self.conversation.messages, {}):
-                answer.add(delta, 0.0)
-            self.conversation.answer(answer.message)
-
-        asyncio.run(ask())
-
-    def prompt(self, question: str) -> list[int]:
-        self.conversation.ask(question)
-        return self.model.prompt(self.conversation.messages)
-
-
-def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) -> list[int]:
-    return Said(ToyTokenizer(trims), answer_ids, answer).prompt("cd")
-
-
-def test_an_answer_in_canonical_tokens_is_part_of_the_next_prompt() -> None:
-    prompt = second_prompt([*encode("abc d"), END], "abc d")
-    assert prompt == encode("<user>ab<end><model>abc d<end><user>cd<end><model>")
-
-
-def test_an_answer_in_other_tokens_is_reused_as_generated() -> None:
-    prompt = second_prompt([*spelled("abcabc"), END], "abcabc")
-    first = encode("<user>ab<end><model>")
-    assert prompt == [*first, *spelled("abcabc"), END, *encode("<user>cd<end><model>")]
-
-
-def test_the_end_of_an_answer_is_that_of_the_template() -> None:
-    prompt = second_prompt([*spelled("abc"), STOP], "abc")
-    first = encode("<user>ab<end><model>")
-    assert prompt == [*first, *spelled("abc"), *encode("<end><user>cd<end><model>")]
-
-
-def test_an_answer_that_the_template_changes_is_tokenized_again() -> None:
-    prompt = second_prompt([*spelled(" abc "), END], " abc ", trims=True)
-    assert prompt == encode("<user>ab<end><model>abc<end><user>cd<end><model>")
-
-
-@given(st.lists(st.sampled_from(range(len(PIECES)))), st.booleans(), st.integers(0, 3))
-def test_the_prompt_always_decodes_to_the_rendered_template(
-    generated: list[int], trims: bool, num_held_back: int
-) -> None:
-    """Whatever the model generated, special tokens in wrong places included."""
-    tokenizer = ToyTokenizer(trims)
-    answer = decode(generated[: max(0, len(generated) - num_held_back)])
-    said = Said(tokenizer, generated, answer)
-    prompt = said.prompt("cd")
-    assert decode(prompt) == decode(tokenizer.chat(said.conversation.messages))
-
-
-@pytest.mark.parametrize(
-    ("seen", "templated", "prompt"),
-    [
-        ([], [b"ab"], [b"ab"]),
-        ([b"ab"], [], []),
-        ([b"ab"], [b"ab"], [b"ab"]),
-        ([b"a", b"b"], [b"ab", b"cd"], [b"a", b"b", b"cd"]),
-        ([b"abc", b"d"], [b"ab", b"cd"], [b"abc", b"d"]),
-        ([b"a", b"b", b"c"], [b"ab", b"d"], [b"a", b"b", b"d"]),
-        ([b"a", b"b", b"c"], [b"a", b"c"], [b"a", b"c"]),
-        ([b"a", b"b", b"c"], [b"ab"], [b"a", b"b"]),
-        # Ids beyond the tokenizer's vocabulary have no text.
-        ([b"a", b"", b"b"], [b"ab", b"c"], [b"a", b"", b"b", b"c"]),
-        # A character in several tokens is cut at its ends only.
-        ([b"a", b"\xe2\x82", b"\xac"], ["a€".encode(), b"!"], [b"a", b"\xe2\x82", b"\xac", b"!"]),
-        ([b"a", b"\xe2\x82"], ["a€".encode()], ["a€".encode()]),
-        # What is no character at all was shown, and comes back, as U+FFFD.
-        ([b"a", b"\x88", b"b"], ["a\ufffdb".encode(), b"c"], [b"a", b"\x88", b"b", b"c"]),
-        ([b"\xe2", b"b"], ["\ufffdb".encode(), b"c"], [b"\xe2", b"b", b"c"]),
-    ],
-)
-def test_seen_tokens_are_reused_up_to_the_first_difference_in_text(
-    seen: list[bytes], templated: list[bytes], prompt: list[bytes]
-) -> None:
-    """Tokens are given as their bytes here."""
-    vocabulary = sorted({*seen, *templated})
-    ids = [[vocabulary.index(token) for token in tokens] for tokens in (seen, templated)]
-    kept = keep_seen(*ids, token_bytes=vocabulary.__getitem__)
-    assert [vocabulary[token_id] for token_id in kept] == prompt
-
-
-def contents(conversation: Conversation) -> list[str]:
-    return [message["content"] for message in conversation.messages]
-
-
-def test_an_unanswered_question_is_kept_for_retry_only() -> None:
-    conversation = Conversation("Be kind.")
-    assert not conversation.ask_again()
-    conversation.ask("ab")
-    conversation.answer("abc")
-    conversation.ask("cd")
-    assert not conversation.give_up()
-    assert [turn.question for turn in conversation.turns] == ["ab"]
-    assert conversation.undo() is not None and conversation.undo() is None
-    assert conversation.ask_again()
-    assert contents(conversation) == ["Be kind.", "cd"]
-    conversation.answer("d")
-    assert contents(conversation) == ["Be kind.", "cd", "d"]
-    conversation.ask("ef")
-    conversation.reset()
-    assert not conversation.ask_again()
-    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
-
-
-def test_a_retried_answer_is_restored_if_the_retry_fails() -> None:
-    conversation = Conversation()
-    conversation.ask("ab")
-    conversation.answer("abc", 7)
-    before = list(conversation.turns)
-    assert conversation.ask_again()
-    assert contents(conversation) == ["ab"]
-    assert conversation.give_up()
-    assert conversation.turns == before and contents(conversation) == ["ab", "abc"]
-    assert conversation.ask_again()
-    conversation.answer("cd")
-    assert contents(conversation) == ["ab", "cd"]
-
-
-# -- one answer -----------------------------------------------------------------------------------
-
-
-def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> OutputDelta:
-    return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
 
 
 def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
@@ -264,78 +72,6 @@ def test_interrupted_thinking_is_closed_for_the_template() -> None:
 
 def test_control_characters_of_a_model_are_not_printed() -> None:
     assert printable("a\x1b[2J\tb\x07\n\x9bé\ud800") == "a[2J\tb\né"
-
-
-# -- the loop, on a fake engine -------------------------------------------------------------------
-
-
-class FakeDefaults:
-    def sampling(self, **chosen: Any) -> SamplingParams:
-        return SamplingParams(**chosen)
-
-
-@dataclass
-class FakeEngine:
-    """Answers every prompt with the next of `answers`, letter by letter; Ctrl-C comes at a `^`."""
-
-    answers: list[str]
-    max_seq_len: int = 1000
-    prompts: list[list[int]] = field(default_factory=list)
-    num_aborted: int = 0
-    deltas: Sequence[OutputDelta] | None = None  # instead of answers
-
-    params: list[SamplingParams] = field(default_factory=list)
-
-    tokenizer = ToyTokenizer()
-    defaults = FakeDefaults()
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(num_pages=2, page_size=1, num_slots=1, max_seq_len=self.max_seq_len)
-
-    def submit(self, prompt: list[int], params: SamplingParams) -> Any:
-        if self.deltas is not None:
-            return GivenStream(self.deltas)
-        room = self.max_seq_len - len(prompt)
-        if room < 1:
-            raise ContextLengthError(len(prompt), None, self.max_seq_len)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise ContextLengthError(len(prompt), params.max_tokens, self.max_seq_len)
-        self.prompts.append(prompt)
-        self.params.append(params)
-        letters = self.answers.pop(0)[:room]
-        reason = FinishReason.LENGTH if len(letters) == room else FinishReason.STOP
-        return FakeStream(self, letters, reason)
-
-
-@dataclass
-class GivenStream:
-    deltas: Sequence[OutputDelta]
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        for delta in self.deltas:
-            yield delta
-
-    def abort(self) -> None:
-        pass
-
-
-@dataclass
-class FakeStream:
-    engine: FakeEngine
-    letters: str
-    reason: FinishReason
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        for letter in self.letters:
-            if letter == "^":
-                os.kill(os.getpid(), signal.SIGINT)
-                await asyncio.sleep(60)
-            yield delta(letter, cached=3)
-        yield delta("", cached=3, reason=self.reason)
-
-    def abort(self) -> None:
-        self.engine.num_aborted += 1
 
 
 async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeChatUI:
@@ -487,100 +223,6 @@ async def test_thinking_opened_by_the_template_is_recognized() -> None:
     ui = FakeChatUI(["ab"])
     await Repl(Session(EngineModel(fake, Opening()), ui, Conversation())).run()
     assert (ui.thought, ui.written) == ("ab", "cd\n")
-
-
-# -- what a person types --------------------------------------------------------------------------
-
-
-def completions(typed: str) -> list[str]:
-    found = CommandCompleter(COMMANDS).get_completions(Document(typed), CompleteEvent())
-    return [completion.text for completion in found]
-
-
-def test_commands_are_completed_and_nothing_else() -> None:
-    assert completions("/") == list(COMMANDS)
-    assert completions("/re") == ["/retry", "/reset"]
-    assert completions("/reset") == completions("re") == completions("say /re") == []
-    assert completions("/reset ") == completions("/nothing t") == []
-
-
-def test_arguments_of_commands_are_completed(tmp_path: Path) -> None:
-    assert set(ARGUMENTS) <= set(COMMANDS)
-    assert completions("/set  te") == ["temperature"]
-    assert completions("/set ") == list(NAMES)
-    assert completions("/set stop t") == []
-    (tmp_path / "saved.json").touch()
-    for name in ("/save", "/load"):
-        assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("a\nb ", "a\nb"), ('"""a\nb"""', "a\nb"), ('"""\n a\n"""', " a"), ('"""', '"""')],
-)
-def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str) -> None:
-    assert unquoted(typed) == unquoted_argument(typed) == meant
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [('""', ""), ('"a b"', "a b"), ('"', '"'), ('"a" or "b"', '"a" or "b"'), ('a "b"', 'a "b"')],
-)
-def test_an_argument_may_be_enclosed_in_triple_quotes(typed: str, meant: str) -> None:
-    assert unquoted_argument(typed) == meant
-    assert unquoted(typed) == typed
-
-
-@pytest.mark.parametrize(
-    ("typed", "is_more_to_come"),
-    [
-        *(('"""', True), ('"""a\n', True), ('"""a\nb"""', False), ('a """', False)),
-        *(('/system """', True), ('/system """a\nb"""', False), ('/system say """', False)),
-        *(("/system", False), ("a", False), ('""""', True), ('/system ""', False)),
-        *(('/system\t"""', True), (' /system """', True), ('/etc/hosts """', False)),
-    ],
-)
-def test_enter_inserts_a_line_break_inside_quotes(typed: str, is_more_to_come: bool) -> None:
-    assert is_open(typed) is is_more_to_come
-
-
-@pytest.mark.parametrize(
-    ("typed", "command"),
-    [
-        *(("/set  top_k 5 ", ("/set", "top_k 5")), (" /help\t", ("/help", "")), ("/", ("/", ""))),
-        ('/system """a\nb"""', ("/system", '"""a\nb"""')),
-        *(
-            (typed, None)
-            for typed in ("", "a /help", "/etc/hosts is a file", "// a", '"""/help"""')
-        ),
-    ],
-)
-def test_only_a_slash_and_a_word_are_a_command(typed: str, command: tuple[str, str] | None) -> None:
-    assert as_command(typed) == command
-
-
-def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
-    file = tmp_path / "state" / "history"
-    for line in ("first", "second\nline", "half \ud800"):
-        PrivateHistory(file).store_string(line)
-    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", "second\nline", "first"]
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_history_file_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for file in (tmp_path / "file" / "history", tmp_path):  # under a file; a folder
-        history = PrivateHistory(file)
-        history.append_string("a line")
-        assert list(history.load_history_strings()) == []
-
-
-def test_the_history_file_is_in_the_xdg_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
-    assert history_file() == Path("/elsewhere/minisgl/chat_history")
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard says to ignore
-    assert history_file() == Path.home() / ".local/state/minisgl/chat_history"
 
 
 # -- the real thing, with the bundled model -------------------------------------------------------
