@@ -1,30 +1,22 @@
-"""The load generator: what it makes of bytes in any pieces, and the scripts around it."""
+"""The load generator of `bench serve`: parsing of SSE bytes in any pieces, and its records."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from dummy_tokenizer import make_tokenizer, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from support.folders import SCRIPTS
 from support.gated_runner import gated_server
 
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.target import Target
 from minisgl.bench.workload.plan import PlannedRequest
-from minisgl.text.tokenizer import Tokenizer
 
-BENCH_SCRIPTS = SCRIPTS / "bench"
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)
 
@@ -149,67 +141,3 @@ def test_the_fraction_of_one_token_events_is_not_overstated(num_events: int, sha
         num_output_tokens=10,
     )
     assert OnlineRun([request]).single_share == share
-
-
-# -- the scripts ----------------------------------------------------------------------------------
-
-
-def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.parametrize("clock", [("--step-ms", 2), ()])
-def test_bench_server_compares_server_and_engine(clock: tuple[object, ...]) -> None:
-    options = ("--num", 6, "--input", 5, 9, "--output", 10, 12, "--repeat", 1)
-    done = run_script("bench_serve.py", "--device", "cpu", "--num-pages", 300, *options, *clock)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "6 requests, 5 to 9 tokens in, 10 to 12 out, all at once" in done.stdout
-    assert ("a clock takes the place of the model: 2 ms a step" in done.stdout) == bool(clock)
-    rows = [line.strip("│").split("│") for line in done.stdout.splitlines() if line[0] == "│"]
-    figures = {name.strip(): float(value.strip(" %").replace(",", "")) for name, value in rows}
-    ratio = 100 * figures["served tok/s"] / figures["offline tok/s"]
-    assert figures["served / offline"] == pytest.approx(ratio, rel=0.01)
-    assert 0 < figures["ITL p50 ms"] <= figures["ITL p99 ms"]
-    assert 0 < figures["TTFT p50 ms"] <= figures["TTFT p99 ms"]
-    assert 0 <= figures["one token"] <= 100
-
-
-def test_bench_server_reports_why_the_engine_does_not_start() -> None:
-    done = run_script("bench_serve.py", "/no/such/folder", "--num", 1)
-    assert done.returncode == 2
-    assert done.stderr.startswith("bench_serve.py: ") and "/no/such/folder" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_short_soak_run_leaves_nothing_behind() -> None:
-    done = run_script("soak.py", "--minutes", 0.05)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "passed"
-    assert "Traceback" not in done.stderr
-
-
-# -- the tokenizer for folders without one --------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocab_size", [259, 300, 5000])
-def test_a_dummy_tokenizer_has_the_requested_size_and_encodes_any_text(
-    tmp_path: Path, vocab_size: int
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": vocab_size}))
-    write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.vocab_size == vocab_size
-    assert tokenizer.eos_token_id == vocab_size - 1
-    text = "some words, Ünïcode, 漢字 and\na line"
-    token_ids = tokenizer.encode(text)
-    assert tokenizer.decode(token_ids) == text
-    assert len(token_ids) < len(text.encode()) or vocab_size == 259
-    assert tokenizer.chat([{"role": "user", "content": "hi"}])
-    spelled = [tokenizer.token_text(token_id) for token_id in range(vocab_size)]
-    assert sum("�" in text for text in spelled) == 128
-
-
-def test_a_dummy_tokenizer_is_never_smaller_than_its_bytes() -> None:
-    with pytest.raises(ValueError, match="259 is the least"):
-        make_tokenizer(258)
