@@ -6,14 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -23,22 +19,16 @@ from support.fake_engine import LETTERS, FakeEngine, FakeStream, FakeTokenizer
 from support.http_server import (
     HELLO,
     error_of,
-    free_port,
     http_client,
-    running,
-    serve,
     serving,
-    serving_process,
     until,
-    wait_for_health,
 )
 
-from minisgl.errors import ConfigError, StepError
+from minisgl.errors import StepError
 from minisgl.server.app import create_app
 from minisgl.server.bodies import MAX_BODY_BYTES
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
-from minisgl.server.process import bind
 from minisgl.server.responses import MANY_SCORED, MAX_TURN_S
 
 
@@ -296,26 +286,6 @@ async def test_a_full_queue_is_a_429_and_submits_no_choice() -> None:
     assert not engine.running
 
 
-async def test_requests_need_one_of_the_keys() -> None:
-    async with http_client(FakeEngine(), api_key=("secret",)) as client:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            response = await client.get("/v1/models", headers=headers)
-            assert response.status_code == 401
-            assert error_of(response)["code"] == "invalid_api_key"
-        right = {"authorization": "Bearer secret"}
-        assert (await client.get("/v1/models", headers=right)).status_code == 200
-        assert (await client.get("/health")).status_code == 200
-
-
-async def test_cors_preflights_need_no_key() -> None:
-    origin = "https://example.org"
-    async with http_client(FakeEngine(), api_key=("secret",), cors_origin=(origin,)) as client:
-        asked = {"origin": origin, "access-control-request-method": "POST"}
-        response = await client.options("/v1/chat/completions", headers=asked)
-        assert response.status_code == 200
-        assert response.headers["access-control-allow-origin"] == origin
-
-
 @pytest.mark.parametrize("error", [StepError("out of memory"), RuntimeError("with a secret")])
 async def test_an_error_in_mid_stream_is_an_error_event(
     error: Exception, caplog: pytest.LogCaptureFixture
@@ -441,209 +411,3 @@ async def test_a_disconnect_does_not_affect_other_requests() -> None:
         await until(lambda: not engine.running)
     assert answers[::2] == [(LETTERS * 6)[seed:][:100] for seed in range(0, 20, 2)]
     assert len(engine.aborted) == 10
-
-
-# -- the process ----------------------------------------------------------------------------------
-
-
-def stream_lines(url: str) -> Iterator[str]:
-    with httpx.stream(
-        "POST", f"{url}/v1/chat/completions", json={"messages": HELLO, "stream": True}
-    ) as response:
-        yield from (line for line in response.iter_lines() if line)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
-    with serving_process({"load_seconds": 0.5}) as (process, url):
-        wait_for_health(url, 503)
-        wait_for_health(url, 200)
-        process.send_signal(number)
-        _, log = process.communicate(timeout=5)
-    assert process.returncode == 0
-    assert f"Serving fake at {url}" in log
-    assert f"curl {url}/v1/chat/completions" in log
-    assert "Traceback" not in log
-
-
-def test_a_process_drains_before_it_exits() -> None:
-    with serving_process({"interval": 0.02, "answer_length": 40}) as (process, url):
-        wait_for_health(url, 200)
-        lines = stream_lines(url)
-        next(lines)
-        process.send_signal(signal.SIGTERM)
-        wait_for_health(url, 503)
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
-        assert [*lines][-1] == "data: [DONE]"
-        assert process.wait(5) == 0
-
-
-def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
-    with serving_process({"interval": 0.02}, drain_timeout=0.3) as (process, url):
-        wait_for_health(url, 200)
-        lines = stream_lines(url)
-        next(lines)
-        process.send_signal(signal.SIGTERM)
-        *_, error, done = lines
-        assert done == "data: [DONE]"
-        assert json.loads(error.removeprefix("data: "))["error"]["type"] == "service_unavailable"
-        assert process.wait(5) == 0
-
-
-def test_a_second_signal_exits_at_once() -> None:
-    with serving_process({"interval": 0.02}) as (process, url):
-        wait_for_health(url, 200)
-        lines = stream_lines(url)
-        next(lines)
-        process.send_signal(signal.SIGINT)
-        wait_for_health(url, 503)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(2) == -signal.SIGINT
-        with pytest.raises(httpx.TransportError):
-            list(lines)
-
-
-def test_a_signal_while_loading_exits_at_once() -> None:
-    with serving_process({"load_seconds": 60}) as (process, url):
-        wait_for_health(url, 503)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(2) == 0
-
-
-def test_a_dead_engine_ends_the_streams_and_the_process() -> None:
-    with serving_process({"interval": 0.02, "fail_after": 1.0}) as (process, url):
-        wait_for_health(url, 200)
-        *_, error, done = stream_lines(url)
-        assert done == "data: [DONE]"
-        assert "the device is gone" in error
-        assert process.wait(5) == 1
-
-
-def test_a_failed_load_ends_the_process() -> None:
-    with serving_process({"load_error": "no such weights"}) as (process, _):
-        _, log = process.communicate(timeout=10)
-    assert process.returncode == 1
-    assert log.strip().endswith("no such weights")
-
-
-def test_an_unavailable_address_is_an_error_that_names_the_option() -> None:
-    with bind(ServerConfig(port=0)) as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError) as caught:
-            bind(ServerConfig(port=port))
-        assert caught.value.param == "--port"
-        assert str(port) in str(caught.value)
-    with pytest.raises(ConfigError) as caught:
-        bind(ServerConfig(host="no.such.host.invalid"))
-    assert caught.value.param == "--host"
-
-
-# -- the command and the real engine --------------------------------------------------------------
-
-
-def test_minisgl_serve_serves_a_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    options = ("--api-key", "secret", "--served-model-name", "tiny", "--served-model-name", "t")
-    monkeypatch.setenv("MINISGL_API_KEY", "secret-2, secret-3")
-    (tmp_path / "keys").write_text("# of the team\nsecret-4\n")
-    options += ("--api-key", "secret-5", "--api-key-file", str(tmp_path / "keys"))
-    with running(*serve(tiny_model, port, *options)) as process:
-        wait_for_health(url, 200, seconds=60)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
-            check_answers(client)
-        for key, status in (*((f"secret-{n}", 200) for n in range(2, 6)), ("#", 401)):
-            headers = {"authorization": f"Bearer {key}"}
-            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
-        process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=10)
-    assert process.returncode == 0
-    assert f"Serving tiny, t at {url}" in log
-    assert '-H "Authorization: Bearer $MINISGL_API_KEY"' in log
-    assert "secret" not in log
-    assert "Traceback" not in log
-
-
-def check_answers(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "tiny",
-        "messages": HELLO,
-        "n": 2,
-        "seed": 5,
-        "max_tokens": 30,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "extra_body": {"ignore_eos": True},
-    }
-    whole = client.chat.completions.create(**asked)
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens == len("user: hello\n")
-    assert whole.usage.completion_tokens == 60
-    texts = [choice.message.content for choice in whole.choices]
-    assert texts[0] != texts[1]
-    assert [choice.finish_reason for choice in whole.choices] == ["length", "length"]
-    for choice in whole.choices:
-        assert choice.logprobs is not None
-        assert len(choice.logprobs.content or []) == 30
-
-    streamed = ["", ""]
-    for chunk in client.chat.completions.create(**asked, stream=True):
-        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert streamed == texts
-
-    prompt = "a prompt that is longer than a page " * 3
-    for cached in (0, 96):
-        echo = client.completions.create(
-            model="t", prompt=prompt, echo=True, max_tokens=3, temperature=0
-        )
-        assert echo.choices[0].text.startswith(prompt)
-        assert echo.usage is not None
-        assert echo.usage.prompt_tokens_details is not None
-        assert echo.usage.prompt_tokens_details.cached_tokens == cached
-
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="t", messages=HELLO, max_tokens=501)
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="t", prompt=[257])
-    assert caught.value.param == "prompt"
-    with client.chat.completions.create(model="t", messages=HELLO, stream=True) as stream:
-        next(iter(stream))
-
-
-def test_a_process_without_standard_streams_shuts_down_cleanly() -> None:
-    """Its sockets would get their numbers, and libuv aborts where it closes one of those."""
-    behind = (
-        "import fake_engine, sys; from minisgl_cli import main as cli; "
-        "cli.app = lambda *_, **__: fake_engine.main(); sys.exit(cli.main())"
-    )
-    port = free_port()
-    arguments = [sys.executable, "-c", behind, "{}", json.dumps({"port": port})]
-    process = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], cwd=Path(__file__).parent
-    )
-    try:
-        wait_for_health(f"http://127.0.0.1:{port}", 200, 60)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path) -> None:
-    with bind(ServerConfig(port=0)) as listener:
-        port = listener.getsockname()[1]
-        with running(*serve(tmp_path, port)) as process:
-            _, taken = process.communicate(timeout=30)
-        assert process.returncode == 2
-    with running(*serve(tmp_path / "missing", free_port())) as process:
-        _, missing = process.communicate(timeout=60)
-    assert process.returncode == 2
-    for text, word in ((taken, "--port"), (missing, "missing")):
-        assert word in text
-        assert len(text.splitlines()) == 1
