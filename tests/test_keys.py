@@ -1,4 +1,4 @@
-"""Where a server's API keys come from."""
+"""Sources of the server's API keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM`: the engine for people without an event loop."""
+"""`LLM`, the synchronous interface of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading shows a bar on a terminal, and elsewhere a line of the log for each phase."""
+"""Loading progress: a bar on a terminal, a log line per phase elsewhere."""
 
 from __future__ import annotations
 

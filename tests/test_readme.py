@@ -1,4 +1,4 @@
-"""The READMEs' tables of options and request fields are what the types say."""
+"""The READMEs' tables of options and request fields agree with the types."""
 
 from __future__ import annotations
 

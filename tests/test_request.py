@@ -1,4 +1,4 @@
-"""What a caller may ask for."""
+"""Validation of sampling parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank holds, and what it reads for it."""
+"""The part of the weights that each rank holds and reads."""
 
 from __future__ import annotations
 

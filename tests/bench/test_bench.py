@@ -1,4 +1,4 @@
-"""Benchmarks: the workload is the one that others run, and the figures follow from the records."""
+"""`bench offline` and `bench latency`: their workloads, options and runs of the bundled model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench serve` against fake servers and ours: what is asked, and what is made of answers."""
+"""`bench serve` against fake servers and our own: requests, reports, comparisons, errors."""
 
 from __future__ import annotations
 

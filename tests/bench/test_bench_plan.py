@@ -1,4 +1,4 @@
-"""What `bench serve` sends and when, and what it refuses to."""
+"""Workloads of `bench serve`: requests, arrival times, and the options that are refused."""
 
 from __future__ import annotations
 

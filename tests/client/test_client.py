@@ -1,4 +1,4 @@
-"""What the chat and the benchmark make of servers that are hostile, broken or elsewhere."""
+"""The HTTP client of chat and benchmark against hostile, broken and redirecting servers."""
 
 from __future__ import annotations
 

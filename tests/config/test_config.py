@@ -1,4 +1,4 @@
-"""Every option is checked once, and nothing stays automatic."""
+"""Validation of options, and the resolution of automatic ones."""
 
 from __future__ import annotations
 

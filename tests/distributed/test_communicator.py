@@ -1,4 +1,4 @@
-"""What ranks tell each other, in real processes over gloo."""
+"""Collectives of the communicators, in real processes over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's loop on a runner without a model: every request ends once, whatever happens."""
+"""The engine's loop on a runner without a model: every request ends exactly once."""
 
 from __future__ import annotations
 

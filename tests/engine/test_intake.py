@@ -1,4 +1,4 @@
-"""What stands in front of the engine: short texts pass long ones, and no line is endless."""
+"""Admission to the engine: short texts overtake long ones, and every queue is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several tokens a row in one step: outputs equal those of the same tokens one at a time."""
+"""Several tokens per row and step: outputs equal those of one token at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine measures, against a count by hand."""
+"""The engine's statistics against a count by hand."""
 
 from __future__ import annotations
 

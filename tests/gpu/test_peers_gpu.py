@@ -1,5 +1,6 @@
-"""Exchanges between ranks, all of which are on one GPU here: each has a stream, and its kernel
-waits for the others'."""
+"""Communication between ranks that share one GPU: each has a stream, and its kernel waits for the
+others'.
+"""
 
 from __future__ import annotations
 

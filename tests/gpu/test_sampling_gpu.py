@@ -1,4 +1,4 @@
-"""The same tokens from the same logits on the CPU and on a GPU, by torch and by Triton."""
+"""Sampling by torch and by Triton on a GPU gives the tokens of the CPU."""
 
 from __future__ import annotations
 

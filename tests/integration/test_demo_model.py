@@ -1,4 +1,4 @@
-"""The bundled model: it is small and whole, transformers agrees, and it knows its answers."""
+"""The bundled model: its size, its files, agreement with transformers, and its evaluation."""
 
 from __future__ import annotations
 

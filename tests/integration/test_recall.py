@@ -1,5 +1,6 @@
-"""The demo model as an instrument: what was told early in a long chat comes back word for word,
-whatever the engine does with the pages in between."""
+"""The demo model as an instrument: facts from the beginning of a long chat are recalled word for
+word, whatever the engine does with the pages in between.
+"""
 
 from __future__ import annotations
 

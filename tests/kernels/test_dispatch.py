@@ -1,4 +1,4 @@
-"""Which kernels the layers get: Triton's where it runs, and plain torch everywhere else."""
+"""The choice of kernels: Triton where it runs, plain torch everywhere else."""
 
 from __future__ import annotations
 

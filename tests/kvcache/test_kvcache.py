@@ -1,4 +1,4 @@
-"""The KV cache against a model that is too simple to be wrong."""
+"""The KV cache against a trivially simple model of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken or made to do harm: a sentence, and nothing of theirs is run."""
+"""Broken and malicious checkpoints are refused in one sentence, and none of their code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint's files, and what is refused."""
+"""Reading model configs and generation defaults, and refusing unsupported ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which captured step a plan runs as, and what a padded step leaves untouched."""
+"""The captured shape that a plan runs as, and the state that padding must not touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where memory does not suffice, the error names an option, and a value with which it does."""
+"""Errors for insufficient memory name an option and a value with which it suffices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured steps where something goes wrong, or fits too well; and the end of a runner."""
+"""Captured steps that fail or exactly fill a shape, and closing a runner."""
 
 from __future__ import annotations
 

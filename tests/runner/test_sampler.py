@@ -1,4 +1,4 @@
-"""The sampler against the plain oracle, and the independence of a slot's tokens from everything."""
+"""The sampler against a plain oracle, and the independence of a slot's tokens from the batch."""
 
 from __future__ import annotations
 

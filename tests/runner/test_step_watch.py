@@ -1,4 +1,4 @@
-"""When a step takes too long, and who hears of it."""
+"""Detection of steps that take too long, and how it is reported."""
 
 from __future__ import annotations
 

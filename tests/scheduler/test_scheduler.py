@@ -1,4 +1,4 @@
-"""The scheduler with a runner that has no model but notices every wrong page."""
+"""The scheduler on a fake runner whose tokens reveal every wrong page."""
 
 from __future__ import annotations
 

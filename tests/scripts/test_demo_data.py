@@ -1,4 +1,4 @@
-"""What the demo model is trained on is right, and is not what it is evaluated on."""
+"""The training data of the demo model is right, and disjoint from its evaluation."""
 
 from __future__ import annotations
 

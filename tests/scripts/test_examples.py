@@ -1,4 +1,4 @@
-"""The programs in scripts/examples run as they are, and print what they promise."""
+"""The programs in scripts/examples run unchanged and print the documented output."""
 
 from __future__ import annotations
 

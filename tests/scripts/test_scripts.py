@@ -1,4 +1,4 @@
-"""The scripts that a person runs first."""
+"""The shell scripts for setup and quickstart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo model's training: its Qwen3 is the one of transformers, and a run can go on later."""
+"""Training of the demo model: agreement with transformers, and resumed runs."""
 
 from __future__ import annotations
 

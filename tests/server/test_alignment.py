@@ -1,4 +1,4 @@
-"""Logprobs agree with the text: which tokens they are of, their bytes, and their places."""
+"""Logprobs agree with the text in tokens, bytes and offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that a server tells apart by their keys, over sockets."""
+"""Fair sharing between clients that the server distinguishes by their keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one connection may send and hold, and how many there may be."""
+"""Limits on one connection's bytes and time, and on the number of connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a server listens, and under which names and paths it is found."""
+"""Addresses, sockets, TLS, host names and URL prefixes of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people say stays out of the log, at every level and however their requests go wrong."""
+"""Prompts and answers stay out of the log, at every level and in every error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server over real sockets, with the clients that people use."""
+"""Answers, errors and disconnects over real sockets, with the usual clients."""
 
 from __future__ import annotations
 

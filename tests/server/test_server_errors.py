@@ -1,4 +1,4 @@
-"""Whatever goes wrong is told in OpenAI's envelope, under the request's id, and harms nobody."""
+"""Errors have OpenAI's envelope and the request's id, and affect no other request."""
 
 from __future__ import annotations
 

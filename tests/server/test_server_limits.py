@@ -1,4 +1,4 @@
-"""Bodies made to cost more than they weigh: each is refused in a moment, for a reason."""
+"""Bodies that are expensive to process are refused in bounded time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""/openapi.json says what the server does: every route, every field, every answer. And a fuzz run
-against it, on a small model, after which nothing is left behind."""
+"""/openapi.json agrees with the server on every route, field and answer; and a fuzz run against it,
+on a small model, after which no request and no page is left.
+"""
 
 from __future__ import annotations
 

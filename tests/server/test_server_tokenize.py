@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in the shapes that vLLM gave them."""
+"""/tokenize and /detokenize, in the shapes of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lines that tell how the engine is doing."""
+"""The periodic log lines about the engine's state."""
 
 from __future__ import annotations
 

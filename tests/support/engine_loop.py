@@ -1,4 +1,4 @@
-"""An engine whose runner has no model: tests script each of its steps."""
+"""An engine whose runner has no model; tests script each of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the experts' kernels that run in the interpreter and on a GPU alike."""
+"""Checks of the expert kernels, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fake runner whose steps end when a test says so, and a server with an engine on it."""
+"""A fake runner whose steps end on request, and a server with an engine on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that writes whatever bytes a test wants."""
+"""A server that sends any bytes."""
 
 from __future__ import annotations
 

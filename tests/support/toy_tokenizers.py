@@ -1,4 +1,4 @@
-"""Small tokenizers of the two families, trained on the spot."""
+"""Small tokenizers of the two families, trained when a test needs one."""
 
 from __future__ import annotations
 

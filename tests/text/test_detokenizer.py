@@ -1,4 +1,4 @@
-"""The detokenizer against a decode of everything so far."""
+"""The detokenizer against a decode of the whole output."""
 
 from __future__ import annotations
 

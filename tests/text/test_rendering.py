@@ -1,4 +1,4 @@
-"""Whatever a chat template does, its rendering ends."""
+"""Rendering of chat templates ends, whatever the template does."""
 
 from __future__ import annotations
 

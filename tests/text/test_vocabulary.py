@@ -1,4 +1,4 @@
-"""A length alone proves that a text does not fit only where the proof holds for every text."""
+"""Bounds on the number of tokens of a text from its length alone."""
 
 from __future__ import annotations
 

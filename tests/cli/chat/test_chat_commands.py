@@ -1,4 +1,4 @@
-"""The commands of the REPL, on a model that answers what it is told to."""
+"""The commands of the REPL, on a model with scripted answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of an answer while it comes: thinking, Markdown, lines drawn again."""
+"""The display of an answer while it streams: thinking, Markdown, redrawn lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Products that send their rows, and norms that receive them, rank after rank: on a GPU if there is
-one, or else in the interpreter. Kernels that wait for each other are in tests/gpu."""
+"""Products that send rows to peers, and norms that receive them, one rank after the other: on a GPU
+if there is one, else in the interpreter. gpu/ tests kernels that wait for each other.
+"""
 
 from __future__ import annotations
 

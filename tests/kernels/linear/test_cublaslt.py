@@ -1,4 +1,4 @@
-"""How products are chosen, with a library that is made up; the real one is tested on a GPU."""
+"""The choice of cuBLASLt algorithms, with a fake library; gpu/ tests the real one."""
 
 from __future__ import annotations
 

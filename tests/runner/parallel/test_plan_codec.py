@@ -1,4 +1,4 @@
-"""Plans arrive at other ranks as they were sent."""
+"""Decoded step plans equal the encoded ones."""
 
 from __future__ import annotations
 

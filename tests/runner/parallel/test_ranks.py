@@ -1,4 +1,4 @@
-"""Ranks live and die together: no client waits for a dead one, and no process is left behind."""
+"""Failure of one rank ends all: no client waits for a dead rank, and no process is left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks elsewhere are another Launcher and another Channel: here two machines of two ranks, in
-threads and queues."""
+"""A remote Launcher and Channel: two machines of two ranks each, in threads connected by queues."""
 
 from __future__ import annotations
 
