@@ -207,7 +207,7 @@ def test_token_gaps_count_if_both_their_ends_do() -> None:
 
 
 def latencies(peak: Peak | None) -> str:
-    """What is printed of two batches whose requests took 2 ms a token."""
+    """The printed table for two batches whose requests took 2 ms per token."""
     records = []
     for size in (1, 4):
         requests = [record((0.0, 0.1, 0.108), (10, 0, 5))] * size
