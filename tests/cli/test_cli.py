@@ -42,7 +42,7 @@ class Room:
 
 
 def brewed(*arguments: str) -> tuple[Kitchen, Room]:
-    """What a command that takes both gets for these arguments."""
+    """The configs that a command which takes both receives for these arguments."""
     served: list[tuple[Kitchen, Room]] = []
 
     def brew(kitchen: Kitchen, room: Room) -> int:

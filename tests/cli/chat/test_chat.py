@@ -233,7 +233,7 @@ CTRL_C = "\x03"
 
 
 async def test_a_later_turn_reuses_the_cached_prefix() -> None:
-    """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
+    """At a high temperature the generated tokens are seldom the tokenizer's own."""
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
         assert engine.tokenizer is not None
         conversation = Conversation()
@@ -357,7 +357,7 @@ def test_a_conversation_works_in_a_real_terminal(terminal: pexpect.spawn) -> Non
 def test_enter_typed_between_two_prompts_ends_a_line(
     terminal: pexpect.spawn, tmp_path: Path
 ) -> None:
-    """There the terminal must not make Ctrl-J of Enter."""
+    """Between two prompts the terminal must not translate Enter to Ctrl-J."""
     file = tmp_path / "long.json"
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     file.write_text(json.dumps(turn * 100_000))

@@ -95,7 +95,7 @@ async def chat(*lines: str, model: Any = None, system: str = "", **sampling: Any
 
 
 async def refused(*lines: str, model: Any = None) -> str:
-    """What is said to the last line, which changes nothing."""
+    """The reply to the last line, which changes no state."""
     before = await chat(*lines[:-1], model=model and model())
     after = await chat(*lines, model=model and model())
     assert after.session.conversation == before.session.conversation
@@ -554,7 +554,7 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 async def test_a_list_of_openai_messages_can_be_loaded(
     tmp_path: Path, content: object, asked: list[str]
 ) -> None:
-    """What a file does not say stays as it is."""
+    """Settings that are absent from a file keep their values."""
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(content))
     done = await chat(f"/load {file}", "more", system="Mine.", top_k=5)

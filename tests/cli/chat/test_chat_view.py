@@ -292,7 +292,7 @@ def test_the_beginning_of_a_line_may_become_any_block(undecided: str) -> None:
     "unit", ["[", "*a_", "`", "![a](", "<", ">", "|", "&#", "a\n", "- a\n  ", "- ", " ", "x"]
 )
 def test_only_as_much_is_parsed_as_can_be_drawn(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one block that does not end; it is shown nevertheless, as it is."""
+    """A block that does not end is shown as plain text."""
     monkeypatch.setattr(view, "MAX_SIZE", 2000)
     monkeypatch.setattr(view, "MAX_CODE_SIZE", 4000)
     parsed: list[int] = []

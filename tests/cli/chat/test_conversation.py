@@ -79,7 +79,7 @@ def test_an_answer_that_the_template_changes_is_tokenized_again() -> None:
 def test_the_prompt_always_decodes_to_the_rendered_template(
     generated: list[int], trims: bool, num_held_back: int
 ) -> None:
-    """Whatever the model generated, special tokens in wrong places included."""
+    """Holds for any generated tokens, also special ones in wrong places."""
     tokenizer = ToyTokenizer(trims)
     answer = decode(generated[: max(0, len(generated) - num_held_back)])
     said = Said(tokenizer, generated, answer)
