@@ -41,7 +41,7 @@ async def test_only_probes_are_served_without_the_key() -> None:
 
 
 async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else decides: with a comparison that always agrees every key is right."""
+    """No other comparison decides: if compare_digest always agrees, every key is accepted."""
     compared: list[tuple[bytes, bytes]] = []
 
     def agree(given: bytes, expected: bytes) -> bool:

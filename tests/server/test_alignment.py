@@ -38,7 +38,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 def generate(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], params: SamplingParams
 ) -> list[OutputDelta]:
-    """What the engine tells of an answer of these tokens, one by one; STOP_TOKEN may end it."""
+    """The engine's deltas for these tokens, one by one; STOP_TOKEN may end the answer."""
     detokenizer = Detokenizer(
         tokenizer,
         stop=params.stop,
@@ -67,7 +67,7 @@ def generate(
 
 
 def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """What a slow reader gets of them."""
+    """Merges deltas, as for a slow reader."""
     last = deltas[-1]
     return OutputDelta(
         joined(delta.token_ids for delta in deltas),

@@ -419,7 +419,7 @@ async def test_a_body_that_arrives_slowly_but_steadily_is_accepted() -> None:
 
 
 async def test_a_connection_waiting_for_its_answer_has_no_time_limit() -> None:
-    """For its answer, and while the server does not read what comes behind."""
+    """No timeout applies before the answer, nor while the server reads no pipelined request."""
     engine = FakeEngine()
     engine.gate.clear()
     async with site(engine) as here, here.client() as client:

@@ -42,7 +42,7 @@ def choices(answer: RecordedAnswer) -> list[dict[str, Any]]:
 
 
 def text(answer: RecordedAnswer) -> str:
-    """Of an answer with exactly one ending."""
+    """The text of an answer that has exactly one finish reason."""
     endings = [choice["finish_reason"] for choice in choices(answer)]
     assert endings[-1] in ("stop", "length") and endings.count(None) == len(endings) - 1
     return "".join(choice["text"] for choice in choices(answer))
@@ -55,7 +55,7 @@ class Reader:
         self.stream = stream
 
     async def until(self, part: bytes) -> bytes:
-        """What comes until it holds `part`."""
+        """Reads until the received bytes contain `part`."""
         loop, received = asyncio.get_running_loop(), b""
         while part not in received and (data := await loop.sock_recv(self.stream, 1 << 16)):
             received += data
@@ -240,7 +240,7 @@ async def test_a_client_that_disconnects_during_a_send_is_aborted(how: str) -> N
 
 
 def requests_of(gated: Gated) -> dict[int, Request]:
-    """What runs or waits, by the first token of its prompt."""
+    """The running and queued requests, by the first token of their prompt."""
     streams = gated.engine._streams.values()
     return {stream.request.token_ids[0]: stream.request for stream in streams}
 

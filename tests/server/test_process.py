@@ -45,7 +45,7 @@ ENDLESS = {"messages": HELLO, "ignore_eos": True}
 
 
 def test_the_process_parses_http_with_httptools() -> None:
-    """Which, unlike h11, knows all methods that there are."""
+    """httptools, unlike h11, refuses unknown methods."""
     with serving_process({}) as (_, url):
         wait_for_health(url, 200)
         host, _, port = url.removeprefix("http://").partition(":")
@@ -111,7 +111,7 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(tiny_model: 
 
 
 def members(session: int) -> set[int]:
-    """The processes of a session, which orphans do not leave."""
+    """The processes of a session; orphans stay in it."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

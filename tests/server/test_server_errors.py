@@ -340,7 +340,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
 
 
 def check_phase(http: httpx.Client, code: str) -> None:
-    """Nothing that needs the engine is answered, and what does not goes on."""
+    """Routes that need the engine are refused; the others work."""
     for path in POSTS:
         response = http.post(path, json=BODIES[path])
         check_error(response, 503, type="service_unavailable", code=code)

@@ -43,7 +43,7 @@ def client(demo: Served[AsyncEngine]) -> Iterator[openai.OpenAI]:
 
 
 def given_to(create: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the client does not know goes into extra_body, as its users do it."""
+    """Puts fields that the client does not know into extra_body, as its users do."""
     known = inspect.signature(create).parameters
     extra = {name: value for name, value in fields.items() if name not in known}
     return {name: fields[name] for name in fields.keys() - extra.keys()} | {"extra_body": extra}
@@ -560,7 +560,7 @@ def test_continue_final_message_extends_the_last_message(
 
 
 def test_echo_of_a_chat_repeats_the_continued_message(client: openai.OpenAI) -> None:
-    """As in vLLM: the last message, where the answer is by the same role."""
+    """Like vLLM: echoes the last message if the answer has the same role."""
     asked: dict[str, Any] = {"temperature": 0, "continue_final_message": True, "echo": True}
     answer = chat(client, OPEN, **asked, logprobs=True)
     assert answer.choices[0].message.content == "17 + 25 = 42."

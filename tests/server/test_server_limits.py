@@ -108,7 +108,7 @@ def listed(value: bytes, num: int = MAX_VALUES - 100) -> bytes:
 
 
 def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
-    """Of this thread's computing, taken or refused; the best of two."""
+    """CPU seconds of this thread to decode or refuse the body; the better of two runs."""
     best = math.inf
     for _ in range(2):
         started = time.thread_time()
@@ -120,7 +120,7 @@ def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
 
 @pytest.fixture(scope="module")
 def plain_seconds() -> float:
-    """What the largest honest list of token ids takes."""
+    """CPU seconds to decode the largest valid list of token ids."""
     return seconds(b'{"prompt": %s}' % listed(b"12345"), CompletionRequest)
 
 

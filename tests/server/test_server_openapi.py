@@ -191,7 +191,7 @@ def echo(path: str, name: str) -> bool | None:
 def test_answers_equal_their_declared_types(
     http: httpx.Client, usage: dict[str, bool] | None, scored: bool
 ) -> None:
-    """Neither more nor less: each is decoded with its type and encoded again."""
+    """No field more or less: each answer is decoded with its type and encoded again."""
     chat: dict[str, Any] = {"messages": hello(), "max_tokens": 3, "n": 2}
     text: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 3, "echo": True}
     if scored:
@@ -381,7 +381,7 @@ VALUES = st.recursive(
 def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     demo: Served[AsyncEngine], path: str
 ) -> None:
-    """What the schema knows nothing of: NaN, numbers beyond all bounds, several fields at once."""
+    """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
     base: dict[str, Any] = {"max_tokens": 2} if "completions" in path else {}
     base |= {"messages": hello()} if path.endswith("chat/completions") else {"prompt": "a"}
 

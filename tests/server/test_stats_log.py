@@ -59,7 +59,7 @@ def test_ratios_cover_the_interval_and_are_a_dash_if_undefined() -> None:
 
 
 async def lines_of(snapshots: list[EngineStats], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged between the snapshots, each read one interval after the one before it."""
+    """Log lines for these snapshots, which are one interval apart."""
     left = iter(snapshots)
     all_read = asyncio.Event()
 
