@@ -92,7 +92,7 @@ def test_long_rows_beside_short_ones_match_the_reference(dtype: torch.dtype) -> 
 
 
 def test_decode_is_bitwise_deterministic() -> None:
-    """Whichever split of a row arrives last."""
+    """The result does not depend on which split of a row finishes last."""
     shape = cuda(2, 128, 16, torch.bfloat16)
     kv, table = paged_cache(shape, [3000, 700, 129] * 5)
     lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")

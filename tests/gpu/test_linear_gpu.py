@@ -79,7 +79,7 @@ def test_the_tuning_has_the_shared_memory_size_of_the_device() -> None:
 def test_tiles_for_less_shared_memory_match_float64(
     n: int, k: int, shared_bytes: int, workspace: LinearWorkspace
 ) -> None:
-    """Those of GPUs that have less."""
+    """Tiles for GPUs with less shared memory."""
     smaller = replace(tuning_of(GPU), shared_bytes=shared_bytes)
     x, weight = random(max(ROWS), k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
     expected = exact(x, weight)
@@ -122,7 +122,7 @@ def test_linear_silu_mul_matches_linear_then_silu_mul(
 def test_linear_add_equals_linear_then_add_bitwise(
     n: int, k: int, workspace: LinearWorkspace
 ) -> None:
-    """To the bit as linear and then the sum."""
+    """Bitwise equal to linear and then the sum."""
     for dtype in DTYPES:
         weight, bias = random(n, k, dtype=dtype) / k**0.5, random(n, dtype=dtype)
         for m in ROWS:

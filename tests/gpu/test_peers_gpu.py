@@ -67,7 +67,7 @@ class Ranks:
 
 
 class SharingRanks(Ranks):
-    """With memory that they share: more rows than programs."""
+    """Ranks with shared memory, for more rows than programs."""
 
     PROGRAMS = 16
 
@@ -93,7 +93,7 @@ class SharingRanks(Ranks):
         ]
 
     def share(self, work: Callable[[SharedMemory], T]) -> list[T]:
-        """As `run`."""
+        """Like `run`."""
         self._each(self._shared(self._boxes_to_warm_up(), done=99), work)
         return self._each(self.shared, work)
 
@@ -251,7 +251,7 @@ def test_two_shot_all_reduce_and_gather_match_the_reference(
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_consecutive_mixed_exchanges_are_right_while_one_rank_is_late(num_ranks: int) -> None:
-    """Of any number of rows, without waiting in between, while one rank is late."""
+    """Exchanges of any number of rows follow each other without waiting, while one rank is late."""
     size, all_rows = 1536, (300, 5, 77, 16, 1, 120)
     ranks, few = SharingRanks(num_ranks), Ranks(num_ranks, 16, size, 2)
     parts = [parts_of(num_ranks, num_rows, size, torch.bfloat16) for num_rows in all_rows]
