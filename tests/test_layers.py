@@ -1,4 +1,4 @@
-"""Who may import whom.
+"""The order of imports between modules.
 
 A module imports only from those before it in the table below, and no file imports one that imports
 it, directly or through others. torch begins with the kernels. An import inside a function or under

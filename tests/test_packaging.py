@@ -30,7 +30,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]) -> None:
-    """And nothing else: the READMEs of the packages stay out."""
+    """The READMEs of the packages are left out."""
     modules = {
         f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, installed in FOLDERS.items()

@@ -204,7 +204,7 @@ def test_adapters_accept_an_upper_bound_of_the_longest_row(
 
 
 def test_adapters_accept_strided_queries(packages: Callable[..., None]) -> None:
-    """As the heads of a merged projection are."""
+    """Queries are strided when they are part of a merged projection."""
     case = Case.of([5, 40], [], 16, (2, 2, 16))
     wide = torch.cat((case.decode_q, torch.full_like(case.decode_q, torch.nan)), dim=1)
     attention = make_attention("trtllm", "trtllm", case.shape)

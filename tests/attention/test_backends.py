@@ -75,7 +75,7 @@ def test_flashinfer_without_a_layer_shape_is_refused(
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all packages were installed, imported, and nvcc were there."""
+    """Pretends that all packages and nvcc are installed."""
     monkeypatch.setattr(backends, "_is_installed", lambda module: True)
     monkeypatch.setattr(backends, "_finds_nvcc", lambda: True)
     for name, make in (("flashinfer", lambda: module("flashinfer")), *FLASH.values()):

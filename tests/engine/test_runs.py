@@ -65,7 +65,7 @@ async def answers(
     aborted: tuple[int, ...] = (),
     seed: int = 0,
 ) -> list[Answer]:
-    """What an engine answers; the requests at `aborted` are left after their first tokens."""
+    """The engine's answers; the requests at `aborted` are aborted after their first tokens."""
     config = EngineConfig(device="cpu", num_pages=num_pages, page_size=PAGE_SIZE)
     resolved = resolve(
         replace(config, schedule_conservativeness=0.01), FACTS, device_facts(FACTS), overlap=overlap

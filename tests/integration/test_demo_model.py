@@ -45,7 +45,7 @@ def test_the_snapshot_has_the_hash_of_the_current_evaluation() -> None:
 def test_the_demo_model_is_independent_of_the_current_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it is trained on and asked about comes from its snapshot alone."""
+    """Training and evaluation data come from the snapshot alone."""
 
     def no_commands() -> dict[str, object]:
         raise AssertionError("today's commands were read")

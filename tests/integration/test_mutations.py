@@ -84,7 +84,7 @@ def paged_model(
 
 
 def error(paged: PagedModel, case: Case) -> float:
-    """Of the prompt in chunks and 8 decoded tokens: the least of what the parity tests run."""
+    """The error over the prompt in chunks and 8 decoded tokens, as in the shortest parity test."""
     num_tokens = len(case.prompt) + 8
     logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
     return relative_error(logits, case.logits[:num_tokens])

@@ -18,7 +18,7 @@ def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> 
 
 
 def run_once(kv: KVCacheManager, tokens: list[int], step: int = 1, namespace: bytes = b"") -> Lease:
-    """What a request does: lease, reserve, compute, commit. The caller releases."""
+    """Runs one request: lease, reserve, compute, commit. The caller closes the lease."""
     key = pack_tokens(tokens)
     lease = kv.acquire(key, len(tokens), namespace)
     assert kv.reserve(lease, len(tokens)) is not None

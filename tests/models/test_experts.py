@@ -165,7 +165,7 @@ def test_stacked_expert_weights_load_the_same_as_separate_ones(
 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_transposed_expert_stacks_are_refused(size: int, tmp_path: Path) -> None:
-    """Of 64 the shape of gate_up_proj is the same, of 128 that of down_proj."""
+    """At size 64 gate_up_proj looks right by accident, at size 128 down_proj."""
     spec = spec_named("moe")
     spec = dataclasses.replace(spec, extra={**spec.extra, "moe_intermediate_size": size})
     folder = make_checkpoint(spec, tmp_path / "experts")

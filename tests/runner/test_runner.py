@@ -121,7 +121,7 @@ def test_too_little_memory_for_graphs_is_an_error_that_names_the_option(
 
 
 def test_closing_the_runner_frees_its_memory() -> None:
-    """Not only when the last reference to the engine is gone and cycles are collected."""
+    """Memory is freed without waiting for the garbage collector."""
 
     async def main() -> tuple[AsyncEngine, weakref.ref[Tensor]]:
         loaded = load_engine(case_of("llama3").folder, padded=2)

@@ -350,7 +350,7 @@ class TestHistory:
         assert torch.equal(perturbed(sampler, [0], logits, [0]), perturbed(fresh, [0], logits, [0]))
 
     def test_the_sampler_may_be_allocated_before_use(self):
-        """And then stays where captured steps look for it."""
+        """Its tensors then stay at the addresses that captured steps read."""
         logits, join = random_logits(1), make_join(2, self.params, outputs=[5, 5])
         early, late = make_sampler(), make_sampler()
         early.allocate_history()
@@ -418,7 +418,7 @@ def test_margins_give_the_lead_of_the_chosen_token():
 
 
 def test_every_sampling_option_changes_the_oracles_tokens():
-    """What the comparison above would miss, it would miss silently: each option must matter."""
+    """An option without effect on the oracle could not be checked by the comparison above."""
     plain = SamplingParams()
     options = [
         {"temperature": 0.3},

@@ -87,7 +87,7 @@ def test_a_late_step_that_ends_is_logged_and_not_stalled(
 
 
 def test_a_step_longer_than_any_before_it_gets_the_long_timeout(clock: Clock) -> None:
-    """Such as a first prefill, which compiles kernels, or is long on a CPU."""
+    """An example is a first prefill, which compiles kernels or is slow on a CPU."""
     clock.run(decode(1), 0)
     clock.run(prefill(2, 1000), 200)
     clock.run(prefill(3, 600), 400)  # much the same size
@@ -106,7 +106,7 @@ def test_a_step_that_compiles_may_take_long_and_is_not_remembered(clock: Clock) 
 
 
 def test_a_launch_that_blocks_the_host_beyond_the_timeout_fails(clock: Clock) -> None:
-    """As it does where a GPU hangs that has many steps before it."""
+    """Launching blocks if a GPU hangs with many steps queued."""
     clock.run(decode(1), 0)
     clock.watch.began(decode(2))
     assert clock.look(1000, compiles=True) == "Step 2 has not ended within 331 s."

@@ -162,7 +162,7 @@ def check_output(request: Request) -> None:
 def random_requests(
     rng: random.Random, count: int, longest: int = 40, num_clients: int = 0
 ) -> list[Request]:
-    """Of everybody, without salts, unless there are clients."""
+    """Requests of one tenant without salts, or of `num_clients` clients."""
     clients = [f"{index}" for index in range(num_clients)]
     prefix = [rng.randrange(50) for _ in range(20)]
     return [

@@ -141,7 +141,7 @@ def test_instances_of_the_evaluation_are_not_in_the_training_data(
 def test_normalized_instances_of_the_evaluation_are_not_in_the_training_data(
     trained_questions: set[str],
 ) -> None:
-    """Not behind an opening, either: what is held out is the question before it is worn down."""
+    """Held-out questions are not in the training data after a removed opening either."""
     asked = {plain(case.messages[-1]["content"]) for case in cases() if case.skill in CLOSED_SKILLS}
     openings = [plain(opening) for opening in OPENINGS]
     assert any(text.startswith(tuple(openings)) for text in trained_questions)
@@ -182,7 +182,7 @@ def test_the_evaluation_has_no_duplicates() -> None:
 
 
 def test_a_phrasing_belongs_to_one_intent() -> None:
-    """Of the training and the evaluation together: the same text has one right answer."""
+    """Training and evaluation never have different answers to one text."""
     owners: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for phrases in (trained_phrases(), held_out()["phrases"]):
         for skill, intents in phrases.items():

@@ -251,7 +251,7 @@ def test_a_long_stop_string_costs_linear_time_once() -> None:
 
 
 def test_stop_strings_are_not_tracked_by_the_garbage_collector() -> None:
-    """Of a thousand choices with many long ones it would take, and stop everyone for, a second."""
+    """A thousand choices with many long stop strings would pause the process for a second."""
     length = 251
 
     def num_long() -> int:

@@ -285,7 +285,7 @@ def test_concurrent_threads_get_the_same_results(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("way", ["encode", "chat"])
 def test_other_threads_run_while_a_long_text_is_tokenized(way: str) -> None:
-    """Such as an event loop that has other requests to serve."""
+    """The GIL is released, so that the event loop can serve other requests."""
     tokenizer = byte_level()
     text = "Hello, you! " * 50_000
     began = time.perf_counter()

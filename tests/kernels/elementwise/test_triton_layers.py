@@ -118,7 +118,7 @@ def test_the_cpu_never_uses_overlapping_launches() -> None:
 def test_a_model_on_the_triton_kernels_matches_transformers(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With the linear kernels, or without. Steps that only decode norm and turn in attention."""
+    """With or without the linear kernels. Pure decode steps fuse norm and RoPE into attention."""
     case, kernels = make_case(spec_named(name), tmp_path), dispatch.triton_kernels()
     config = read_model_config(tmp_path)
     model = load_model(

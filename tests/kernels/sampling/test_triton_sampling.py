@@ -256,7 +256,7 @@ class TestFull:
 
 
 class TestSampler:
-    """What the sampler does around the kernels."""
+    """The sampler's use of the kernels."""
 
     @pytest.mark.parametrize("full", [False, True])
     def test_more_rows_than_fit_the_workspace_are_scored_in_blocks(

@@ -46,7 +46,7 @@ GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99)
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[StepPlan]:
-    """As a scheduler makes them: steps count up, and a batch that stays is the same object."""
+    """Plans like a scheduler's: steps count up, and an unchanged batch is the same object."""
     found: list[StepPlan] = []
     batch, longest = draw(IDS), 1
     for step in range(1, draw(st.integers(1, 8)) + 1):

@@ -50,7 +50,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def modes_in(folder: Path) -> list[int]:
-    """Who may do what in the folders there."""
+    """The permissions of the folders."""
     return [path.stat().st_mode & 0o777 for path in folder.iterdir()]
 
 
@@ -79,7 +79,7 @@ def watched_sockets(folder: Path) -> Iterator[tuple[list[set[Address]], set[int]
 
 
 def listening(pid: int) -> Iterator[Address]:
-    """Of the TCP sockets that a process has open."""
+    """The addresses of a process's open TCP sockets."""
     inodes: set[str] = set()
     for open_file in Path(f"/proc/{pid}/fd").glob("*"):
         with contextlib.suppress(OSError):
