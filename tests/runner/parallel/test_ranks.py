@@ -319,7 +319,7 @@ def test_a_server_exits_when_one_of_its_ranks_dies() -> None:
 
 def test_a_stopped_rank_is_reported_and_does_not_delay_the_shutdown() -> None:
     body = {"prompt": [5, 6], "ignore_eos": True, "stream": True, "max_tokens": 1500}
-    options = ("--step-timeout", "30", "--drain-timeout", "1")
+    options = ("--step-timeout", "18", "--drain-timeout", "1")
     with tp_server(*options) as (server, url, pids), httpx.Client(base_url=url) as client:
         with client.stream("POST", "/v1/completions", json=body, timeout=90) as answer:
             lines = filter(None, answer.iter_lines())
