@@ -363,7 +363,7 @@ def test_a_process_without_standard_streams_shuts_down_cleanly() -> None:
     port = free_port()
     arguments = [sys.executable, "-c", behind, "{}", json.dumps({"port": port})]
     process = subprocess.Popen(
-        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], cwd=Path(__file__).parent
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], cwd=SUPPORT
     )
     try:
         wait_for_health(f"http://127.0.0.1:{port}", 200, 60)
