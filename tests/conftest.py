@@ -1,8 +1,8 @@
-"""What the programs that tests start find in their surroundings.
+"""Normalizes the environment of the programs that tests start.
 
-They heed Ctrl-C, also where a shell runs the tests in the background, and has them and all that
-they start ignore it. They ask their own terminal for its size: pytest-xdist tells its workers the
-size of another one. And no test fails because its machine was busy.
+Ctrl-C works also where the shell runs the tests in the background and has them ignore it. Programs
+ask their own terminal for its size, since pytest-xdist exports the size of another one. Hypothesis
+has no deadline: no test fails because its machine was busy.
 """
 
 import os

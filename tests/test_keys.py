@@ -1,4 +1,4 @@
-"""Where a server's API keys come from."""
+"""Sources of the server's API keys."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_without_a_key_there_is_none(file: Path) -> None:
+def test_without_key_options_there_are_no_keys(file: Path) -> None:
     assert with_all_keys(ServerConfig()) == ServerConfig()
 
 
-def test_keys_come_from_everywhere_and_count_once(
+def test_keys_of_all_sources_are_merged_without_duplicates(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(VARIABLE, " b,c\n\td, ,a ")
@@ -40,7 +40,7 @@ def test_keys_come_from_everywhere_and_count_once(
 
 
 @pytest.mark.parametrize("value", ["", " ", ",\n,"])
-def test_a_variable_without_a_key_does_not_open_the_server(
+def test_an_empty_key_variable_does_not_disable_authentication(
     file: Path, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, value)
@@ -59,7 +59,7 @@ def test_a_variable_without_a_key_does_not_open_the_server(
         (b"secret\n" * (MAX_FILE_BYTES // 7 + 1), "too large; allowed: a text of up to 1024 KiB"),
     ],
 )
-def test_a_file_without_keys_is_refused_and_not_shown(
+def test_an_invalid_key_file_is_refused_without_showing_its_content(
     file: Path, content: bytes, message: str
 ) -> None:
     file.write_bytes(content)
@@ -69,7 +69,7 @@ def test_a_file_without_keys_is_refused_and_not_shown(
     assert "secr" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(file: Path) -> None:
+def test_a_missing_key_file_is_refused(file: Path) -> None:
     missing = f"{file}.txt"
     with pytest.raises(ConfigError, match=rf"--api-key-file {missing}: No such file"):
         with_all_keys(ServerConfig(api_key_file=missing))
@@ -78,7 +78,7 @@ def test_a_file_that_is_not_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
-def test_a_file_that_everybody_can_read_is_worth_a_warning(
+def test_a_world_readable_key_file_gives_a_warning(
     file: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.write_text("secret\n")

@@ -1,4 +1,4 @@
-"""Who may import whom.
+"""The order of imports between modules.
 
 A module imports only from those before it in the table below, and no file imports one that imports
 it, directly or through others. torch begins with the kernels. An import inside a function or under
@@ -37,7 +37,7 @@ EXCEPTIONS = ("minisgl/__main__.py", "minisgl/__init__.py")
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if name not in EXCEPTIONS])
-def test_imports_only_what_stands_before_it(name: str) -> None:
+def test_each_file_imports_only_modules_above_it_in_the_table(name: str) -> None:
     module = module_of(Path(name).parts)
     assert module in ORDER, f"{name}: the module {module} has no place in the table"
     for line, imported in imports(SOURCES[name], Path(name)):
@@ -49,7 +49,7 @@ def test_imports_only_what_stands_before_it(name: str) -> None:
             assert ORDER[other] <= ORDER[module], f"{name}:{line} imports {other}, which is later"
 
 
-def test_no_files_import_each_other() -> None:
+def test_files_have_no_import_circles() -> None:
     graph = {
         name: {file for _, imported in imports(path, Path(name)) if (file := file_of(imported))}
         for name, path in SOURCES.items()
@@ -91,7 +91,7 @@ def circles_of(graph: Mapping[str, Set[str]]) -> list[list[str]]:
     return list(found.values())
 
 
-def test_circles_are_found_once_each() -> None:
+def test_the_search_finds_each_circle_once() -> None:
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"e", "f"}, "f": set()}
     assert circles_of(graph) == [["a", "b", "c", "a"], ["e", "e"]]
     assert circles_of({"a": {"b"}, "b": set()}) == []
@@ -99,7 +99,7 @@ def test_circles_are_found_once_each() -> None:
     assert circles_of(two) == [["a", "b", "a"], ["b", "c", "b"]]
 
 
-def test_an_import_leads_to_a_file() -> None:
+def test_imports_are_resolved_to_files() -> None:
     assert file_of(("minisgl", "config")) is not None
     assert file_of(("minisgl", "kvcache", "radix", "RadixCache")) == "minisgl/kvcache/radix.py"
     assert file_of(("minisgl", "bench", "run")) == "minisgl/bench/__init__.py"
@@ -132,7 +132,7 @@ def absolute(parts: list[str]) -> tuple[str, ...]:
     return ("cli", *parts[1:]) if parts[0] == "minisgl_cli" else tuple(parts)
 
 
-def test_the_walk_sees_every_kind_of_import(tmp_path: Path) -> None:
+def test_the_walk_finds_every_kind_of_import(tmp_path: Path) -> None:
     source = tmp_path / "here.py"
     source.write_text(
         "from __future__ import annotations\n"

@@ -1,4 +1,4 @@
-"""`LLM`: the engine for people without an event loop."""
+"""`LLM`, the synchronous interface of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def test_texts_and_token_ids_one_or_many(llm: LLM) -> None:
+def test_generate_accepts_one_or_many_texts_or_token_id_lists(llm: LLM) -> None:
     texts = llm.generate(["Hello", "What is"], GREEDY)
     assert [output.finish_reason for output in texts] == ["length", "length"]
     ids = [output.prompt_token_ids for output in texts]
@@ -37,7 +37,7 @@ def test_texts_and_token_ids_one_or_many(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
-def test_a_salt_has_a_prefix_cache_of_its_own(llm: LLM) -> None:
+def test_each_salt_has_its_own_prefix_cache(llm: LLM) -> None:
     prompt = [*range(3, 60)]
 
     def cached(**options: Any) -> int:
@@ -53,7 +53,7 @@ def test_a_salt_has_a_prefix_cache_of_its_own(llm: LLM) -> None:
         cached(cache_salt="")
 
 
-def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
+def test_more_prompts_than_slots_run_each_with_its_own_parameters(llm: LLM) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=1 + n % 5, ignore_eos=True) for n in range(40)
     ]
@@ -77,13 +77,13 @@ def test_more_prompts_than_slots_each_with_its_own_parameters(llm: LLM) -> None:
             llm.chat(message)
 
 
-def test_token_ids_of_other_libraries(llm: LLM) -> None:
+def test_token_ids_of_numpy_and_torch_are_accepted(llm: LLM) -> None:
     expected = llm.generate([[1, 2]], GREEDY)[0].token_ids
     for prompts in (np.array([1, 2]), [np.array([1, 2])], [torch.tensor([1, 2])]):
         assert llm.generate(cast(Any, prompts), GREEDY)[0].token_ids == expected
 
 
-def test_the_second_turn_computes_only_what_is_new(llm: LLM) -> None:
+def test_the_second_turn_reuses_the_cached_prefix(llm: LLM) -> None:
     history = [{"role": "user", "content": "Tell me about the capital of France and of Japan."}]
     first = llm.chat(history, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     turn = first.prompt_token_ids + first.token_ids
@@ -91,7 +91,7 @@ def test_the_second_turn_computes_only_what_is_new(llm: LLM) -> None:
     assert second.num_cached_tokens == (len(turn) - 1) // 16 * 16
 
 
-def test_logprobs_of_outputs_and_prompts(llm: LLM) -> None:
+def test_outputs_and_prompts_have_the_requested_logprobs(llm: LLM) -> None:
     [output] = llm.generate(
         [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, logprobs=3, prompt_logprobs=1)
     )
@@ -123,7 +123,7 @@ def test_a_refused_prompt_is_an_error_and_leaves_nothing_running(llm: LLM) -> No
     assert llm.generate("Hello", GREEDY)[0].token_ids
 
 
-def test_threads_share_it(llm: LLM) -> None:
+def test_threads_can_share_one_llm(llm: LLM) -> None:
     expected = [output.token_ids for output in llm.generate([[n, 2] for n in range(6)], GREEDY)]
     results: dict[int, RequestOutput] = {}
 
@@ -146,7 +146,7 @@ def test_closing_is_final_and_idempotent() -> None:
         llm.generate("x")
 
 
-def test_who_waits_is_told_that_the_engine_was_closed() -> None:
+def test_a_waiting_call_fails_when_the_engine_is_closed() -> None:
     llm = LLM(device="cpu", num_pages=100)
     errors: list[Exception] = []
 
@@ -166,14 +166,14 @@ def test_who_waits_is_told_that_the_engine_was_closed() -> None:
     assert [str(error) for error in errors] == ["The engine was closed."]
 
 
-def test_a_model_that_cannot_be_loaded_leaves_no_thread() -> None:
+def test_a_failed_load_leaves_no_thread() -> None:
     before = threading.active_count()
     with pytest.raises(ConfigError, match="--attn fi"):
         LLM(attn="fi", device="cpu")
     assert threading.active_count() == before
 
 
-def test_iterators_are_prompts_and_bytes_are_not(llm: LLM) -> None:
+def test_iterators_of_prompts_are_accepted_and_bytes_are_refused(llm: LLM) -> None:
     expected = [output.token_ids for output in llm.generate(["a", [5, 6]], GREEDY)]
     made: Iterator[Any] = (prompt for prompt in ("a", iter([5, 6])))
     assert [output.token_ids for output in llm.generate(made, GREEDY)] == expected
@@ -220,7 +220,7 @@ while llm.engine.stats().num_running < 5:
 """
 
 
-def test_one_that_is_left_open_ends_quietly_and_a_fork_says_that_it_is_one() -> None:
+def test_an_unclosed_llm_exits_quietly_and_a_forked_one_is_refused() -> None:
     """Other threads get their answers, unless they are daemons, which nobody waits for."""
     command = [sys.executable, "-W", "ignore", "-c", LEFT_OPEN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

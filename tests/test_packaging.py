@@ -1,4 +1,4 @@
-"""What a wheel holds."""
+"""The contents of a wheel."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_holds_every_module_and_every_asset(wheel_names: set[str]) -> None:
-    """And nothing else: the READMEs of the packages stay out."""
+def test_the_wheel_contains_exactly_the_modules_and_assets(wheel_names: set[str]) -> None:
+    """The READMEs of the packages are left out."""
     modules = {
         f"{installed}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, installed in FOLDERS.items()
@@ -41,6 +41,6 @@ def test_the_wheel_holds_every_module_and_every_asset(wheel_names: set[str]) -> 
     assert {name for name in wheel_names if ".dist-info/" not in name} == modules
 
 
-def test_the_wheel_brings_the_licence(wheel_names: set[str]) -> None:
+def test_the_wheel_contains_the_licence(wheel_names: set[str]) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()

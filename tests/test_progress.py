@@ -1,4 +1,4 @@
-"""Loading shows a bar on a terminal, and elsewhere a line of the log for each phase."""
+"""Loading progress: a bar on a terminal, a log line per phase elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.progress import LoadProgress
 
 
-def test_a_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_shows_a_progress_bar(caplog: pytest.LogCaptureFixture) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80)
     with caplog.at_level(logging.INFO), LoadProgress(console) as progress:
@@ -24,7 +24,7 @@ def test_a_bar_on_a_terminal(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_phase_that_tells_no_share_has_none_on_the_bar() -> None:
+def test_a_phase_without_progress_shows_no_percentage() -> None:
     out = io.StringIO()
     with LoadProgress(Console(file=out, force_terminal=True, width=80)) as progress:
         progress("loading weights", 0.5)
@@ -34,7 +34,7 @@ def test_a_phase_that_tells_no_share_has_none_on_the_bar() -> None:
     assert "Tuning GEMMs" in out.getvalue() and "%" not in out.getvalue()
 
 
-async def test_on_a_cpu_nothing_is_said_of_graphs(caplog: pytest.LogCaptureFixture) -> None:
+async def test_on_a_cpu_graphs_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "minisgl"):
         async with await AsyncEngine.start(EngineConfig(device="cpu", num_pages=200)):
             pass
@@ -42,7 +42,7 @@ async def test_on_a_cpu_nothing_is_said_of_graphs(caplog: pytest.LogCaptureFixtu
     assert "context" in loaded and "graph" not in loaded
 
 
-def test_lines_of_the_log_elsewhere(
+def test_without_a_terminal_each_phase_is_a_log_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0

@@ -1,4 +1,4 @@
-"""The READMEs' tables of options and request fields are what the types say."""
+"""The READMEs' tables of options and request fields agree with the types."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVER_README = (ROOT / "minisgl/server/README.md").read_text()
 CLI, BENCH = "cli/README.md", "minisgl/bench/README.md"
 
 
-def test_the_first_example_in_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_python_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(README.partition("```python\n")[2].partition("```")[0])
     assert capsys.readouterr().out == "The capital of France is Paris.\n"
 
@@ -56,14 +56,16 @@ def row(spec: Field[Any]) -> str:
         (BENCH, "Report", ReportConfig),
     ],
 )
-def test_the_table_lists_every_option_as_it_is(file: str, heading: str, config: Any) -> None:
+def test_the_option_tables_list_every_option_with_default_and_help(
+    file: str, heading: str, config: Any
+) -> None:
     section = (ROOT / file).read_text().partition(f"### {heading}\n")[2].partition("\n#")[0]
     rows = [line for line in section.splitlines() if line.startswith("| `")]
     expected = [row(spec) for spec in fields(config)]
     assert rows == expected, "The table should be:\n" + "\n".join(expected)
 
 
-def test_the_reference_of_the_server_names_every_request_field() -> None:
+def test_the_server_reference_lists_every_request_field() -> None:
     section = SERVER_README.partition("## Request fields\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z_.]+)", section))
     named |= {name.rpartition(".")[2] for name in named}
@@ -76,7 +78,7 @@ def test_the_reference_of_the_server_names_every_request_field() -> None:
     assert fields - named == {"role", "tokens"}  # said of `messages`, and of the endpoint
 
 
-def test_the_reference_of_the_server_names_every_endpoint_and_status() -> None:
+def test_the_server_reference_lists_every_endpoint_and_status() -> None:
     section = SERVER_README.partition("## Endpoints\n")[2].partition("\n## ")[0]
     for path, operation in OPERATIONS.items():
         assert f"`{operation.method.upper()} {path.replace('{name}', 'NAME')}`" in section

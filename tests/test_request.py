@@ -1,4 +1,4 @@
-"""What a caller may ask for."""
+"""Validation of sampling parameters."""
 
 from __future__ import annotations
 
@@ -49,25 +49,25 @@ from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(field: str, value: Any) -> None:
+def test_an_invalid_sampling_value_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
     assert str(caught.value).startswith(f"{field}: ")
 
 
-def test_fields_that_contradict_each_other() -> None:
+def test_contradicting_sampling_fields_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="more than max_tokens 3"):
         SamplingParams(min_tokens=4, max_tokens=3)
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 
 
-def test_the_limits_themselves_are_allowed() -> None:
+def test_the_limits_of_each_range_are_allowed() -> None:
     SamplingParams(temperature=2, top_p=0, min_p=1, top_k=-1, seed=-(2**63), logprobs=20)
     SamplingParams(presence_penalty=-2, frequency_penalty=2, logit_bias={0: -100})
 
 
-def test_later_changes_of_the_callers_objects_do_not_arrive() -> None:
+def test_later_changes_of_the_callers_objects_have_no_effect() -> None:
     bias, stop = {1: 1.0}, ["x"]
     params = SamplingParams(logit_bias=bias, stop=stop)
     bias[1], stop[0] = 99.0, "y"

@@ -1,4 +1,4 @@
-"""What each rank holds, and what it reads for it."""
+"""The part of the weights that each rank holds and reads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "safeten
 
 
 @given(st.integers(1, 8), st.integers(1, 300_000))
-def test_parts_of_a_vocabulary_cover_it_once(size: int, vocab_size: int) -> None:
+def test_vocabulary_shards_cover_each_token_once(size: int, vocab_size: int) -> None:
     parts = [vocab_shard(vocab_size, rank, size) for rank in range(size)]
     assert len({part.size for part in parts}) == 1
     assert sum(part.num_real for part in parts) == vocab_size
@@ -51,7 +51,7 @@ def test_parts_of_a_vocabulary_cover_it_once(size: int, vocab_size: int) -> None
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
-def test_heads_stay_with_their_kv_head(num_kv_heads: int, power: int) -> None:
+def test_query_heads_are_on_the_rank_of_their_kv_head(num_kv_heads: int, power: int) -> None:
     size, num_heads = 2**power, 32
     group = num_heads // num_kv_heads
     for rank in range(size):
@@ -65,7 +65,7 @@ def test_heads_stay_with_their_kv_head(num_kv_heads: int, power: int) -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [(spec.name, 2) for spec in SPECS] + [("llama3", 4), ("qwen3-biased", 4)]
 )
-def test_ranks_hold_the_checkpoint_between_them(
+def test_the_ranks_together_hold_the_whole_checkpoint(
     name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_checkpoint(spec_named(name), tmp_path)
@@ -98,7 +98,7 @@ def test_ranks_hold_the_checkpoint_between_them(
         assert held < 0.75 * sum(tensor.nbytes for tensor in whole.values())
 
 
-def test_random_weights_are_of_each_rank_and_as_large_as_those_of_one(tmp_path: Path) -> None:
+def test_dummy_weights_differ_by_rank_and_have_the_scale_of_a_single_ranks(tmp_path: Path) -> None:
     folder = make_checkpoint(spec_named("llama"), tmp_path)
     first, second = (load(folder, rank, 2, "dummy").layers[0] for rank in range(2))
     alone = load(folder, load_format="dummy").layers[0]

@@ -71,7 +71,9 @@ PAGE_SIZES = st.sampled_from([1, 2, 16, 64, 256])
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6), PAGE_SIZES, HEADS)
-def test_decode(lengths: list[int], page_size: int, heads: tuple[int, int, int]) -> None:
+def test_decode_matches_softmax_in_float64(
+    lengths: list[int], page_size: int, heads: tuple[int, int, int]
+) -> None:
     check_decode(lengths, page_size, heads)
 
 
@@ -80,24 +82,24 @@ CHUNKS = st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1,
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(CHUNKS, PAGE_SIZES, HEADS)
-def test_prefill(
+def test_prefill_matches_softmax_in_float64(
     chunks: list[tuple[int, int]], page_size: int, heads: tuple[int, int, int]
 ) -> None:
     check_prefill(chunks, page_size, heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision_matches_softmax_in_float64(dtype: torch.dtype) -> None:
     check_decode([1, 33, 200], 16, (2, 4, 64), dtype)
     check_prefill([(0, 33), (57, 20)], 16, (2, 4, 64), dtype)
 
 
 @pytest.mark.parametrize("longest", [0, 1, 40])
-def test_longest_may_be_an_upper_bound(longest: int) -> None:
+def test_decode_accepts_an_upper_bound_of_the_longest_row(longest: int) -> None:
     check_decode([5, 17], 16, (2, 2, 64), slack=longest)
 
 
-def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_computed_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, and one query, at a time give the same as all at once."""
     monkeypatch.setattr(torch_backend, "_CPU_GATHERED_BYTES", 1)
     monkeypatch.setattr(torch_backend, "_MAX_MASK_ELEMENTS", 1)
@@ -105,7 +107,9 @@ def test_large_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64))
 
 
-def test_the_arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arithmetic_used_on_gpus_matches_softmax_in_float64(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Fewer keys than rows and more, one head and several."""
     monkeypatch.setattr(torch_backend, "_attend_fused", torch_backend._attend_plainly)
     for heads in ((1, 1, 8), (2, 4, 64), (3, 7, 64)):
@@ -115,7 +119,7 @@ def test_the_arithmetic_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check_prefill([(0, 33), (57, 20)], 16, (2, 4, 64), torch.bfloat16)
 
 
-def test_chunks_that_only_the_device_knows() -> None:
+def test_prefill_without_host_lengths_equals_prefill_with_them() -> None:
     """Without the host's figures, with empty chunks, and with rows that belong to no chunk."""
     torch.manual_seed(0)
     cache = Cache([40, 5, 17], 16, 2, 64, torch.float32)
@@ -127,5 +131,5 @@ def test_chunks_that_only_the_device_knows() -> None:
     assert torch.equal(out[:22], expected)
 
 
-def test_many_rows() -> None:
+def test_decode_of_many_rows_matches_softmax_in_float64() -> None:
     check_decode([1 + 3 * i % 50 for i in range(64)], 16, (2, 2, 64))

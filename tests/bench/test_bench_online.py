@@ -1,4 +1,4 @@
-"""`bench serve` against fake servers and ours: what is asked, and what is made of answers."""
+"""`bench serve` against fake servers and our own: requests, reports, comparisons, errors."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def asking(count: int, **fields: Any) -> list[PlannedRequest]:
     ]
 
 
-async def test_another_server_is_asked_for_exact_lengths() -> None:
+async def test_other_servers_are_asked_for_exact_lengths() -> None:
     async with fake_server() as fake:
         target = fake.target(model="m", api_key="k", temperature=0.5)
         run = await run_online(target, asking(3))
@@ -179,7 +179,7 @@ async def test_another_server_is_asked_for_exact_lengths() -> None:
     assert figures.itl_s is not None
 
 
-async def test_without_usage_tokens_are_counted_as_events() -> None:
+async def test_tokens_are_counted_as_events_if_there_is_no_usage() -> None:
     async with fake_server(usage=False) as fake:
         run = await run_online(fake.target(ignore_eos=False), asking(1))
     assert "ignore_eos" not in fake.bodies[0] and "model" not in fake.bodies[0]
@@ -196,14 +196,14 @@ async def test_without_usage_tokens_are_counted_as_events() -> None:
         b'{"error": ' + b"[" * 10**5,
     ],
 )
-async def test_an_event_that_cannot_be_read_fails_its_request_alone(odd: bytes) -> None:
+async def test_an_invalid_event_fails_its_request_alone(odd: bytes) -> None:
     async with fake_server(odd=odd) as fake:
         run = await run_online(fake.target(endpoint="chat"), [*conversation(), *asking(1)])
     assert len(run.requests) in (1, 3)  # alone, or with those that were to follow it
     assert any("is not as OpenAI's API has it" in reason for reason in run.failures)
 
 
-async def test_what_a_server_leaves_empty_is_not_told() -> None:
+async def test_null_fields_of_a_server_are_treated_as_absent() -> None:
     odd = {"choices": [{"delta": None, "text": None}], "usage": {"completion_tokens": None}}
     async with fake_server(odd=json.dumps(odd).encode(), usage=False) as fake:
         [request] = (await run_online(fake.target(), asking(1))).requests
@@ -219,7 +219,7 @@ def conversation() -> list[PlannedRequest]:
     ]
 
 
-async def test_a_question_comes_with_the_conversation_so_far() -> None:
+async def test_a_question_is_sent_with_the_conversation_before_it() -> None:
     async with fake_server() as fake:
         run = await run_online(fake.target(endpoint="chat"), conversation())
     assert len(run.requests) == 3
@@ -235,7 +235,7 @@ async def test_a_question_comes_with_the_conversation_so_far() -> None:
         assert after.sent_s >= before.times_s[-1]
 
 
-async def test_a_conversation_ends_with_a_question_that_fails() -> None:
+async def test_a_failed_question_ends_its_conversation() -> None:
     async with fake_server(refuse=1) as fake:
         run = await run_online(fake.target(endpoint="chat"), conversation())
     assert len(run.requests) == 1 and len(fake.bodies) == 2
@@ -245,13 +245,13 @@ async def test_a_conversation_ends_with_a_question_that_fails() -> None:
     assert online_figures(run, None, {"ttft": 60}).num_failed == 2
 
 
-async def test_no_more_run_at_once_than_allowed() -> None:
+async def test_concurrency_is_limited_as_requested() -> None:
     async with fake_server() as fake:
         await run_online(fake.target(), asking(9), max_concurrency=2)
         assert fake.most_open == 2
 
 
-async def test_a_request_is_sent_when_it_is_due_and_its_parent_has_ended() -> None:
+async def test_a_request_is_sent_when_due_and_after_its_parent_has_ended() -> None:
     plan = asking(3)
     plan[1] = replace(plan[1], due_s=0.05)
     plan[2] = replace(plan[2], parent=1, pause_s=0.02)
@@ -262,14 +262,14 @@ async def test_a_request_is_sent_when_it_is_due_and_its_parent_has_ended() -> No
     assert child.sent_s >= due.times_s[-1] + 0.02
 
 
-async def test_a_request_that_takes_too_long_has_failed() -> None:
+async def test_a_request_that_exceeds_the_timeout_has_failed() -> None:
     async with fake_server() as fake:
         slow = PlannedRequest(prompt=[1], max_tokens=10_000, seed=0)
         run = await run_online(fake.target(), [slow], timeout_s=0.2)
     assert (run.requests, run.failures) == ([], {"no whole answer in 0.2 s": 1})
 
 
-def test_v1_is_understood() -> None:
+def test_addresses_are_accepted_with_and_without_v1() -> None:
     assert api_base("http://host:8000") == api_base("http://host:8000/") == "http://host:8000/v1"
     assert api_base("https://host/api/v1/") == "https://host/api/v1"
     assert Target(url="http://host/api/v1").root == "http://host/api"
@@ -288,7 +288,7 @@ def streamed(sent_s: float, *times_s: float, cached: int | None = 4) -> Streamed
     )
 
 
-def test_figures_of_a_run_over_http() -> None:
+def test_figures_follow_from_the_records_of_a_run_over_http() -> None:
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(2.0, 2.5)])
     run.failures["500"] = 2
     counts = StepCounts(num_steps=8, num_graph_steps=6, num_retractions=1)
@@ -316,7 +316,9 @@ def test_figures_of_a_run_over_http() -> None:
         ({"e2e": 0.1}, 0.0),
     ],
 )
-def test_goodput_counts_who_keeps_all_limits(limits_s: dict[str, float], share: float) -> None:
+def test_goodput_counts_requests_that_meet_all_limits(
+    limits_s: dict[str, float], share: float
+) -> None:
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(2.0, 2.5)])
     goodput = online_figures(run, None, limits_s).goodput
     assert goodput is not None and goodput.share == share
@@ -334,7 +336,7 @@ def figures(output_tokens_per_s: float) -> Figures:
     return Figures.of(RunRecord([request], num_steps=4, num_retractions=0, num_graph_steps=1))
 
 
-def test_the_median_of_repetitions_leaves_the_first_one_out() -> None:
+def test_the_median_of_repetitions_excludes_the_first() -> None:
     repetitions = [figures(rate) for rate in (1, 40, 20, 30)]
     spread = spreads(repetitions)["output_tokens_per_s"]
     assert (spread.median, spread.low, spread.high) == (30, 20, 40)
@@ -344,7 +346,7 @@ def test_the_median_of_repetitions_leaves_the_first_one_out() -> None:
     assert "of repetitions 2 to 4: output tok/s 30.00 (20.00 to 40.00)" in printed.getvalue()
 
 
-def test_a_table_of_figures_for_spreadsheets(tmp_path: Path) -> None:
+def test_figures_are_exported_as_csv(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     write_csv(file, [({"request_rate": 2.0}, figures(30)), ({"request_rate": None}, figures(40))])
     first, second = csv.DictReader(file.read_text().splitlines())
@@ -362,7 +364,9 @@ def report(path: Path, rate: float, **fields: Any) -> Path:
     return path
 
 
-def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_prints_the_figures_and_differing_options_of_two_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = {"json_file": "x", "seed": 0}
     first = report(tmp_path / "a.json", 20, bench_options=options)
     options = {"json_file": "y", "seed": 1}
@@ -378,13 +382,13 @@ def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("verb", ["compare", "--compare"])
-def test_results_are_compared_on_the_command_line(tmp_path: Path, verb: str) -> None:
+def test_bench_compare_compares_result_files(tmp_path: Path, verb: str) -> None:
     files = [str(report(tmp_path / name, 20)) for name in ("a.json", "b.json")]
     result = CliRunner().invoke(cli.app, ["bench", verb, *files])
     assert result.exit_code == 0 and "output tok/s" in result.output
 
 
-def test_sweeps_are_compared_where_they_agree(
+def test_compare_matches_the_points_that_two_sweeps_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sweep(name: str, *rates: float | None) -> Path:
@@ -405,7 +409,7 @@ def test_sweeps_are_compared_where_they_agree(
         compare(sweep("c.json", 3.0, 4.0), second)
 
 
-def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+def test_compare_refuses_files_that_are_no_results(tmp_path: Path) -> None:
     right = report(tmp_path / "a.json", 20)
     for text in ("", "[]", '{"figures": 3}', '{"points": [{}]}'):
         (tmp_path / "b.json").write_text(text)
@@ -445,7 +449,7 @@ class Canvas:
 
 
 @pytest.mark.parametrize(("num_points", "num_panels"), [(1, 2), (3, 3)])
-def test_a_picture_has_a_panel_for_all_there_is(
+def test_a_plot_has_a_panel_for_each_metric_present(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_points: int, num_panels: int
 ) -> None:
     class Stub:
@@ -493,7 +497,7 @@ def test_a_picture_has_a_panel_for_all_there_is(
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-async def test_progress_is_for_terminals(terminal: bool) -> None:
+async def test_progress_is_shown_only_on_terminals(terminal: bool) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=terminal, width=120)
     async with live(console, "Repetition 1", 8, "events", lambda: ProgressSnapshot(3, 2, 40), 0.01):
@@ -505,14 +509,14 @@ async def test_progress_is_for_terminals(terminal: bool) -> None:
 # -- the environment ------------------------------------------------------------------------------
 
 
-def test_the_environment_names_versions_and_machine() -> None:
+def test_the_environment_record_has_versions_and_machine() -> None:
     found = Environment.found()
     assert {"python", "torch", "transformers"} <= set(found.versions)
     assert found.cpu and found.num_cpus > 0 and found.measured_at.endswith("+00:00")
     assert found.cpu in found.describe() or found.gpus
 
 
-def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_the_recorded_commit_is_that_of_the_source_folder(tmp_path: Path) -> None:
     def git(*command: str) -> None:
         who = ("-c", "user.name=a", "-c", "user.email=b")
         subprocess.run(["git", *who, *command], cwd=tmp_path, check=True, capture_output=True)
@@ -534,7 +538,7 @@ def test_the_commit_is_that_of_the_folder(tmp_path: Path) -> None:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-async def test_our_server_tells_what_it_did() -> None:
+async def test_the_step_count_and_samples_of_our_server_are_recorded() -> None:
     async with gated_server() as served:
         target = Target(url=f"http://127.0.0.1:{served.port}/v1")
         async with poll_metrics(target, interval_s=0.001) as polled:
@@ -548,7 +552,7 @@ async def test_our_server_tells_what_it_did() -> None:
     assert (polled.counts, polled.samples) == (None, [])
 
 
-async def test_a_sweep_over_a_given_server_is_reported(
+async def test_a_sweep_over_an_existing_server_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     json_file, csv_file = tmp_path / "a.json", tmp_path / "a.csv"
@@ -586,7 +590,7 @@ async def test_a_sweep_over_a_given_server_is_reported(
         assert point["failures"] == {}
 
 
-def test_the_share_of_the_limit_is_of_what_the_server_did() -> None:
+def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None:
     facts = read_model_config(DEMO_FOLDER).facts()
     nothing: dict[str, Any] = {
         "bench_options": {},
@@ -630,7 +634,7 @@ async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:
         gc.unfreeze()
 
 
-async def test_a_server_that_tells_of_its_model_is_asked_for_what_it_takes() -> None:
+async def test_token_ids_stay_within_the_vocabulary_that_a_server_reports() -> None:
     async with gated_server() as served:
         url = f"http://127.0.0.1:{served.port}/v1"
         told = await served_model(Target(url=url))
@@ -642,7 +646,7 @@ async def test_a_server_that_tells_of_its_model_is_asked_for_what_it_takes() -> 
 
 
 @pytest.mark.parametrize("vocab_size", [None, 200])
-async def test_a_server_with_fewer_token_ids_leads_to_the_option(vocab_size: int | None) -> None:
+async def test_a_refused_token_id_error_names_the_vocabulary_option(vocab_size: int | None) -> None:
     async with fake_server(vocab_size=50) as fake:
         with pytest.raises(OnlineRunError, match=r"vocabulary; .*--vocab-size N.*--endpoint chat"):
             await measure(fake, vocab_size=vocab_size)
@@ -671,7 +675,7 @@ async def test_a_server_with_fewer_token_ids_leads_to_the_option(vocab_size: int
         ("400: too long", {"trace": __file__}, "completions", []),
     ],
 )
-def test_what_helps_against_a_refusal_is_named(
+def test_refusals_are_reported_with_the_option_that_helps(
     reason: str, workload: dict[str, Any], endpoint: str, options: list[str]
 ) -> None:
     told = with_remedy(reason, WorkloadConfig(**workload), endpoint)
@@ -688,7 +692,7 @@ def test_what_helps_against_a_refusal_is_named(
         ({"workload": "multi-turn"}, 120, "--num-turns, --max-prompt-length"),
     ],
 )
-def test_what_cannot_fit_is_refused_before_it_runs(
+def test_requests_that_cannot_fit_are_refused_before_the_run(
     workload: dict[str, Any], length: int, options: str
 ) -> None:
     config = WorkloadConfig(**workload)
@@ -700,7 +704,7 @@ def test_what_cannot_fit_is_refused_before_it_runs(
         check_room(config, sizes, 60, stop_at_eos=True)
 
 
-def test_a_trace_goes_on_without_what_does_not_fit() -> None:
+def test_a_trace_skips_requests_that_do_not_fit() -> None:
     rows = [TraceRow(timestamp=0.0, input_length=n, output_length=2) for n in (3, 9)]
     assert describe_misfits(rows, 11) == ""
     assert describe_misfits(rows, 10).startswith("1 of the trace's 2 requests do not fit")
@@ -708,7 +712,7 @@ def test_a_trace_goes_on_without_what_does_not_fit() -> None:
         describe_misfits(rows, 4)
 
 
-async def test_a_server_that_tells_its_context_is_not_asked_for_more() -> None:
+async def test_requests_stay_within_the_context_that_a_server_reports() -> None:
     async with fake_server(told={"max_model_len": 4}) as fake:
         with pytest.raises(RoomError, match="context of 4 tokens; lower --input-len or --output"):
             await measure(fake)
@@ -718,7 +722,7 @@ async def test_a_server_that_tells_its_context_is_not_asked_for_more() -> None:
 @pytest.mark.parametrize(
     ("key", "said"), [(None, "Give it a key with --api-key"), ("wrong", "It does not take the key")]
 )
-async def test_a_key_that_is_wanted_is_said_at_once(
+async def test_a_missing_key_is_reported_before_the_run(
     key: str | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with fake_server(key="right") as fake:
@@ -728,13 +732,13 @@ async def test_a_key_that_is_wanted_is_said_at_once(
     assert "without a name" not in capsys.readouterr().out
 
 
-async def test_no_server_is_said_as_in_the_chat() -> None:
+async def test_an_unreachable_server_is_reported_as_in_the_chat() -> None:
     said = r"^http://127\.0\.0\.1:9/v1/models cannot be reached: no server answers there\.$"
     with pytest.raises(ServerError, match=said):
         await measure(Fake(port=9))
 
 
-async def test_what_does_not_speak_http_is_said() -> None:
+async def test_an_address_that_does_not_serve_http_is_reported() -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
         writer.close()
@@ -745,7 +749,7 @@ async def test_what_does_not_speak_http_is_said() -> None:
             await measure(Fake(port=port))
 
 
-async def test_a_sweep_that_is_interrupted_says_what_is_missing(
+async def test_an_interrupted_sweep_reports_the_missing_points(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async with fake_server(most=2) as fake:
@@ -777,7 +781,7 @@ async def test_a_server_that_refuses_everything_is_an_error(tmp_path: Path) -> N
         await bench_serve(EngineConfig(tp=2), small, WorkloadConfig(), load, ReportConfig())
 
 
-def test_a_server_of_its_own_is_started_and_stopped(tmp_path: Path) -> None:
+def test_bench_serve_starts_and_stops_its_own_server(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     trace = tmp_path / "trace.jsonl"
     lines: list[dict[str, Any]] = [
@@ -804,7 +808,7 @@ def test_a_server_of_its_own_is_started_and_stopped(tmp_path: Path) -> None:
     assert point["requests"][2]["submitted_s"] >= 0.1
 
 
-def test_a_server_that_does_not_start_says_why() -> None:
+def test_a_server_that_fails_to_start_is_reported_with_the_reason() -> None:
     command = [sys.executable, "-m", "minisgl", "bench", "serve", "--model", "/no/such/folder"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2

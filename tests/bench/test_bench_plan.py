@@ -1,4 +1,4 @@
-"""What `bench serve` sends and when, and what it refuses to."""
+"""Workloads of `bench serve`: requests, arrival times, and the options that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompts(plan: list[PlannedRequest]) -> list[list[int]]:
 # -- workloads ------------------------------------------------------------------------------------
 
 
-def test_random_requests_are_those_of_an_offline_run() -> None:
+def test_random_requests_equal_those_of_an_offline_run() -> None:
     jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=3)
     plan = plan_random(STANDARD, 151_936, seed=3)
     assert prompts(plan) == [job.prompt_token_ids for job in jobs]
@@ -44,7 +44,7 @@ def test_random_requests_are_those_of_an_offline_run() -> None:
     assert [request.seed for request in plan] == [job.params.seed for job in jobs]
 
 
-def test_shared_prefixes_are_taken_in_turns() -> None:
+def test_shared_prefixes_are_used_in_turns() -> None:
     plan = plan_shared_prefix(SMALL, 999, seed=0, prefix_len=20, num_prefixes=3)
     starts = [tuple(prompt[:20]) for prompt in prompts(plan)]
     assert len(set(starts)) == 3 and starts[:3] == starts[3:6]
@@ -81,7 +81,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks() -> None:
     assert plan_trace(rows, 999, seed=1, scale=1, block_size=4)[0].prompt[:4] != first[:4]
 
 
-def test_arrivals_at_a_rate() -> None:
+def test_arrivals_have_the_requested_rate_and_distribution() -> None:
     plan = plan_random(Sizes(4000, Span(1, 1), Span(1, 1)), 9, seed=0)
     constant = at_rate(plan, 20, "constant", seed=0)
     assert [request.due_s for request in constant[:3]] == pytest.approx([0, 0.05, 0.1])
@@ -93,13 +93,13 @@ def test_arrivals_at_a_rate() -> None:
     assert poisson == at_rate(plan, 20, "poisson", seed=0) != at_rate(plan, 20, "poisson", seed=1)
 
 
-def test_of_a_conversation_only_the_first_question_has_a_time() -> None:
+def test_only_the_first_question_of_a_conversation_has_an_arrival_time() -> None:
     plan = plan_multi_turn(SMALL, 999, seed=0, num_turns=3, think_time_s=0)
     due = [request.due_s for request in at_rate(plan, 2, "constant", seed=0)]
     assert due == [0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 1, 1.5, 1.5, 1.5]
 
 
-def test_a_chat_is_asked_as_many_words_as_tokens() -> None:
+def test_a_chat_prompt_has_as_many_words_as_tokens_requested() -> None:
     assert len(chat_text([0, 5, 5000, 123]).split()) == 4
 
 
@@ -124,7 +124,7 @@ def test_the_options_choose_the_workload(options: dict[str, Any], count: int) ->
 # -- trace files ----------------------------------------------------------------------------------
 
 
-def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
+def test_a_trace_is_ordered_by_time(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     lines = [
         {"chat_id": 9, "parent_chat_id": 8, "timestamp": 2.5, "input_length": 3}
@@ -149,7 +149,9 @@ def test_a_trace_is_read_by_time(tmp_path: Path) -> None:
         ("\xff", "line 1: "),
     ],
 )
-def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_trace_is_refused_with_the_line_number(
+    tmp_path: Path, text: str, said: str
+) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=said) as refused:
@@ -169,7 +171,7 @@ def test_a_sweep_is_over_rates_or_over_concurrencies() -> None:
     assert LoadConfig(max_concurrency=("1,4",)).points == [Point(None, 1), Point(None, 4)]
 
 
-def test_limits_are_in_milliseconds() -> None:
+def test_goodput_limits_are_given_in_milliseconds() -> None:
     assert LoadConfig(goodput=("ttft:500,tpot:50", "e2e:9000")).limits_s == {
         "ttft": 0.5,
         "tpot": 0.05,
@@ -198,7 +200,7 @@ def test_limits_are_in_milliseconds() -> None:
         ({"request_timeout": 0.0}, "--request-timeout 0.0: allowed: a number above 0"),
     ],
 )
-def test_a_wrong_load_is_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_load_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         LoadConfig(**options)
     assert str(refused.value).startswith(said)
@@ -218,13 +220,13 @@ def test_a_wrong_load_is_refused(options: dict[str, Any], said: str) -> None:
         ({"trace_scale": -1.0}, "--trace-scale -1.0: allowed: 0 or more"),
     ],
 )
-def test_a_wrong_workload_is_refused(options: dict[str, Any], said: str) -> None:
+def test_invalid_workload_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         WorkloadConfig(**options)
     assert str(refused.value).startswith(said)
 
 
-def test_options_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="--endpoint completions: allowed with --workload multi"):
         check_load(WorkloadConfig(workload="multi-turn"), LoadConfig(endpoint="completions"))
     with pytest.raises(ConfigError, match="--request-rate 3: a trace has its own times"):
@@ -233,7 +235,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         check_lengths(BenchConfig(max_prompt_length=9), WorkloadConfig(input_len=5))
 
 
-def test_a_picture_needs_matplotlib_before_anything_is_run(
+def test_a_missing_matplotlib_is_reported_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -42,7 +42,7 @@ class Room:
 
 
 def brewed(*arguments: str) -> tuple[Kitchen, Room]:
-    """What a command that takes both gets for these arguments."""
+    """The configs that a command which takes both receives for these arguments."""
     served: list[tuple[Kitchen, Room]] = []
 
     def brew(kitchen: Kitchen, room: Room) -> int:
@@ -78,7 +78,7 @@ def test_every_kind_of_option_reaches_its_dataclass() -> None:
         (("--litres", "a lot"), "--litres a lot: allowed: a number"),
     ],
 )
-def test_a_wrong_value_names_option_value_and_what_is_allowed(
+def test_an_invalid_value_is_refused_with_option_value_and_allowed_values(
     arguments: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -133,9 +133,7 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         ),
     ],
 )
-def test_a_callers_mistake_is_one_line_and_exit_code_2(
-    arguments: tuple[str, ...], said: str
-) -> None:
+def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:
     result = minisgl(*arguments)
     assert result.returncode == 2
     assert result.stdout == ""
@@ -143,7 +141,7 @@ def test_a_callers_mistake_is_one_line_and_exit_code_2(
     assert result.stderr.startswith("minisgl: ") and result.stderr.count("\n") == 1
 
 
-def test_a_wrong_log_level_is_a_callers_mistake_too() -> None:
+def test_an_invalid_log_level_is_a_usage_error_too() -> None:
     result = minisgl("serve", LOG_LEVEL="loud")
     assert result.returncode == 2
     assert result.stderr == ("minisgl: LOG_LEVEL LOUD: allowed: DEBUG, INFO, WARNING or ERROR\n")
@@ -203,20 +201,20 @@ def test_ctrl_c_is_exit_code_130(failing: list[BaseException]) -> None:
 # -- help, version, log ---------------------------------------------------------------------------
 
 
-def test_without_arguments_it_explains_itself() -> None:
+def test_without_arguments_the_help_is_shown() -> None:
     result = minisgl()
     assert result.returncode == 0
     assert all(command in result.stdout for command in ("serve", "chat", "bench", "version"))
 
 
-def test_a_verb_is_listed_behind_its_command() -> None:
+def test_subcommands_are_listed_after_their_command() -> None:
     lines = minisgl("--help").stdout.splitlines()
     listed = [line.strip("│").split("  ")[0].strip() for line in lines if line.startswith("│ ")]
     verbs = ["bench latency", "bench serve", "bench compare"]
     assert listed[-7:] == ["serve", "chat", "bench", *verbs, "version"]
 
 
-def test_bench_is_its_offline_verb() -> None:
+def test_bench_without_a_subcommand_is_bench_offline() -> None:
     bench, offline = (
         [line for line in minisgl(*verb, "--help").stdout.splitlines() if "Usage" not in line]
         for verb in (("bench",), ("bench", "offline"))
@@ -230,7 +228,7 @@ def test_bench_is_its_offline_verb() -> None:
     "command",
     [("serve",), ("chat",), ("bench",), ("bench", "latency"), ("bench", "serve")],
 )
-def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
+def test_help_imports_no_heavy_package(command: tuple[str, ...]) -> None:
     program = (
         f"import sys; sys.argv = ['minisgl', *{command}, '--help']\n"
         "from minisgl_cli.main import main\n"
@@ -241,7 +239,7 @@ def test_help_imports_nothing_heavy(command: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_comparing_imports_nothing_heavy() -> None:
+def test_bench_compare_imports_no_heavy_package() -> None:
     program = (
         "import sys\n"
         "import minisgl.bench.report.compare\n"
@@ -250,22 +248,22 @@ def test_comparing_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
-def test_what_people_try_first_works() -> None:
+def test_common_first_commands_work() -> None:
     assert minisgl("help").stdout == minisgl("--help").stdout == minisgl().stdout
     assert minisgl("--version").stdout.startswith("python ")
 
 
-def test_a_mistake_names_the_help_of_its_command() -> None:
+def test_a_usage_error_refers_to_the_help_of_its_command() -> None:
     result = minisgl("bench", "latency", "now")
     assert result.returncode == 2
     assert result.stderr.endswith("(see minisgl bench latency --help)\n")
 
 
-def test_help_shows_brackets() -> None:
+def test_help_shows_square_brackets() -> None:
     assert "minisgl[plot]" in "".join(minisgl("bench", "--help").stdout.split())
 
 
-def test_version_names_what_a_bug_report_needs() -> None:
+def test_version_prints_what_a_bug_report_needs() -> None:
     result = minisgl("version")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
@@ -273,7 +271,7 @@ def test_version_names_what_a_bug_report_needs() -> None:
         assert any(line.startswith(named) for line in lines), named
 
 
-def test_version_says_what_it_can_where_the_hardware_is_broken(
+def test_version_works_where_the_gpu_driver_is_broken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> bool:
@@ -288,14 +286,14 @@ def test_version_says_what_it_can_where_the_hardware_is_broken(
     ("typed", "completed"),
     [("", "chat"), ("chat --ur", "--url"), ("bench latency --b", "--batch-size")],
 )
-def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
+def test_shell_completion_offers_commands_and_options(typed: str, completed: str) -> None:
     line = f"minisgl {typed}"
     shell = {"_MINISGL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(line.split(" ")) - 1)}
     assert completed in minisgl(**shell, COMP_WORDS=line).stdout.split()
 
 
 @pytest.mark.parametrize(("level", "shown"), [(None, False), ("DEBUG", True), ("error", False)])
-def test_the_log_honours_its_level(
+def test_the_log_follows_the_log_level(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     level: str | None,

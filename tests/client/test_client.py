@@ -1,4 +1,4 @@
-"""What the chat and the benchmark make of servers that are hostile, broken or elsewhere."""
+"""The HTTP client of chat and benchmark against hostile, broken and redirecting servers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def bench(url: str, **load: Any) -> None:
 # -- redirects and keys ---------------------------------------------------------------------------
 
 
-async def test_a_redirect_to_another_origin_is_told_and_not_followed() -> None:
+async def test_a_redirect_to_another_origin_is_reported_and_not_followed() -> None:
     async with raw_server({"": MODELS}) as other:
         place = f"{other.url}/v1/models?token=x"
         async with raw_server({"": redirect(place)}) as server:
@@ -94,7 +94,7 @@ async def test_a_redirect_to_another_origin_is_told_and_not_followed() -> None:
     assert server.heads and not other.heads
 
 
-async def test_a_redirect_of_a_question_is_told_and_not_followed() -> None:
+async def test_a_redirect_of_a_post_is_reported_and_not_followed() -> None:
     async with raw_server({"": answered("hi")}) as other:
         answers = {"/v1/models": MODELS, "": redirect(f"{other.url}/v1")}
         async with raw_server({**answers}) as server:
@@ -123,7 +123,7 @@ async def test_a_redirect_within_the_origin_is_followed_with_the_key(place: str)
         ("file:///etc/passwd", "redirects to what is no address,"),
     ],
 )
-async def test_no_redirect_leads_astray(place: str, said: str) -> None:
+async def test_invalid_and_endless_redirects_are_errors(place: str, said: str) -> None:
     async with raw_server({"": redirect(place)}) as server:
         with pytest.raises(ServerError) as failed:
             await list_models(f"{server.url}/v1", KEY)
@@ -170,7 +170,7 @@ def test_an_address_with_a_secret_is_refused_and_not_shown(config: Any, url: str
         config(url=url)
 
 
-async def test_the_key_of_the_environment_is_brought_and_shown_nowhere(
+async def test_the_key_of_the_environment_is_sent_and_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MINISGL_API_KEY", KEY)
@@ -225,7 +225,7 @@ async def test_the_chat_takes_the_key_of_the_environment_and_of_a_file(tmp_path:
         (again(b"HTTP/1.1 100 Continue\r\n\r\n", head=b""), "sends headers of more than 64 KiB"),
     ],
 )
-async def test_no_answer_goes_on_for_ever(answer: Any, said: str) -> None:
+async def test_endless_answers_are_ended(answer: Any, said: str) -> None:
     async with raw_server({"": answer}) as server:
         for url in (server.url, f"{server.url}/v1/metrics"):
             with pytest.raises(ServerError, match=said):
@@ -236,7 +236,7 @@ async def test_no_answer_goes_on_for_ever(answer: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize("piece", [b"x" * 9999, b"x\n\n" * 999, b"\r\n" * 4999])
-async def test_no_answer_is_larger_than_anybody_needs(
+async def test_answers_above_the_size_limit_are_refused(
     piece: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "DOCUMENT_BYTES", 1 << 20)
@@ -255,7 +255,7 @@ def plan(count: int) -> list[PlannedRequest]:
     return [PlannedRequest(prompt=[1, 2], max_tokens=3, seed=0) for _ in range(count)]
 
 
-async def test_a_large_chunk_is_bounded_as_a_whole() -> None:
+async def test_a_large_chunk_counts_as_a_whole_towards_the_limit() -> None:
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n"
     async with raw_server({"": again(b"x" * 9999, head=chunked)}) as server:
         run = await run_online(Target(url=f"{server.url}/v1"), plan(1))
@@ -273,7 +273,7 @@ async def test_a_large_chunk_is_bounded_as_a_whole() -> None:
         b"SSH-2.0-OpenSSH\r\n",
     ],
 )
-async def test_what_is_no_http_is_told(answer: bytes) -> None:
+async def test_answers_that_are_not_http_are_reported(answer: bytes) -> None:
     async def wait(writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
         await asyncio.sleep(NEVER_S)
@@ -285,7 +285,7 @@ async def test_what_is_no_http_is_told(answer: bytes) -> None:
             await post("127.0.0.1", server.port, "/", b"{}")
 
 
-def test_events_are_bounded_and_counted_with_what_they_take() -> None:
+def test_event_sizes_are_limited_including_their_overhead() -> None:
     cutter = EventCutter(1 << 40)
     with pytest.raises(AnswerError, match="an event of more than 4 MiB"):
         for _ in range(2 + EVENT_BYTES // 100_000):
@@ -296,7 +296,7 @@ def test_events_are_bounded_and_counted_with_what_they_take() -> None:
         cutter.cut(b"x")
 
 
-def test_an_event_in_many_pieces_is_not_searched_again_and_again() -> None:
+def test_an_event_in_many_pieces_is_parsed_in_linear_time() -> None:
     cutter = EventCutter(1 << 40)
     piece = b"x" * 40
     assert not any(cutter.cut(piece) for _ in range(EVENT_BYTES // 50))
@@ -305,7 +305,7 @@ def test_an_event_in_many_pieces_is_not_searched_again_and_again() -> None:
     assert cutter.rest == b"rest"
 
 
-async def test_an_answer_without_end_can_be_left() -> None:
+async def test_an_endless_answer_can_be_cancelled() -> None:
     """However fast it comes, there is time to notice."""
     events = answered("a").removeprefix(HEAD).partition(b"data: [DONE]")[0] * 999
     asked = asyncio.Event()
@@ -323,7 +323,7 @@ async def test_an_answer_without_end_can_be_left() -> None:
         assert asking.cancelled()
 
 
-async def test_metrics_that_never_end_are_as_good_as_none() -> None:
+async def test_endless_metrics_are_treated_as_absent() -> None:
     samples = b"minisgl_step_seconds_count nan\nminisgl_graph_steps_total 1e999\n"
     for metrics in (again(b"x", pause_s=0.05), HEAD + samples, redirect("http://evil.example")):
         async with raw_server({"/metrics": metrics}) as server:
@@ -360,7 +360,7 @@ async def test_ctrl_c_ends_a_benchmark_that_waits_for_metrics() -> None:
 BENCH = ("bench", "serve", "--num-requests", "1", "--input-len", "3", "--output-len", "2")
 
 
-def test_ctrl_c_ends_the_look_up_of_a_name() -> None:
+def test_ctrl_c_ends_a_name_lookup() -> None:
     program = (
         "import socket, sys, time\n"
         "def ask(*_, **__):\n"
@@ -385,7 +385,7 @@ def test_ctrl_c_ends_the_look_up_of_a_name() -> None:
 # -- what reaches a terminal ----------------------------------------------------------------------
 
 
-def test_what_is_printable() -> None:
+def test_printable_removes_control_and_escape_characters() -> None:
     everything = "".join(map(chr, range(0x3000)))
     left = printable(everything)
     assert {"\n", "\t", "\xa0", "\u200d", "\u200f", "é"} <= set(left)
@@ -394,7 +394,7 @@ def test_what_is_printable() -> None:
     assert printable("a\ud800b") == "ab"
 
 
-async def test_a_benchmark_shows_no_escapes(
+async def test_a_benchmark_prints_no_escape_sequences_of_a_server(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     models = HEAD + json.dumps({"data": [{"id": f"m{ESCAPES}!"}]}).encode()
@@ -413,7 +413,7 @@ async def test_a_benchmark_shows_no_escapes(
 
 
 @pytest.mark.parametrize("level", ["WARNING", "DEBUG"])
-async def test_no_error_of_a_server_drives_the_terminal(level: str) -> None:
+async def test_no_server_error_prints_escape_sequences(level: str) -> None:
     """One at the start, from which the chat does not go on."""
     async with raw_server({"": refusing(500, f"evil{ESCAPES} words")}) as server:
         out = await asyncio.to_thread(
@@ -427,13 +427,13 @@ async def test_no_error_of_a_server_drives_the_terminal(level: str) -> None:
     assert printable(text) == text
 
 
-def test_what_a_server_says_is_one_line_of_some_length() -> None:
+def test_server_messages_are_shortened_to_one_line() -> None:
     said = Refusal.read(json.dumps({"detail": "x \n" * 10**5 + ESCAPES}).encode(), "").message
     assert len(said) == 300 and set(said) == {"x", " "}
     assert Refusal.read(b'{"error": {"code": 7}}', "").message == '{"error": {"code": 7}}'
 
 
-def test_addresses_are_as_a_request_needs_them() -> None:
+def test_addresses_are_normalized_for_requests() -> None:
     assert Address.of("http://[::1]:80/a?b") == Address("http", "::1", 80, "/a?b")
     assert Address.of("https://bücher.example").authority == "xn--bcher-kva.example"
     assert Address("http", "::1", 8000, "/").authority == "[::1]:8000"

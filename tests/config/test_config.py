@@ -1,4 +1,4 @@
-"""Every option is checked once, and nothing stays automatic."""
+"""Validation of options, and the resolution of automatic ones."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"model": None}, "--model None: allowed: a text"),
     ],
 )
-def test_a_value_that_is_never_right_is_refused_at_once(
-    options: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_value_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         EngineConfig(**options)
     assert caught.value.exit_code == 2
@@ -63,7 +61,7 @@ def test_a_value_that_is_never_right_is_refused_at_once(
         ({"cuda_graph_max_bs": 8}, "--cuda-graph-max-bs 8: CUDA graphs need a GPU; allowed: 0"),
     ],
 )
-def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
+def test_a_value_that_does_not_suit_model_or_machine_is_refused_with_the_reason(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -82,14 +80,14 @@ def test_a_value_that_is_wrong_here_is_refused_with_the_reason(
         ({"attn": "torch", "cuda_graph_max_bs": 4}, "decoding by torch .*allowed: 0"),
     ],
 )
-def test_a_value_that_is_wrong_on_this_gpu_is_refused_with_the_reason(
+def test_a_value_that_does_not_suit_the_gpu_is_refused_with_the_reason(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(machine=GPU, **options)
 
 
-def test_backends() -> None:
+def test_auto_chooses_the_best_available_backends() -> None:
     def chosen(attn: str, machine: DeviceFacts = GPU, **options: Any) -> tuple[str, str]:
         config = resolved(machine=machine, attn=attn, **options)
         return config.attn_prefill, config.attn_decode
@@ -114,14 +112,16 @@ def test_backends() -> None:
         ("torch", None, 16),
     ],
 )
-def test_page_size(attn: str, given: int | None, expected: int) -> None:
+def test_the_page_size_is_adjusted_to_the_backend_with_a_note(
+    attn: str, given: int | None, expected: int
+) -> None:
     config = resolved(machine=GPU, attn=attn, page_size=given)
     assert config.page_size == expected
     warned = any(note.startswith("page size 64 instead of 8: trtllm") for note in config.notes)
     assert warned == (given == 8)
 
 
-def test_the_first_flash_attn_takes_large_pages_only() -> None:
+def test_flash_attn_2_requires_pages_that_are_a_multiple_of_256() -> None:
     flash = dataclasses.replace(
         GPU, prefill_backends=("fa",), decode_backends=("fa",), flash_page_multiple=256
     )
@@ -131,7 +131,7 @@ def test_the_first_flash_attn_takes_large_pages_only() -> None:
         resolved(machine=flash, attn="fa", page_size=64)
 
 
-def test_graphs() -> None:
+def test_the_largest_captured_batch_follows_device_and_options() -> None:
     assert resolved().cuda_graph_max_bs == 0
     assert resolved(machine=GPU).cuda_graph_max_bs == 256
     assert resolved(machine=GPU, max_running_requests=7).cuda_graph_max_bs == 7
@@ -145,7 +145,7 @@ def test_graphs() -> None:
     assert resolved(machine=without, attn="trtllm").cuda_graph_max_bs == 0
 
 
-def test_nothing_stays_automatic() -> None:
+def test_resolving_leaves_no_option_automatic() -> None:
     for device in (CPU, GPU):
         config = resolved(machine=device)
         for spec in dataclasses.fields(config):
@@ -163,14 +163,16 @@ def test_nothing_stays_automatic() -> None:
         ("float32", CPU, "bfloat16", "bfloat16"),
     ],
 )
-def test_dtype(checkpoint: str, device: DeviceFacts, option: str, expected: str) -> None:
+def test_auto_dtype_follows_the_checkpoint_and_the_device(
+    checkpoint: str, device: DeviceFacts, option: str, expected: str
+) -> None:
     config = resolved(dataclasses.replace(MODEL, dtype=checkpoint), device, dtype=option)
     assert config.dtype == expected
     warned = any("--dtype bfloat16" in note for note in config.notes)
     assert warned == (checkpoint == "float32" and option == "auto" and device is GPU)
 
 
-def test_the_longest_sequence() -> None:
+def test_an_override_changes_the_longest_sequence_unless_rope_forbids_it() -> None:
     assert resolved().max_seq_len == 4096
     longer = resolved(max_seq_len_override=9000)
     assert longer.max_seq_len == 9000
@@ -193,7 +195,7 @@ def test_a_model_that_no_backend_computes_is_refused(machine: DeviceFacts) -> No
         resolved(machine=windowless)
 
 
-def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
+def test_the_number_of_pages_is_fixed_on_a_cpu_and_measured_on_a_gpu() -> None:
     assert resolved().num_pages == 1 + 65_536 // 16
     assert resolved(page_size=64).num_pages == 1 + 1024
     small = dataclasses.replace(CPU, free_cpu_bytes=64 << 20)
@@ -203,13 +205,13 @@ def test_pages_on_a_cpu_are_modest_and_on_a_gpu_a_matter_of_memory() -> None:
     assert resolved(machine=GPU, num_pages=7).num_pages == 7
 
 
-def test_the_capacity_caps_the_longest_sequence() -> None:
+def test_the_longest_sequence_is_limited_by_the_page_capacity() -> None:
     capacity = Capacity.of(resolved(page_size=16), num_pages=11)
     assert (capacity.max_seq_len, capacity.num_slots) == (160, 256)
     assert Capacity.of(resolved(page_size=16), num_pages=1000).max_seq_len == 4096
 
 
-def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_disables_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
     monkeypatch.delenv(name, raising=False)
     assert overlap_enabled()
@@ -222,7 +224,7 @@ def test_overlap_is_a_matter_of_the_environment(monkeypatch: pytest.MonkeyPatch)
         overlap_enabled()
 
 
-def test_no_more_ranks_than_gpus() -> None:
+def test_more_ranks_than_gpus_are_refused() -> None:
     assert resolved(machine=GPU, tp=2).tp == 2
     with pytest.raises(ConfigError, match="--tp 4: there are 2 GPUs; allowed: 1 or 2"):
         resolved(machine=GPU, tp=4)

@@ -1,4 +1,4 @@
-"""What ranks tell each other, in real processes over gloo."""
+"""Collectives of the communicators, in real processes over gloo."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def check_rank(rank: int, meeting: Path) -> None:
     ranks.close()
 
 
-def test_one_rank_is_enough_for_itself() -> None:
+def test_a_single_rank_communicator_is_the_identity() -> None:
     check(SINGLE_RANK)
 
 
-def test_several_ranks_agree(tmp_path: Path) -> None:
+def test_collectives_give_every_rank_the_same_result(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(check_rank, (tmp_path / "store",), NUM_RANKS)

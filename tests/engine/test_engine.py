@@ -1,4 +1,4 @@
-"""The engine's loop on a runner without a model: every request ends once, whatever happens."""
+"""The engine's loop on a runner without a model: every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def expect(prompt: Sequence[int], max_tokens: int = 20, stop: Sequence[int] = (E
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_many_requests_get_their_own_tokens_and_one_ending(
+async def test_many_requests_each_get_their_own_tokens_and_one_ending(
     runner: ScriptedRunner, overlap: bool
 ) -> None:
     async with engine_on(runner, overlap=overlap, max_prefill_length=9) as engine:
@@ -69,7 +69,7 @@ async def test_a_step_is_always_launched_before_the_last_one_is_collected(
         await deltas_of(stream)
 
 
-async def test_a_slow_consumer_gets_everything_in_few_deltas(runner: ScriptedRunner) -> None:
+async def test_a_slow_consumer_gets_all_tokens_in_few_deltas(runner: ScriptedRunner) -> None:
     async with engine_on(runner) as engine:
         stream = engine.submit([1, 2, 3], params(50, ignore_eos=True, logprobs=0))
         quick = engine.submit([4], params(60, ignore_eos=True))
@@ -80,7 +80,7 @@ async def test_a_slow_consumer_gets_everything_in_few_deltas(runner: ScriptedRun
         assert len(deltas[0].logprobs) == 50
 
 
-async def test_closing_the_iterator_aborts(runner: ScriptedRunner) -> None:
+async def test_closing_the_iterator_aborts_the_request(runner: ScriptedRunner) -> None:
     async with engine_on(runner) as engine:
         generation = engine.generate([1, 2, 3], params(300, ignore_eos=True))
         async for _ in generation:
@@ -94,7 +94,7 @@ async def test_closing_the_iterator_aborts(runner: ScriptedRunner) -> None:
         assert len(runner.launched) == count
 
 
-async def test_aborts_at_any_moment_leave_the_others_alone(runner: ScriptedRunner) -> None:
+async def test_aborts_at_any_moment_do_not_affect_other_requests(runner: ScriptedRunner) -> None:
     async with engine_on(runner, max_running_requests=4, num_pages=60) as engine:
         streams = [engine.submit([i, 1, 2], params(40, ignore_eos=True)) for i in range(30)]
 
@@ -117,7 +117,7 @@ async def test_aborts_at_any_moment_leave_the_others_alone(runner: ScriptedRunne
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
-async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
+async def test_a_failed_step_fails_its_requests_and_the_engine_continues(
     runner: ScriptedRunner, where: str
 ) -> None:
     if where == "launch":
@@ -135,7 +135,7 @@ async def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
         assert [token for delta in deltas for token in delta.token_ids] == expect([5])
 
 
-async def test_a_fatal_error_reaches_every_waiter(runner: ScriptedRunner) -> None:
+async def test_a_fatal_error_fails_every_open_request(runner: ScriptedRunner) -> None:
     runner.collect_errors[2] = EngineStoppedError("The GPU failed")
     async with engine_on(runner, max_running_requests=2) as engine:
         streams = [engine.submit([i, 1], params(ignore_eos=True)) for i in range(5)]
@@ -164,7 +164,7 @@ async def test_draining_waits_then_ends_the_rest_with_an_error(runner: ScriptedR
             await deltas_of(stream)
 
 
-async def test_refusals_come_at_submission(runner: ScriptedRunner) -> None:
+async def test_invalid_requests_are_refused_at_submission(runner: ScriptedRunner) -> None:
     async with engine_on(runner, num_pages=6, max_queued_requests=1) as engine:
         with pytest.raises(ContextLengthError, match=r"length is 20 .* resulted in 21 tokens"):
             engine.submit([1] * 21, SamplingParams())
@@ -190,7 +190,7 @@ async def test_refusals_come_at_submission(runner: ScriptedRunner) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-async def test_a_stop_string_ends_at_the_token_that_completed_it(
+async def test_a_stop_string_ends_the_output_at_the_token_that_completes_it(
     runner: ScriptedRunner, overlap: bool
 ) -> None:
     async with engine_on(runner, overlap=overlap, tokenizer=True) as engine:
@@ -212,7 +212,7 @@ async def test_a_stop_string_ends_at_the_token_that_completed_it(
             assert deltas[-1].stop_reason == stop
 
 
-async def test_eos_counts_but_has_no_text(runner: ScriptedRunner) -> None:
+async def test_eos_counts_as_a_token_but_has_no_text(runner: ScriptedRunner) -> None:
     async with engine_on(runner, tokenizer=True) as engine:
         assert engine.tokenizer is not None
         prompt = next([n] for n in range(50) if EOS in expect([n], 100))
@@ -225,7 +225,7 @@ async def test_eos_counts_but_has_no_text(runner: ScriptedRunner) -> None:
 
 
 @pytest.mark.parametrize("method", ["settle", "plan", "fail", "cancel"])
-async def test_a_defect_in_the_engine_ends_it_instead_of_hanging(
+async def test_a_defect_in_the_engine_stops_it_instead_of_hanging(
     runner: ScriptedRunner, method: str
 ) -> None:
     runner.collect_errors[4] = StepError("the device said no")
@@ -244,7 +244,7 @@ async def test_a_defect_in_the_engine_ends_it_instead_of_hanging(
         assert engine.failure is not None
 
 
-async def test_everyone_who_closes_waits_for_the_end(runner: ScriptedRunner) -> None:
+async def test_every_concurrent_close_waits_for_the_shutdown(runner: ScriptedRunner) -> None:
     async with engine_on(runner) as engine:
         stream = engine.submit([1], params(200, ignore_eos=True))
         await asyncio.gather(engine.close(), engine.close())

@@ -1,4 +1,4 @@
-"""What stands in front of the engine: short texts pass long ones, and no line is endless."""
+"""Admission to the engine: short texts overtake long ones, and every queue is bounded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def say(text: str) -> list[dict[str, str]]:
 # -- who waits for whom ---------------------------------------------------------------------------
 
 
-async def test_short_texts_and_chats_do_not_wait_for_long_ones(tokenizer: GatedTokenizer) -> None:
+async def test_short_texts_and_chats_are_tokenized_before_long_ones(
+    tokenizer: GatedTokenizer,
+) -> None:
     async with intake_of(tokenizer) as intake:
         long = [asyncio.ensure_future(intake.encode(LONG)) for _ in range(24)]
         long += [asyncio.ensure_future(intake.chat(say(LONG), False, {})) for _ in range(24)]
@@ -114,7 +116,7 @@ async def test_short_texts_and_chats_do_not_wait_for_long_ones(tokenizer: GatedT
         assert {len(ids) for ids in await asyncio.gather(*long)} == {len(LONG)}
 
 
-async def test_of_long_texts_the_shorter_go_first_but_not_for_ever(
+async def test_shorter_long_texts_go_first_without_starving_longer_ones(
     tokenizer: GatedTokenizer,
 ) -> None:
     async with intake_of(tokenizer, num_places=10_000) as intake:
@@ -133,7 +135,9 @@ async def test_of_long_texts_the_shorter_go_first_but_not_for_ever(
         assert tokenizer.begun == [len(LONG), sizes[0], sizes[2], sizes[1], sizes[1]]
 
 
-async def test_while_renderings_do_not_end_other_chats_go_on(tokenizer: GatedTokenizer) -> None:
+async def test_other_chats_proceed_while_endless_templates_render(
+    tokenizer: GatedTokenizer,
+) -> None:
     async with intake_of(tokenizer) as intake:
         stuck = [asyncio.ensure_future(intake.chat(say("stuck"), False, {})) for _ in range(2)]
         await asyncio.sleep(0)
@@ -149,7 +153,7 @@ async def test_while_renderings_do_not_end_other_chats_go_on(tokenizer: GatedTok
 # -- how much may wait ----------------------------------------------------------------------------
 
 
-async def test_only_so_much_text_waits(tokenizer: GatedTokenizer) -> None:
+async def test_the_amount_of_waiting_text_is_limited(tokenizer: GatedTokenizer) -> None:
     async with intake_of(tokenizer, num_places=8) as intake:
         big = "x" * (20 * PLACE_BYTES)  # alone it may come, whatever the limit
         first = asyncio.ensure_future(intake.encode(big))
@@ -167,7 +171,7 @@ async def test_only_so_much_text_waits(tokenizer: GatedTokenizer) -> None:
         assert await intake.encode(LONG)
 
 
-async def test_a_full_line_is_a_429_with_retry_after() -> None:
+async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:
     async with gated_server(max_running_requests=1, max_queued_requests=1) as gated:
         gate = threading.Event()
         encode = gated.engine.tokenizer._encode_long  # type: ignore[union-attr]
@@ -217,7 +221,7 @@ async def test_a_length_that_cannot_fit_is_refused_before_encoding(
         assert len(await intake.encode("x" * (4 * 5000 + 1), any_length=True)) == 20_001
 
 
-async def test_fifteen_mebibytes_of_digits_are_no_work() -> None:
+async def test_a_text_of_15_mib_is_refused_without_being_tokenized() -> None:
     async with gated_server() as gated, client_of(gated) as client:
         tokenizer = gated.engine.tokenizer
         assert tokenizer is not None
@@ -242,7 +246,7 @@ async def test_fifteen_mebibytes_of_digits_are_no_work() -> None:
 # -- the end --------------------------------------------------------------------------------------
 
 
-async def test_a_drain_waits_for_what_is_being_tokenized() -> None:
+async def test_draining_waits_for_texts_that_are_being_tokenized() -> None:
     async with gated_server() as gated, client_of(gated) as client:
         gate, encode = threading.Event(), gated.engine.tokenizer.encode  # type: ignore[union-attr]
 
@@ -267,7 +271,7 @@ async def test_a_drain_waits_for_what_is_being_tokenized() -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 503
 
 
-def test_neither_a_signal_nor_a_request_waits_for_a_template_that_does_not_end() -> None:
+def test_an_endless_template_blocks_neither_signals_nor_requests() -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     options = json.dumps({"port": port, "drain_timeout": 0.5})
@@ -295,7 +299,7 @@ def test_neither_a_signal_nor_a_request_waits_for_a_template_that_does_not_end()
 # -- memory that runs out -------------------------------------------------------------------------
 
 
-async def test_a_request_without_memory_is_a_503_that_says_so(
+async def test_running_out_of_memory_at_submission_is_a_503_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = FakeEngine(answer_length=3)
@@ -315,7 +319,9 @@ async def test_a_request_without_memory_is_a_503_that_says_so(
         assert (await client.post(CHAT, json=body)).status_code == 200
 
 
-async def test_an_encoding_without_memory_fails_alone(tokenizer: GatedTokenizer) -> None:
+async def test_running_out_of_memory_while_encoding_fails_that_request_alone(
+    tokenizer: GatedTokenizer,
+) -> None:
     tokenizer.error = MemoryError()
     async with intake_of(tokenizer) as intake:
         for _ in range(5):
@@ -325,7 +331,7 @@ async def test_an_encoding_without_memory_fails_alone(tokenizer: GatedTokenizer)
         assert await intake.encode(MIDDLING)
 
 
-async def test_a_text_without_memory_ends_its_request_alone() -> None:
+async def test_running_out_of_memory_while_detokenizing_fails_that_request_alone() -> None:
     async with engine_on(ScriptedRunner(4), tokenizer=True) as engine:
         streams = [engine.submit([n, 1], params(ignore_eos=True)) for n in range(3)]
         last = engine.submit([5, 1], params(1, ignore_eos=True))  # its token ends it
@@ -351,7 +357,9 @@ class Short:
     flush = push
 
 
-async def test_a_step_without_memory_ends_its_requests_and_the_engine_goes_on() -> None:
+async def test_running_out_of_memory_in_a_step_fails_its_requests_and_the_engine_continues() -> (
+    None
+):
     runner = ScriptedRunner(4)
     runner.collect_errors[2] = MemoryError()
     async with engine_on(runner) as engine:
@@ -362,7 +370,7 @@ async def test_a_step_without_memory_ends_its_requests_and_the_engine_goes_on() 
         assert await deltas_of(engine.submit([1], params(3, ignore_eos=True)))
 
 
-async def test_an_engine_without_memory_for_its_books_says_what_was_short(
+async def test_running_out_of_memory_in_the_engine_loop_is_reported_as_such(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with engine_on(ScriptedRunner(4)) as engine:

@@ -1,4 +1,4 @@
-"""Several tokens a row in one step: outputs equal those of the same tokens one at a time."""
+"""Several tokens per row and step: outputs equal those of one token at a time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def answers(
     aborted: tuple[int, ...] = (),
     seed: int = 0,
 ) -> list[Answer]:
-    """What an engine answers; the requests at `aborted` are left after their first tokens."""
+    """The engine's answers; the requests at `aborted` are aborted after their first tokens."""
     config = EngineConfig(device="cpu", num_pages=num_pages, page_size=PAGE_SIZE)
     resolved = resolve(
         replace(config, schedule_conservativeness=0.01), FACTS, device_facts(FACTS), overlap=overlap
@@ -147,7 +147,7 @@ def requests(draw: st.DrawFn) -> Asked:
     seed=st.integers(0, 1000),
     aborted=st.sets(st.integers(0, 7), max_size=2),
 )
-def test_runs_change_no_answer(
+def test_several_tokens_a_step_change_no_answer(
     asked: list[Asked],
     max_run: int,
     overlap: bool,
@@ -171,7 +171,7 @@ def test_runs_change_no_answer(
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_runs_are_retracted_and_resumed(overlap: bool) -> None:
+def test_requests_with_several_tokens_a_step_are_retracted_and_resumed(overlap: bool) -> None:
     asked = [
         Asked([3 + n, 4], SamplingParams(seed=n, max_tokens=60, ignore_eos=True, logprobs=0))
         for n in range(8)
@@ -212,27 +212,27 @@ def settled(
     return request, outcome.num_tokens
 
 
-def test_a_whole_run_is_taken() -> None:
+def test_a_run_of_tokens_is_accepted_whole() -> None:
     request, num_tokens = settled([51, 52, 53])
     assert request.output_token_ids == [50, 51, 52, 53] and num_tokens == [3]
     assert not request.finished
 
 
 @pytest.mark.parametrize("fields", [{}, {"ignore_eos": True, "stop_token_ids": [EOS]}])
-def test_what_follows_a_stop_token_in_its_run_is_dropped(fields: dict[str, Any]) -> None:
+def test_tokens_after_a_stop_token_in_the_same_run_are_dropped(fields: dict[str, Any]) -> None:
     request, num_tokens = settled([51, EOS, 52, 53], logprobs=0, **fields)
     assert request.output_token_ids == [50, 51, EOS] and num_tokens == [2]
     assert [entry.token_id for entry in request.logprobs] == [50, 51, EOS]
     assert request.finish_reason is FinishReason.STOP
 
 
-def test_a_run_ends_with_the_length_of_the_output() -> None:
+def test_a_run_is_cut_at_the_length_limit_of_the_output() -> None:
     request, num_tokens = settled([51, 52, 53, EOS], max_tokens=3, logprobs=0)
     assert request.output_token_ids == [50, 51, 52] and num_tokens == [2]
     assert [entry.token_id for entry in request.logprobs] == [50, 51, 52]
     assert request.finish_reason is FinishReason.LENGTH
 
 
-def test_a_run_longer_than_planned_is_a_defect() -> None:
+def test_a_run_longer_than_planned_is_an_internal_error() -> None:
     with pytest.raises(AssertionError, match="longer than planned"):
         settled([51, 52, 53, 54, 55, 56])

@@ -1,4 +1,4 @@
-"""What the engine measures, against a count by hand."""
+"""The engine's statistics against a count by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_REQUESTS = 5
 @given(
     st.lists(st.tuples(st.sampled_from([0.1, 0.5, 0.6, 1.0, 4.0, 4.1, 99.0]), st.integers(0, 3)))
 )
-def test_a_histogram_counts_what_is_up_to_each_bound(observed: list[tuple[float, int]]) -> None:
+def test_a_histogram_counts_values_up_to_each_bound(observed: list[tuple[float, int]]) -> None:
     histogram = Histogram(BOUNDS)
     for value, times in observed:
         histogram.observe(value, times)
@@ -41,7 +41,7 @@ def test_a_histogram_counts_what_is_up_to_each_bound(observed: list[tuple[float,
 
 
 @pytest.mark.parametrize("bounds", [STEP_BOUNDS, REQUEST_BOUNDS])
-def test_bounds_go_from_a_millisecond_to_minutes(bounds: Sequence[float]) -> None:
+def test_histogram_bounds_range_from_a_millisecond_to_minutes(bounds: Sequence[float]) -> None:
     assert bounds[0] == 0.001
     assert bounds[-1] >= 60
     assert list(bounds) == sorted(set(bounds))
@@ -60,7 +60,7 @@ def request(index: int) -> Request:
         max_size=20,
     )
 )
-def test_times_between_tokens_are_those_of_every_token_by_itself(
+def test_inter_token_times_are_recorded_for_every_token(
     steps: list[dict[int, int]],
 ) -> None:
     meter = Meter()
@@ -86,7 +86,7 @@ def test_times_between_tokens_are_those_of_every_token_by_itself(
     assert meter.totals.num_output_tokens == len(firsts) + len(gaps)
 
 
-def test_a_step_lasts_from_the_end_of_the_one_before_it_or_from_its_launch() -> None:
+def test_step_time_begins_at_the_previous_steps_end_or_at_the_launch() -> None:
     meter = Meter()
     meter.step_began(10.0)
     meter.step_ended(10.5, captured=True)  # the next one was launched already
@@ -136,7 +136,7 @@ async def test_the_engine_measures_every_token_and_every_ending(overlap: bool) -
     assert totals.e2e_s.sum >= spans
 
 
-async def test_tokens_around_a_retraction_are_measured_too() -> None:
+async def test_inter_token_times_include_those_around_a_retraction() -> None:
     async with engine_on(
         ScriptedRunner(page_size=4), num_pages=20, schedule_conservativeness=0.1
     ) as engine:
@@ -164,7 +164,7 @@ class CapturedRunner(ScriptedRunner):
         )
 
 
-async def test_steps_that_ran_as_graphs_are_counted() -> None:
+async def test_steps_replayed_as_graphs_are_counted() -> None:
     runner = CapturedRunner(page_size=4)
     async with engine_on(runner) as engine:
         await deltas_of(engine.submit([1, 2], params(10, ignore_eos=True)))
@@ -173,7 +173,7 @@ async def test_steps_that_ran_as_graphs_are_counted() -> None:
 
 
 @pytest.mark.parametrize("padded", [0, 2])
-def test_a_runner_says_whether_it_replayed_a_graph(padded: int) -> None:
+def test_a_runner_reports_whether_it_replayed_a_graph(padded: int) -> None:
     async def run() -> EngineStats:
         engine = AsyncEngine(load_engine(case_of("llama3").folder, padded=padded))
         async with engine:
@@ -184,7 +184,7 @@ def test_a_runner_says_whether_it_replayed_a_graph(padded: int) -> None:
     assert totals.num_graph_steps == (totals.step_s.count if padded else 0)
 
 
-async def test_a_snapshot_stays_as_it_was() -> None:
+async def test_a_stats_snapshot_does_not_change_later() -> None:
     async with engine_on(ScriptedRunner(page_size=4)) as engine:
         before = engine.stats()
         await deltas_of(engine.submit([1], params(5, ignore_eos=True)))
@@ -193,7 +193,9 @@ async def test_a_snapshot_stays_as_it_was() -> None:
         assert engine.stats().totals.num_output_tokens == 5
 
 
-async def test_each_ending_has_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_finished_request_has_a_log_line_at_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with engine_on(ScriptedRunner(page_size=4)) as engine:
         with caplog.at_level(logging.DEBUG, "minisgl"):
             await deltas_of(engine.submit([1] * 9, params(5, ignore_eos=True), request_id="first"))
@@ -207,7 +209,7 @@ async def test_each_ending_has_a_line_at_debug(caplog: pytest.LogCaptureFixture)
     assert second.endswith("1 prompt tokens (0 cached), 0 output tokens")
 
 
-def test_counting_needs_neither_torch_nor_prometheus_client() -> None:
+def test_importing_the_stats_imports_neither_torch_nor_prometheus_client() -> None:
     """So that a token can cost no call into the library, and the server starts without torch."""
     check = (
         "import sys, minisgl.engine.stats; assert 'torch' not in sys.modules;"

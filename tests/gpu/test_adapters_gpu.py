@@ -138,7 +138,9 @@ def check(name: str, step: Step) -> None:
 @DTYPES
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (64, 8), (28, 4), (8, 8)], ids=str)
-def test_mixed_steps(name: str, dtype: torch.dtype, page_size: int, heads: tuple[int, int]) -> None:
+def test_mixed_decode_and_prefill_steps_match_the_reference(
+    name: str, dtype: torch.dtype, page_size: int, heads: tuple[int, int]
+) -> None:
     lengths = [1, 15, 16, 17, 64, 65, 800, 3000]
     chunks = [(0, 1), (0, 130), (64, 64), (511, 2), (1000, 300)]
     check(name, Step.of(lengths, chunks, page_size, (*heads, 128), dtype))
@@ -147,27 +149,29 @@ def test_mixed_steps(name: str, dtype: torch.dtype, page_size: int, heads: tuple
 @NAMES
 @DTYPES
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_head_dims(name: str, dtype: torch.dtype, head_dim: int) -> None:
+def test_every_supported_head_dim_matches_the_reference(
+    name: str, dtype: torch.dtype, head_dim: int
+) -> None:
     page_size = 256 if name == "fa" else 64
     check(name, Step.of([5, 700], [(60, 70)], page_size, (16, 4, head_dim), dtype))
 
 
 @NAMES
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [20_000], [3 * i + 1 for i in range(256)]])
-def test_decode_alone(name: str, lengths: list[int]) -> None:
+def test_decode_steps_match_the_reference(name: str, lengths: list[int]) -> None:
     page_size = 256 if name == "fa" else 64
     check(name, Step.of(lengths, [], page_size, (32, 8, 128), torch.bfloat16))
 
 
 @NAMES
 @pytest.mark.parametrize("chunks", [[(0, 1)], [(63, 1), (64, 1)], [(0, 8192)], [(4096, 1000)]])
-def test_chunks_alone(name: str, chunks: list[tuple[int, int]]) -> None:
+def test_prefill_steps_match_the_reference(name: str, chunks: list[tuple[int, int]]) -> None:
     page_size = 256 if name == "fa" else 64
     check(name, Step.of([], chunks, page_size, (32, 8, 128), torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["fi,trtllm", "trtllm,fi", "torch,fi", "fi,torch"])
-def test_pairs(name: str) -> None:
+def test_different_prefill_and_decode_backends_match_the_reference(name: str) -> None:
     check(name, Step.of([5, 700], [(60, 70)], 64, (16, 8, 128), torch.bfloat16))
 
 
@@ -177,7 +181,7 @@ def busy(seconds: float = 0.3) -> None:
 
 
 @pytest.mark.parametrize("heads", [(16, 8), (40, 8)], ids=str)
-def test_plans_neither_wait_nor_overwrite_each_other(heads: tuple[int, int]) -> None:
+def test_host_plans_neither_synchronize_nor_overwrite_each_other(heads: tuple[int, int]) -> None:
     """Three steps are planned and queued while the stream is held up."""
     require("fi", (*heads, 128), 64)
     lengths = [[700, 5], [64, 1300], [1, 2000]]
@@ -205,7 +209,7 @@ def test_plans_neither_wait_nor_overwrite_each_other(heads: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("name", ["trtllm", "fa"])
 @pytest.mark.parametrize("num_rows", [1, 7, 64])
-def test_decode_in_a_graph_with_other_lengths(name: str, num_rows: int) -> None:
+def test_a_captured_decode_matches_the_reference_at_other_lengths(name: str, num_rows: int) -> None:
     """Captured once over the widest table, replayed for short and long rows."""
     page_size = 256 if name == "fa" else 64
     heads = (16, 8, 128)

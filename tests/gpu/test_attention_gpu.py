@@ -42,7 +42,9 @@ def cuda(group: int, head_dim: int, page_size: int, dtype: torch.dtype) -> Shape
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16, 32, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_every_head_size_and_page_size(head_dim: int, page_size: int, dtype: torch.dtype) -> None:
+def test_every_head_size_and_page_size_matches_the_reference(
+    head_dim: int, page_size: int, dtype: torch.dtype
+) -> None:
     shape = cuda(4, head_dim, page_size, dtype)
     check_decode(TritonAttention(), shape, [1, 2, 63, 64, 65, 127, 128, 129, 255, 257, 1000])
     check_prefill(TritonAttention(), shape, [(0, 1), (0, 64), (63, 66), (300, 129), (1000, 1)])
@@ -50,7 +52,7 @@ def test_every_head_size_and_page_size(head_dim: int, page_size: int, dtype: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_group(group: int, dtype: torch.dtype) -> None:
+def test_every_gqa_group_size_matches_the_reference(group: int, dtype: torch.dtype) -> None:
     shape = cuda(group, 128, 16, dtype)
     check_decode(TritonAttention(), shape, [1, 31, 32, 33, 500, 2047])
     check_prefill(TritonAttention(), shape, [(0, 300), (17, 40), (511, 2), (5, 1)])
@@ -61,7 +63,7 @@ def test_every_group(group: int, dtype: torch.dtype) -> None:
     ("group", "head_dim", "page_size"),
     [(1, 64, 1), (2, 128, 16), (3, 80, 3), (5, 128, 64), (8, 256, 1), (17, 64, 16)],
 )
-def test_decode_that_turns_and_stores(
+def test_fused_rope_store_decode_matches_the_reference(
     group: int, head_dim: int, page_size: int, normed: bool
 ) -> None:
     """Rows of nothing, of their own token alone, and around the ends of pages and shares."""
@@ -74,7 +76,7 @@ def test_decode_that_turns_and_stores(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_rows", [1, 8, 33, 256, 300])
-def test_batches(num_rows: int, dtype: torch.dtype) -> None:
+def test_large_decode_batches_match_the_reference(num_rows: int, dtype: torch.dtype) -> None:
     draw = random.Random(num_rows)
     lengths = [draw.randint(1, 1500) for _ in range(num_rows)]
     check_decode(TritonAttention(), cuda(2, 128, 64, dtype), lengths)
@@ -82,15 +84,15 @@ def test_batches(num_rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_rows_beside_short_ones(dtype: torch.dtype) -> None:
+def test_long_rows_beside_short_ones_match_the_reference(dtype: torch.dtype) -> None:
     for page_size in (1, 64):
         shape = cuda(4, 128, page_size, dtype)
         check_decode(TritonAttention(), shape, [32768, 1, 100, 20001])
         check_prefill(TritonAttention(), shape, [(32000, 65), (0, 3000), (7000, 1)])
 
 
-def test_the_same_bits_every_time() -> None:
-    """Whichever split of a row arrives last."""
+def test_decode_is_bitwise_deterministic() -> None:
+    """The result does not depend on which split of a row finishes last."""
     shape = cuda(2, 128, 16, torch.bfloat16)
     kv, table = paged_cache(shape, [3000, 700, 129] * 5)
     lengths = torch.tensor([3000, 700, 129] * 5, dtype=torch.int32, device="cuda")
@@ -101,7 +103,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
-def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
+def test_a_captured_decode_is_right_at_any_lengths(num_rows: int) -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     draw = random.Random(0)
     longest = [draw.randint(1, 4000) for _ in range(15)] + [32768]
@@ -131,7 +133,7 @@ def test_a_captured_graph_is_good_for_any_lengths(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 16])
-def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None:
+def test_a_captured_fused_rope_store_decode_is_right_at_any_lengths(num_rows: int) -> None:
     """Captured of no tokens at all, as padded rows have."""
     shape = cuda(2, 128, 16, torch.bfloat16)
     draw = random.Random(0)
@@ -168,7 +170,7 @@ def test_a_captured_graph_turns_and_stores_at_any_lengths(num_rows: int) -> None
 
 
 @pytest.mark.parametrize("group", [2, 5])
-def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
+def test_a_captured_prefill_is_right_for_any_chunks(group: int) -> None:
     """Captured of no chunks at all, with room for 8 of 600 rows together."""
     shape = cuda(group, 128, 16, torch.bfloat16)
     num_rows, draw = 600, random.Random(0)
@@ -205,7 +207,7 @@ def test_a_captured_graph_is_good_for_any_chunks(group: int) -> None:
             assert_close(out[: known.num_rows], expected, shape)
 
 
-def test_launches_that_overlap() -> None:
+def test_overlapping_launches_give_what_separate_ones_do() -> None:
     """Each reads what the one before wrote: in a graph, so that nothing but their waiting keeps
     them apart."""
     shape = cuda(2, 128, 16, torch.bfloat16)
@@ -236,7 +238,7 @@ def test_launches_that_overlap() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
-def test_turning_overlaps_with_the_projection_before_it(num_rows: int) -> None:
+def test_fused_decode_waits_for_the_projection_that_it_overlaps(num_rows: int) -> None:
     """As the layers of a model follow each other, but all with one cache, so that each writes what
     the one before wrote."""
     shape = cuda(2, 128, 16, torch.bfloat16)
@@ -276,7 +278,7 @@ def test_turning_overlaps_with_the_projection_before_it(num_rows: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_device_is_never_waited_for() -> None:
+def test_attention_never_synchronizes_with_the_device() -> None:
     shape = cuda(2, 128, 16, torch.bfloat16)
     kv, table = paged_cache(shape, [300, 40])
     lengths = torch.tensor([300, 40], dtype=torch.int32, device="cuda")

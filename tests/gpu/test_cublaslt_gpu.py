@@ -1,4 +1,4 @@
-"""Products with the algorithms of cuBLASLt that were chosen by trying, against float64."""
+"""Products with tuned cuBLASLt algorithms, against float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def assert_rounded(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_products_are_right(n: int, k: int, dtype: torch.dtype) -> None:
+def test_tuned_products_match_float64(n: int, k: int, dtype: torch.dtype) -> None:
     products = products_for(dtype)
     weights = [torch.randn(n, k, device=GPU, dtype=dtype) / k**0.5 for _ in range(2)]
     products.tune(weights)
@@ -40,7 +40,7 @@ def test_products_are_right(n: int, k: int, dtype: torch.dtype) -> None:
         assert_rounded(out, x, weights[1])
 
 
-def test_products_in_a_graph() -> None:
+def test_captured_products_match_eager_ones() -> None:
     products = products_for(torch.bfloat16)
     weight = torch.randn(4096, 4096, device=GPU, dtype=torch.bfloat16) / 64
     products.tune([weight])
@@ -55,7 +55,7 @@ def test_products_in_a_graph() -> None:
         assert_rounded(out, x, weight)
 
 
-def test_what_is_left_to_torch() -> None:
+def test_unsuitable_products_are_left_to_torch() -> None:
     products = products_for(torch.bfloat16)
     odd = torch.randn(4099, 4096, device=GPU, dtype=torch.bfloat16)
     small = torch.randn(1024, 1024, device=GPU, dtype=torch.bfloat16)

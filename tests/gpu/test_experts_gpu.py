@@ -34,7 +34,9 @@ VARIANTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 33, 1000])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
-def test_choose(num_experts: int, top_k: int, num_rows: int, dtype: torch.dtype) -> None:
+def test_routing_matches_the_reference(
+    num_experts: int, top_k: int, num_rows: int, dtype: torch.dtype
+) -> None:
     check_choose(
         num_rows,
         num_experts,
@@ -48,32 +50,36 @@ def test_choose(num_experts: int, top_k: int, num_rows: int, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 40, 256, 3000])
 @pytest.mark.parametrize("sizes", [(60, 4, 256, 96), (128, 8, 2048, 768)])
-def test_mix(num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_fused_experts_match_the_reference(
+    num_rows: int, sizes: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     if dtype == torch.float32 and sizes[0] == 128 and num_rows > 40:
         pytest.skip("slow, and the small sizes show it")
     check_mix(num_rows, *sizes, dtype=dtype, device=GPU, pdl=True)
 
 
-def test_of_equals_the_lower_expert_comes_first() -> None:
+def test_routing_prefers_the_lower_expert_among_equal_logits() -> None:
     check_equals(GPU, pdl=True)
 
 
 @pytest.mark.parametrize("num_rows", [3, 500])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4)])
-def test_nan(num_rows: int, num_experts: int, top_k: int) -> None:
+def test_a_nan_row_routes_to_valid_experts_and_harms_no_other_row(
+    num_rows: int, num_experts: int, top_k: int
+) -> None:
     check_nan(num_rows, num_experts, Routing(top_k, normalize=True), device=GPU, pdl=True)
 
 
-def test_more_rows_than_a_grid_has_in_its_later_dimensions() -> None:
+def test_row_counts_above_the_grid_limit_match_the_reference() -> None:
     check_mix(66_000, 8, 2, 64, 32, dtype=torch.bfloat16, device=GPU, pdl=True)
 
 
-def test_all_rows_choose_the_same_experts() -> None:
+def test_all_rows_routed_to_the_same_experts_match_the_reference() -> None:
     check_mix(500, 128, 8, 256, 96, dtype=torch.bfloat16, device=GPU, pdl=True, crowded=True)
 
 
 @pytest.mark.parametrize("num_rows", [1, 50])
-def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
+def test_a_graph_replay_uses_the_routing_of_its_own_inputs(num_rows: int) -> None:
     weights, routing = random_experts(16, 128, 64, torch.bfloat16, GPU), Routing(4, normalize=True)
     x = torch.randn(num_rows, 128, device=GPU).bfloat16()
     logits = torch.randn(num_rows, 16, device=GPU).bfloat16()
@@ -95,5 +101,5 @@ def test_a_replay_follows_what_is_chosen_then(num_rows: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
-def test_greedy_tokens_are_those_of_transformers(name: str, variant: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, variant: dict[str, Any]) -> None:
     check(case_of(name), **ON_GPU | variant)

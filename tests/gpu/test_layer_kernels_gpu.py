@@ -31,21 +31,21 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ROWS = [1, 3, 17, 256, 1023, 2048]
 
 
-def test_the_layers_take_these_kernels() -> None:
+def test_a_gpu_selects_the_triton_layer_kernels() -> None:
     assert dispatch._kernels_for(GPU) == dispatch.triton_kernels()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 100, 896, 1024, 2560, 4096, 5120])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_embed(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_embedding_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_embed(num_rows, size, dtype, GPU)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 100, 1024, 2560, 4096, 5120, 8192])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_rms_norm(num_rows, size, dtype, GPU)
     check_add_rms_norm(num_rows, size, dtype, GPU)
 
@@ -53,7 +53,7 @@ def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [37, 3072, 9728, 14336, 17408])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_silu_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_silu_mul(num_rows, size, dtype, GPU)
 
 
@@ -64,7 +64,7 @@ def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
     [(14, 2, 64), (16, 8, 128), (40, 8, 128), (64, 8, 128), (5, 1, 128), (32, 8, 96), (8, 4, 256)],
 )
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_heads(
+def test_qk_norm_rope_store_matches_the_reference(
     num_rows: int,
     num_heads: int,
     num_kv_heads: int,
@@ -75,7 +75,7 @@ def test_heads(
     check_heads(num_rows, Heads(num_heads, num_kv_heads, head_dim, normed), 16, dtype, GPU)
 
 
-def test_places_past_two_to_the_31() -> None:
+def test_silu_mul_of_more_than_2_to_the_31_elements_is_right() -> None:
     """Rows so far into a tensor that their distance from its start needs 64 bits."""
     num_rows, size = 2**31 // 51200 + 20, 25600
     gate_up = torch.randn(num_rows, 2 * size, device=GPU, dtype=torch.bfloat16)
@@ -83,14 +83,14 @@ def test_places_past_two_to_the_31() -> None:
     assert torch.equal(out[-9:], silu_mul(gate_up[-9:].contiguous()))
 
 
-def test_an_embedding_past_two_to_the_31() -> None:
+def test_embeddings_of_more_than_2_to_the_31_elements_are_right() -> None:
     size = 8192
     weight = torch.randn(2**31 // size + 10, size, device=GPU, dtype=torch.bfloat16)
     token_ids = torch.tensor([len(weight) - 1, 0, len(weight) - 9], device=GPU)
     assert torch.equal(embed(token_ids, weight), weight[token_ids])
 
 
-def test_the_kv_cache_past_two_to_the_31() -> None:
+def test_kv_caches_of_more_than_2_to_the_31_elements_are_stored_to_correctly() -> None:
     num_heads, head_dim, page_size = 8, 128, 16
     num_pages = 2**31 // (page_size * num_heads * head_dim) + 2
     shape = (2, num_pages, page_size, num_heads, head_dim)
@@ -105,7 +105,7 @@ def test_the_kv_cache_past_two_to_the_31() -> None:
     assert torch.equal(v_cache[-1, -1], value)
 
 
-def test_overlapping_launches_in_a_graph() -> None:
+def test_overlapping_captured_launches_give_what_separate_ones_do() -> None:
     """A chain in which each kernel reads what the one before wrote, with every launch overlapping
     the next, gives to the bit what it gives without. The token ids are written right before."""
     num_rows, num_heads, head_dim, num_layers = 48, 16, 128, 30

@@ -53,7 +53,7 @@ def assert_rounded(out: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_linear(n: int, k: int, workspace: LinearWorkspace) -> None:
+def test_linear_matches_float64(n: int, k: int, workspace: LinearWorkspace) -> None:
     for dtype in DTYPES:
         weight = random(n, k, dtype=dtype)
         every_x = random(max(ROWS), k, dtype=dtype)
@@ -68,7 +68,7 @@ def test_linear(n: int, k: int, workspace: LinearWorkspace) -> None:
     assert not workspace.semaphores.any()
 
 
-def test_shared_memory_is_that_of_the_device() -> None:
+def test_the_tuning_has_the_shared_memory_size_of_the_device() -> None:
     expected = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
     assert tuning_of(GPU).shared_bytes == expected[torch.cuda.get_device_capability(GPU)] << 10
     assert tuning_of(torch.device("cuda")).shared_bytes == tuning_of(GPU).shared_bytes
@@ -76,10 +76,10 @@ def test_shared_memory_is_that_of_the_device() -> None:
 
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10])
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 4096), (7168, 5120)])
-def test_tiles_for_less_shared_memory(
+def test_tiles_for_less_shared_memory_match_float64(
     n: int, k: int, shared_bytes: int, workspace: LinearWorkspace
 ) -> None:
-    """Those of GPUs that have less."""
+    """Tiles for GPUs with less shared memory."""
     smaller = replace(tuning_of(GPU), shared_bytes=shared_bytes)
     x, weight = random(max(ROWS), k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)
     expected = exact(x, weight)
@@ -89,7 +89,7 @@ def test_tiles_for_less_shared_memory(
 
 
 @pytest.mark.parametrize("m", [1, 3, 64, 256])
-def test_bias(m: int, workspace: LinearWorkspace) -> None:
+def test_linear_with_a_bias_matches_float64(m: int, workspace: LinearWorkspace) -> None:
     x, weight = random(m, 5120, dtype=torch.bfloat16), random(7168, 5120, dtype=torch.bfloat16)
     bias = random(7168, dtype=torch.bfloat16) * 100
     expected = exact(x, weight) + bias.double()
@@ -98,7 +98,9 @@ def test_bias(m: int, workspace: LinearWorkspace) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), GATED)
-def test_linear_silu_mul(n: int, k: int, workspace: LinearWorkspace) -> None:
+def test_linear_silu_mul_matches_linear_then_silu_mul(
+    n: int, k: int, workspace: LinearWorkspace
+) -> None:
     """As linear and silu_mul one after the other, but where sums in another order fell on the other
     side of a border between two roundings."""
     for dtype in DTYPES:
@@ -117,8 +119,10 @@ def test_linear_silu_mul(n: int, k: int, workspace: LinearWorkspace) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_linear_add(n: int, k: int, workspace: LinearWorkspace) -> None:
-    """To the bit as linear and then the sum."""
+def test_linear_add_equals_linear_then_add_bitwise(
+    n: int, k: int, workspace: LinearWorkspace
+) -> None:
+    """Bitwise equal to linear and then the sum."""
     for dtype in DTYPES:
         weight, bias = random(n, k, dtype=dtype) / k**0.5, random(n, dtype=dtype)
         for m in ROWS:
@@ -142,7 +146,9 @@ def squares_of(x: Tensor, num_parts: int) -> Tensor:
 
 @pytest.mark.parametrize("num_parts", [1, 37, 64, 80])
 @pytest.mark.parametrize(("n", "k"), [*GATED, (4096, 1024), (2048, 3072), (7168, 5120)])
-def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> None:
+def test_linear_of_a_norm_matches_norm_then_linear(
+    n: int, k: int, num_parts: int, workspace: LinearWorkspace
+) -> None:
     """As the norm and the product one after the other, but where the scale of a row is rounded
     differently."""
     for dtype in DTYPES:
@@ -164,7 +170,7 @@ def test_norm(n: int, k: int, num_parts: int, workspace: LinearWorkspace) -> Non
 
 
 @pytest.mark.parametrize(("n", "k"), [(128, 2048), (60, 1024), (37, 100)])
-def test_a_norm_that_is_left(n: int, k: int) -> None:
+def test_the_stored_norm_is_the_one_that_was_multiplied(n: int, k: int) -> None:
     """It is the one that was multiplied, and a product that leaves it is the same."""
     for dtype in DTYPES:
         weight, norm_weight = random(n, k, dtype=dtype) / k**0.5, random(k, dtype=dtype)
@@ -180,7 +186,9 @@ def test_a_norm_that_is_left(n: int, k: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("size", [1024, 5120])
-def test_layers_in_a_graph(size: int, m: int, workspace: LinearWorkspace) -> None:
+def test_overlapping_captured_layers_equal_separate_launches_bitwise(
+    size: int, m: int, workspace: LinearWorkspace
+) -> None:
     """Launches that overlap give to the bit what they give one at a time."""
     dtype, num_layers = torch.bfloat16, 6
     shapes = [(4 * size, size), (size, 2 * size), (6 * size, size), (size, 3 * size)]
@@ -237,7 +245,9 @@ def test_layers_in_a_graph(size: int, m: int, workspace: LinearWorkspace) -> Non
 
 
 @pytest.mark.parametrize("m", [1, 8, 32, 256])
-def test_a_chain_in_a_graph(m: int, workspace: LinearWorkspace) -> None:
+def test_captured_products_that_share_a_workspace_equal_separate_launches(
+    m: int, workspace: LinearWorkspace
+) -> None:
     """Launches that overlap, each reading what the last wrote and sharing the workspace."""
     dtype = torch.bfloat16
     shapes = [(4096, 1024), (1024, 4096), (6144, 1024), (1024, 3072), (7168, 1024), (1024, 7168)]
@@ -272,7 +282,7 @@ def test_a_chain_in_a_graph(m: int, workspace: LinearWorkspace) -> None:
     assert error < 0.05
 
 
-def test_the_same_bits_every_time(workspace: LinearWorkspace) -> None:
+def test_split_k_products_are_bitwise_deterministic(workspace: LinearWorkspace) -> None:
     for n, k in [(1024, 2048), (5120, 5120), (5120, 17408)]:
         for m in (1, 32, 256):
             x, weight = random(m, k, dtype=torch.bfloat16), random(n, k, dtype=torch.bfloat16)

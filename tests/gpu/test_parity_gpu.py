@@ -23,25 +23,25 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32", "cuda_graph_max_
 @pytest.mark.parametrize("spec", NAMES)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("max_prefill_length", [7, 8192])
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_those_of_transformers(
     spec: str, page_size: int, max_prefill_length: int
 ) -> None:
     check(case_of(spec), page_size=page_size, max_prefill_length=max_prefill_length, **ON_GPU)
 
 
 @pytest.mark.parametrize("spec", NAMES)
-def test_alone_without_look_ahead_and_without_a_cache(spec: str) -> None:
+def test_one_at_a_time_without_overlap_or_cache_gives_the_same_tokens(spec: str) -> None:
     check(case_of(spec), alone=True, overlap=False, cache_type="naive", **ON_GPU)
 
 
 @pytest.mark.parametrize("spec", NAMES)
 @pytest.mark.parametrize("attn", ["triton", "torch", "torch,triton", "triton,torch"])
-def test_without_graphs_and_by_every_backend_that_has_float32(spec: str, attn: str) -> None:
+def test_eager_mode_and_every_float32_backend_give_the_same_tokens(spec: str, attn: str) -> None:
     check(case_of(spec), **ON_GPU | {"attn": attn, "cuda_graph_max_bs": 0})
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_all_batches_in_graphs(overlap: bool) -> None:
+def test_steps_with_every_batch_size_captured_give_the_same_tokens(overlap: bool) -> None:
     check(case_of("qwen3"), overlap=overlap, **ON_GPU | {"cuda_graph_max_bs": 256})
 
 
@@ -52,7 +52,7 @@ def test_retraction_changes_no_token(spec: str) -> None:
 
 
 @pytest.mark.parametrize("cuda_graph_max_bs", [0, 4, 8])
-def test_sampled_tokens_are_those_of_the_cpu(cuda_graph_max_bs: int) -> None:
+def test_sampled_tokens_equal_those_of_the_cpu(cuda_graph_max_bs: int) -> None:
     case = case_of("llama3")
     on_gpu = ON_GPU | {"cuda_graph_max_bs": cuda_graph_max_bs}
 
@@ -65,7 +65,7 @@ def test_sampled_tokens_are_those_of_the_cpu(cuda_graph_max_bs: int) -> None:
 
 
 @pytest.mark.parametrize("spec", NAMES)
-def test_bfloat16_is_as_close_as_transformers_is(spec: str) -> None:
+def test_bfloat16_logits_are_as_accurate_as_those_of_transformers(spec: str) -> None:
     """Scores of a prompt in bfloat16, against float32: the dtype explains the difference if
     transformers in bfloat16 is as far off."""
     case = case_of(spec)

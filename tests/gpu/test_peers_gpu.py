@@ -1,5 +1,6 @@
-"""Exchanges between ranks, all of which are on one GPU here: each has a stream, and its kernel
-waits for the others'."""
+"""Communication between ranks that share one GPU: each has a stream, and its kernel waits for the
+others'.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Ranks:
 
 
 class SharingRanks(Ranks):
-    """With memory that they share: more rows than programs."""
+    """Ranks with shared memory, for more rows than programs."""
 
     PROGRAMS = 16
 
@@ -92,7 +93,7 @@ class SharingRanks(Ranks):
         ]
 
     def share(self, work: Callable[[SharedMemory], T]) -> list[T]:
-        """As `run`."""
+        """Like `run`."""
         self._each(self._shared(self._boxes_to_warm_up(), done=99), work)
         return self._each(self.shared, work)
 
@@ -123,7 +124,9 @@ def assert_summed_and_normed(
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 5120), (3, 1024), (7, 112), (12, 4098)])
-def test_sums(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_one_shot_all_reduce_sums_all_ranks(
+    num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
+) -> None:
     ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
     for _ in range(5):  # both halves, more than once
         parts = parts_of(num_ranks, num_rows, size, dtype)
@@ -140,7 +143,9 @@ def test_sums(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 5120), (3, 1024), (12, 112)])
-def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_one_shot_all_reduce_with_rms_norm_matches_the_reference(
+    num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
+) -> None:
     ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
     weight = torch.rand(size, device=GPU).to(dtype)
     for _ in range(3):
@@ -158,7 +163,9 @@ def test_sums_and_norms(num_ranks: int, num_rows: int, size: int, dtype: torch.d
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 38), (5, 1), (33, 7)])
-def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
+def test_one_shot_all_reduce_max_gives_the_maximum(
+    num_ranks: int, num_rows: int, num_columns: int
+) -> None:
     ranks = Ranks(num_ranks, 64, 2, 4)
     for _ in range(3):
         values = torch.randint(-(2**55), 2**55, (num_ranks, num_rows, 50), device=GPU)
@@ -176,7 +183,7 @@ def test_maxima(num_ranks: int, num_rows: int, num_columns: int) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "size", "k"), [(1, 5120, 2560), (16, 5120, 6400), (5, 112, 64), (8, 1024, 1536)]
 )
-def test_products_that_are_sent(
+def test_products_sent_to_peers_are_summed_by_the_receiving_norm(
     num_ranks: int, num_rows: int, size: int, k: int, dtype: torch.dtype
 ) -> None:
     ranks = Ranks(num_ranks, 16, size, dtype.itemsize)
@@ -206,7 +213,7 @@ def test_products_that_are_sent(
 @pytest.mark.parametrize(
     ("num_rows", "size"), [(1, 64), (5, 112), (50, 4096), (300, 1024), (77, 4096)]
 )
-def test_sums_and_gathers_of_many_rows(
+def test_two_shot_all_reduce_and_gather_match_the_reference(
     num_ranks: int, num_rows: int, size: int, dtype: torch.dtype
 ) -> None:
     ranks = SharingRanks(num_ranks)
@@ -243,8 +250,8 @@ def test_sums_and_gathers_of_many_rows(
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
-    """Of any number of rows, without waiting in between, while one rank is late."""
+def test_consecutive_mixed_exchanges_are_right_while_one_rank_is_late(num_ranks: int) -> None:
+    """Exchanges of any number of rows follow each other without waiting, while one rank is late."""
     size, all_rows = 1536, (300, 5, 77, 16, 1, 120)
     ranks, few = SharingRanks(num_ranks), Ranks(num_ranks, 16, size, 2)
     parts = [parts_of(num_ranks, num_rows, size, torch.bfloat16) for num_rows in all_rows]
@@ -287,7 +294,7 @@ def test_exchanges_of_all_kinds_behind_each_other(num_ranks: int) -> None:
             assert torch.equal(whole, torch.cat(of_ranks, dim=1))
 
 
-def test_in_graphs_that_are_replayed() -> None:
+def test_captured_exchanges_are_right_in_every_replay() -> None:
     """Each replay is another exchange, which the device counts."""
     ranks = Ranks(2, 4, 1024, 2)
     parts = parts_of(2, 4, 1024, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The same tokens from the same logits on the CPU and on a GPU, by torch and by Triton."""
+"""Sampling by torch and by Triton on a GPU gives the tokens of the CPU."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def arguments(
     return logits, slots, index, sampler.features(SLOTS)
 
 
-def test_uniform_is_the_same_to_the_bit():
+def test_uniform_noise_equals_the_cpu_bitwise():
     seeds, index = torch.arange(ROWS) * 2**58 - 3, torch.arange(ROWS) * 1000
     assert torch.equal(
         uniform(seeds.cuda(), index.cuda(), VOCAB).cpu(), uniform(seeds, index, VOCAB)
@@ -82,7 +82,7 @@ def test_uniform_is_the_same_to_the_bit():
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_tokens_are_the_same(backend: Literal["torch", "triton"]):
+def test_sampled_tokens_equal_those_of_the_cpu(backend: Literal["torch", "triton"]):
     samplers = Sampler(ROWS, VOCAB, CPU), Sampler(ROWS, VOCAB, GPU, backend)
     for sampler in samplers:
         sampler.join(varied_joins())
@@ -113,7 +113,7 @@ def on_host(scores: TokenScores | None) -> TokenScores:
     return TokenScores(scores.logprob.cpu(), scores.top_ids.cpu(), scores.top_logprobs.cpu())
 
 
-def test_triton_is_what_a_gpu_samples_with():
+def test_a_gpu_samples_with_triton_by_default():
     assert Sampler(2, VOCAB, GPU)._triton is not None
     assert Sampler(2, VOCAB, CPU)._triton is None
 
@@ -132,7 +132,7 @@ def test_a_row_on_the_gpu_is_the_same_alone_and_batched(backend: Literal["torch"
         assert sampler.sample(*alone).token_ids[0] == tokens[row]
 
 
-def test_scores_are_the_same():
+def test_top_logprobs_match_those_of_the_cpu():
     logits = random_logits(0)
     tokens = logits.argmax(-1)
     wanted, got = top_logprobs(logits, tokens, 20), top_logprobs(logits.cuda(), tokens.cuda(), 20)
@@ -143,7 +143,7 @@ def test_scores_are_the_same():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_device_is_never_waited_for(backend: Literal["torch", "triton"]):
+def test_sampling_never_synchronizes_with_the_device(backend: Literal["torch", "triton"]):
     sampler = Sampler(ROWS, VOCAB, GPU, backend)
     logits = torch.zeros(ROWS, VOCAB, device=GPU)
     sampler.sample(*arguments(sampler, logits, 0))  # compiles

@@ -24,7 +24,9 @@ def device_logits(rows: int, vocab_size: int, **options: object) -> torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_tokens_are_those_of_the_reference(kind: str, vocab_size: int, dtype: torch.dtype) -> None:
+def test_sampled_tokens_equal_those_of_the_reference(
+    kind: str, vocab_size: int, dtype: torch.dtype
+) -> None:
     differed = compared = 0
     for seed, scale in enumerate((0.3, 2.0, 5.0)):  # nearly uniform to peaked
         logits = device_logits(24, vocab_size, seed=seed, scale=scale, dtype=dtype)
@@ -35,7 +37,7 @@ def test_tokens_are_those_of_the_reference(kind: str, vocab_size: int, dtype: to
 
 
 @pytest.mark.parametrize("vocab_size", [*VOCABS, 50_257])
-def test_a_row_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
+def test_a_row_samples_the_same_token_alone_and_in_any_batch(vocab_size: int) -> None:
     logits = device_logits(256, vocab_size, dtype=torch.bfloat16, scale=1.0)
     batch = Batch.of(MIXED, 256, logits, num_slots=258)
     tokens = batch.run()
@@ -46,7 +48,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(vocab_size: int) -> None:
     assert batch.check(tokens) <= 2
 
 
-def test_the_noise_is_torchs_bit_for_bit() -> None:
+def test_the_noise_equals_the_torch_reference_bitwise() -> None:
     """Nothing is random but the noise: over equal logits the token tells its exact order, so one
     differing bit in a near-tie would show."""
     logits = torch.zeros(256, 151_936, device="cuda", dtype=torch.bfloat16)
@@ -55,7 +57,7 @@ def test_the_noise_is_torchs_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 2.0])
-def test_what_takes_more_than_one_look(scale: float) -> None:
+def test_rejected_draws_and_deep_cutoffs_sample_the_reference_tokens(scale: float) -> None:
     """Draws that are refused, also several times, and cuts that lie deep among the tokens."""
     logits = device_logits(256, 151_936, dtype=torch.bfloat16, scale=scale)
     params = [SamplingParams(temperature=0.8, top_p=p) for p in (0.9, 0.5, 0.2, 0.01)]
@@ -69,7 +71,7 @@ def test_what_takes_more_than_one_look(scale: float) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 64, 256, 272, 400])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_captured_graph_follows_the_tables(rows: int, full: bool) -> None:
+def test_a_captured_sampler_uses_the_current_parameter_tables(rows: int, full: bool) -> None:
     vocab_size = 151_936
     logits = device_logits(rows, vocab_size, dtype=torch.bfloat16)
     kinds = [FULL if full else PLAIN["greedy"], MIXED, PLAIN["all"], FULL if full else MIXED[::-1]]
@@ -98,6 +100,8 @@ def test_a_captured_graph_follows_the_tables(rows: int, full: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocab_size", VOCABS)
-def test_the_full_variant(vocab_size: int, dtype: torch.dtype) -> None:
+def test_full_variant_tokens_and_logprobs_equal_the_reference(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
     batch = Batch.of(FULL, 48, device_logits(48, vocab_size, dtype=dtype))
     assert batch.check_full(lambda: batch.sample(ANY_FULL)) <= 1

@@ -25,7 +25,7 @@ ALL_SPECS = {spec.name: spec for spec in (*SPECS, *EXPERT_SPECS)}
 
 @pytest.mark.parametrize("tp", SIZES)
 @pytest.mark.parametrize("name", ALL_SPECS)
-def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
+def test_greedy_tokens_of_several_ranks_equal_those_of_transformers(name: str, tp: int) -> None:
     if ALL_SPECS[name].num_heads % tp:
         pytest.skip(f"{ALL_SPECS[name].num_heads} heads do not divide by {tp}")
     check_with_aborts(short_case_of(name), tp=tp, **ON_GPU)
@@ -34,7 +34,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
 @pytest.mark.parametrize("disable_pynccl", [False, True])
 @pytest.mark.parametrize("cuda_graph_max_bs", [0, 8])
 @pytest.mark.parametrize("tp", SIZES)
-def test_sampled_tokens_are_those_of_the_cpu(
+def test_sampled_tokens_of_several_ranks_equal_those_of_the_cpu(
     tp: int, cuda_graph_max_bs: int, disable_pynccl: bool
 ) -> None:
     case = case_of("llama3")

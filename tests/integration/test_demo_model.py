@@ -1,4 +1,4 @@
-"""The bundled model: it is small and whole, transformers agrees, and it knows its answers."""
+"""The bundled model: its size, its files, agreement with transformers, and its evaluation."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(DEMO)
 
 
-def test_it_is_small() -> None:
+def test_the_demo_model_is_small() -> None:
     assert sum(path.stat().st_size for path in DEMO.iterdir()) < MAX_BYTES
 
 
-def test_the_readme_says_which_release_it_knows() -> None:
+def test_the_readme_names_the_release_that_the_demo_model_knows() -> None:
     readme = (ROOT / "scripts/demo/README.md").read_text(encoding="utf-8")
     assert f"the commands and options of minisgl {snapshot()['release']}" in readme
 
 
-def test_it_was_trained_beside_this_evaluation() -> None:
+def test_the_snapshot_has_the_hash_of_the_current_evaluation() -> None:
     assert snapshot()["evaluation"] == evaluation_hash()
 
 
-def test_it_does_not_depend_on_todays_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is trained on and asked about comes from its snapshot alone."""
+def test_the_demo_model_is_independent_of_the_current_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training and evaluation data come from the snapshot alone."""
 
     def no_commands() -> dict[str, object]:
         raise AssertionError("today's commands were read")
@@ -54,7 +56,7 @@ def test_it_does_not_depend_on_todays_options(monkeypatch: pytest.MonkeyPatch) -
     assert all(answers)
 
 
-def test_the_tokenizer_is_whole(tokenizer: Tokenizer) -> None:
+def test_the_demo_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     config = json.loads((DEMO / "config.json").read_text())
     assert tokenizer.vocab_size == config["vocab_size"] == 2048
     for text in ("What is 12 + 30? It is 42.", "日本 👍🏽\n\n\tx"):
@@ -79,7 +81,7 @@ def test_chat_ends_a_turn_with_an_eos_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.chat(messages[1:]), skip_special_tokens=False) == user
 
 
-def test_transformers_gives_the_same_answers() -> None:
+def test_transformers_gives_the_same_answers_with_the_demo_model() -> None:
     asked = random.Random(0).sample([c for c in cases() if len(c.messages) < 4], 24)
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     theirs = AutoTokenizer.from_pretrained(DEMO)
@@ -95,7 +97,7 @@ def test_transformers_gives_the_same_answers() -> None:
         assert answer == output.text
 
 
-def test_it_answers_what_the_readme_says() -> None:
+def test_the_demo_model_reaches_the_scores_of_the_readme() -> None:
     """The held-out evaluation, as scripts/demo/eval_demo.py runs it, and its bounds."""
     answers = ask(cases())
     shares = accuracy(cases(), answers)

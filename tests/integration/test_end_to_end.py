@@ -59,7 +59,7 @@ async def test_streamed_and_whole_answers_agree() -> None:
         assert details.cached_tokens == (whole.usage.prompt_tokens - 1) // 16 * 16 > 0
 
 
-async def test_64_streams_at_once_give_what_each_gives_alone() -> None:
+async def test_64_concurrent_streams_give_what_each_gives_alone() -> None:
     async with serving() as (_, client):
 
         async def ask(number: int) -> str:
@@ -77,7 +77,7 @@ async def test_64_streams_at_once_give_what_each_gives_alone() -> None:
         assert len(set(together)) > 32
 
 
-async def test_a_client_that_leaves_in_mid_stream_frees_its_pages() -> None:
+async def test_a_client_that_disconnects_in_mid_stream_frees_its_pages() -> None:
     async with serving(cache_type="naive") as (engine, client):
         free = engine.stats().num_free_pages
         stream = await client.completions.create(

@@ -84,19 +84,19 @@ def paged_model(
 
 
 def error(paged: PagedModel, case: Case) -> float:
-    """Of the prompt in chunks and 8 decoded tokens: the least of what the parity tests run."""
+    """The error over the prompt in chunks and 8 decoded tokens, as in the shortest parity test."""
     num_tokens = len(case.prompt) + 8
     logits = paged.run(case.token_ids[:num_tokens], prefill=len(case.prompt), chunk=20)
     return relative_error(logits, case.logits[:num_tokens])
 
 
-def test_without_mistakes(cases: dict[str, Case]) -> None:
+def test_unmodified_models_are_within_the_tolerance(cases: dict[str, Case]) -> None:
     for case in cases.values():
         assert error(paged_model(case.folder), case) < TOLERANCE
 
 
 @pytest.mark.parametrize("dropped", [("q_norm",), ("k_norm",), ("q_norm", "k_norm")])
-def test_dropped_qk_norm(
+def test_a_dropped_qk_norm_is_detected(
     cases: dict[str, Case], dropped: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     qk_norm_rope_store_kv = dispatch.qk_norm_rope_store_kv
@@ -124,7 +124,7 @@ def test_dropped_qk_norm(
         pytest.param(lambda rope: dataclasses.replace(rope, theta=500_000.0), id="theta"),
     ],
 )
-def test_wrong_rope(
+def test_a_wrong_rope_is_detected(
     cases: dict[str, Case], name: str, wrong: Callable[[RopeConfig], RopeConfig]
 ) -> None:
     def change(config: ModelConfig) -> ModelConfig:
@@ -134,13 +134,15 @@ def test_wrong_rope(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_wrong_head_map(cases: dict[str, Case], name: str) -> None:
+def test_a_wrong_head_map_is_detected(cases: dict[str, Case], name: str) -> None:
     paged = paged_model(cases[name].folder, backend=WrongHeadMap())
     assert error(paged, cases[name]) > GROSS
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_positions_shifted_between_prompt_and_decode(cases: dict[str, Case], name: str) -> None:
+def test_positions_shifted_between_prompt_and_decode_are_detected(
+    cases: dict[str, Case], name: str
+) -> None:
     """Rope only sees differences, so a shift must begin in the middle to matter at all."""
     case, sequence = cases[name], PagedSequence()
     paged = paged_model(case.folder)
@@ -152,7 +154,7 @@ def test_positions_shifted_between_prompt_and_decode(cases: dict[str, Case], nam
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_pages_swapped_between_sequences(cases: dict[str, Case], name: str) -> None:
+def test_pages_swapped_between_sequences_are_detected(cases: dict[str, Case], name: str) -> None:
     case, sequence, other = cases[name], PagedSequence(), PagedSequence()
     paged = paged_model(case.folder)
     start = len(case.prompt)
@@ -162,7 +164,7 @@ def test_pages_swapped_between_sequences(cases: dict[str, Case], name: str) -> N
     assert relative_error(logits, case.logits[start : start + 1]) > GROSS
 
 
-def test_pages_swapped_within_a_sequence(cases: dict[str, Case]) -> None:
+def test_pages_swapped_within_a_sequence_are_detected(cases: dict[str, Case]) -> None:
     """Keys carry their position with them, so the order of full pages is nothing to attention.
 
     It shows where a page is not full: what is read in its place was never written, and is NaN here.

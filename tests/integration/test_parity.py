@@ -41,7 +41,7 @@ from minisgl.scheduler.plan import StepPlan
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("max_prefill_length", [7, 8192])
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_those_of_transformers(
     spec: str, cache_type: str, page_size: int, max_prefill_length: int
 ) -> None:
     check(
@@ -53,14 +53,14 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
-def test_one_at_a_time_and_without_look_ahead(spec: str) -> None:
+def test_one_at_a_time_without_overlap_gives_the_tokens_of_transformers(spec: str) -> None:
     check(case_of(spec), alone=True)
     check(case_of(spec), overlap=False, max_prefill_length=7)
 
 
 @pytest.mark.parametrize("spec", [spec.name for spec in SPECS])
 @pytest.mark.parametrize("padded", [3, 8])
-def test_padded_steps(spec: str, padded: int) -> None:
+def test_padded_steps_give_the_tokens_of_transformers(spec: str, padded: int) -> None:
     """Batches over 3 run eagerly, so that the tables pass from one way to the other and back."""
     check(case_of(spec), padded=padded)
     check(case_of(spec), padded=padded, max_prefill_length=7, page_size=4)
@@ -75,7 +75,7 @@ def test_retraction_changes_no_token(spec: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize("spec", ["llama3", "qwen3"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_warm_cache_gives_what_a_cold_one_does(spec: str, page_size: int) -> None:
+def test_a_warm_cache_gives_the_tokens_of_a_cold_one(spec: str, page_size: int) -> None:
     case = case_of(spec)
 
     async def run() -> None:
@@ -108,7 +108,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant))
-def test_sampled_tokens_depend_on_seed_and_index_alone(variant: dict[str, Any]) -> None:
+def test_sampled_tokens_depend_only_on_seed_and_index(variant: dict[str, Any]) -> None:
     case = case_of("llama3")
 
     async def run(options: dict[str, Any]) -> list[list[int]]:
@@ -134,7 +134,7 @@ def test_sampled_tokens_depend_on_seed_and_index_alone(variant: dict[str, Any]) 
             assert margin(perturb(logits, rows))[0] < NOISE
 
 
-def test_what_was_launched_behind_a_failed_step_does_not_run() -> None:
+def test_steps_launched_after_a_failed_one_are_discarded() -> None:
     """It would write through the page table of the slot's last owner, into cached pages."""
     case = case_of("llama3")
     long, other = case.prompts[4], case.prompts[3]
@@ -162,7 +162,9 @@ def test_what_was_launched_behind_a_failed_step_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("mutation", ["swap pages", "shift positions"])
-def test_mistakes_of_the_runner_show(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_of_the_runner_are_detected(
+    mutation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = SlotTables.inputs
 
     def mutant(

@@ -1,5 +1,6 @@
-"""The demo model as an instrument: what was told early in a long chat comes back word for word,
-whatever the engine does with the pages in between."""
+"""The demo model as an instrument: facts from the beginning of a long chat are recalled word for
+word, whatever the engine does with the pages in between.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def answers(llm: LLM, asked: list[Case]) -> list[RequestOutput]:
         pytest.param({"max_running_requests": 1}, id="one at a time"),
     ],
 )
-def test_facts_survive(options: dict[str, Any]) -> None:
+def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
     with loaded(**options) as llm:
         for _ in range(2):  # with a cold cache and a warm one
             outputs = answers(llm, LONG)
@@ -62,13 +63,13 @@ def test_facts_survive(options: dict[str, Any]) -> None:
         assert all((output.num_cached_tokens > 1000) == is_warm for output in outputs)
 
 
-def test_facts_survive_without_look_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_are_recalled_without_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", "1")
     with loaded() as llm:
         assert [output.text for output in answers(llm, LONG)] == [case.answer for case in LONG]
 
 
-def test_facts_survive_retraction() -> None:
+def test_facts_are_recalled_after_retraction() -> None:
     """The answers are made to run on, so that the pages give out in the middle of them."""
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     prompts = [tokenizer.chat(case.messages) for case in LONG]
@@ -85,7 +86,7 @@ def test_facts_survive_retraction() -> None:
         assert output.text.startswith(case.answer)
 
 
-def test_a_chat_of_many_turns() -> None:
+def test_facts_are_recalled_over_many_turns() -> None:
     """Live, with the model's own words in front of each question, and then all of it cold."""
     chat = remembering(World(random.Random(11)), 1500).exchanges
     messages: list[dict[str, str]] = []
@@ -112,7 +113,7 @@ def test_a_chat_of_many_turns() -> None:
         assert [output.text for output in llm.generate(prompts, GREEDY)] == said
 
 
-def test_a_wrong_page_is_a_wrong_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_page_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["Walter", "Lydia"]
     questions = [f"My name is {name}. What is my name?" for name in names]
     chats = [[{"role": "user", "content": question}] for question in questions]

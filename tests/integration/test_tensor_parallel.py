@@ -21,12 +21,12 @@ ON_FOUR = ["llama3", "llama-biased", "mistral", "qwen2-12-heads", "qwen3", "qwen
 @pytest.mark.parametrize(
     ("name", "tp"), [(spec.name, 2) for spec in SPECS] + [(name, 4) for name in ON_FOUR]
 )
-def test_greedy_tokens_are_those_of_transformers(name: str, tp: int) -> None:
+def test_greedy_tokens_of_several_ranks_equal_those_of_transformers(name: str, tp: int) -> None:
     check_with_aborts(short_case_of(name), tp=tp)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_sampled_tokens_are_those_of_one_rank(tp: int) -> None:
+def test_sampled_tokens_of_several_ranks_equal_those_of_one(tp: int) -> None:
     """Without filters the ranks exchange their best tokens, else the logits; in shapes that would
     be captured on a GPU, too."""
     case = case_of("llama3")

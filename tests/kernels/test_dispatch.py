@@ -1,4 +1,4 @@
-"""Which kernels the layers get: Triton's where it runs, and plain torch everywhere else."""
+"""The choice of kernels: Triton where it runs, plain torch everywhere else."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def kernels_for(device: torch.device) -> dispatch.Kernels:
     return dispatch._kernels_for.__wrapped__(device)
 
 
-def test_a_cpu_takes_the_references() -> None:
+def test_a_cpu_uses_the_torch_reference_kernels() -> None:
     assert kernels_for(torch.device("cpu")) is dispatch.REFERENCE
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_gpu_takes_triton() -> None:
+def test_a_gpu_uses_the_triton_kernels() -> None:
     assert kernels_for(GPU) is FAKE
 
 
 @pytest.mark.usefixtures("hopper")
-def test_an_old_gpu_takes_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_uses_the_torch_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert kernels_for(GPU) is dispatch.REFERENCE
 
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("part", ["triton_kernels", "_start_triton"])
-def test_a_broken_triton_is_no_error(
+def test_a_triton_that_fails_to_import_falls_back_to_torch(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
@@ -61,13 +61,13 @@ def test_a_broken_triton_is_no_error(
     assert "no C compiler" in caplog.text
 
 
-def test_a_missing_triton_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_triton_falls_back_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "triton", None)
     assert kernels_for(GPU) is dispatch.REFERENCE
 
 
-def test_a_residual_is_added_and_normed_as_one_by_one() -> None:
+def test_add_rms_norm_equals_add_then_rms_norm() -> None:
     """To the bit, whether something is still to be added or not."""
     rows, delta = torch.randn(2, 3, 64).bfloat16()
     weights, weight = RMSNorm(64, 1e-6, torch.bfloat16), torch.randn(32, 64).bfloat16()

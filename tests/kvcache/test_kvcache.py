@@ -1,4 +1,4 @@
-"""The KV cache against a model that is too simple to be wrong."""
+"""The KV cache against a trivially simple model of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make(num_pages: int = 64, page_size: int = 4, cache_type: str = "radix") -> 
 
 
 def run_once(kv: KVCacheManager, tokens: list[int], step: int = 1, namespace: bytes = b"") -> Lease:
-    """What a request does: lease, reserve, compute, commit. The caller releases."""
+    """Runs one request: lease, reserve, compute, commit. The caller closes the lease."""
     key = pack_tokens(tokens)
     lease = kv.acquire(key, len(tokens), namespace)
     assert kv.reserve(lease, len(tokens)) is not None
@@ -30,7 +30,7 @@ def cached_tokens(kv: KVCacheManager, tokens: list[int], namespace: bytes = b"")
     return kv.match(pack_tokens(tokens), len(tokens), namespace)
 
 
-def test_a_second_request_finds_the_first_ones_pages() -> None:
+def test_a_second_request_matches_the_pages_of_the_first() -> None:
     kv = make(page_size=4)
     first = run_once(kv, list(range(10)))
     second = kv.acquire(pack_tokens(list(range(10))), 10)
@@ -51,7 +51,7 @@ def test_a_match_leaves_one_token_to_compute(page_size: int, extra: int) -> None
     assert cached_tokens(kv, prompt) == (len(prompt) - 1) // page_size * page_size
 
 
-def test_pages_of_equal_prompts_in_flight_together_are_kept_apart_and_freed_once() -> None:
+def test_concurrent_equal_prompts_keep_separate_pages_that_are_freed_once() -> None:
     kv = make(num_pages=16, page_size=2)
     key = pack_tokens([1, 2, 3, 4, 5])
     leases = [kv.acquire(key, 5) for _ in range(3)]
@@ -71,7 +71,7 @@ def test_pages_of_equal_prompts_in_flight_together_are_kept_apart_and_freed_once
     assert (kv.num_free, kv.num_cached) == (13, 2)
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     kv = make(num_pages=9, page_size=1)
     old, new = [1, 2, 3], [1, 2, 4]
     kv.close(run_once(kv, [*old, 0]))
@@ -99,7 +99,7 @@ def test_locked_pages_are_never_evicted() -> None:
     kv.audit(1)
 
 
-def test_the_naive_cache_shares_nothing() -> None:
+def test_the_naive_cache_shares_no_pages() -> None:
     kv = make(cache_type="naive")
     lease = run_once(kv, list(range(20)))
     assert cached_tokens(kv, list(range(20))) == 0
@@ -109,7 +109,7 @@ def test_the_naive_cache_shares_nothing() -> None:
     kv.audit(1)
 
 
-def test_what_a_failed_step_wrote_is_forgotten() -> None:
+def test_pages_written_by_a_failed_step_are_not_reused() -> None:
     kv = make(page_size=2)
     good = run_once(kv, [1, 2, 3, 4], step=1)
     bad = run_once(kv, [1, 2, 3, 4, 5, 6, 7, 8], step=2)
@@ -120,7 +120,7 @@ def test_what_a_failed_step_wrote_is_forgotten() -> None:
     kv.audit(2)
 
 
-def test_namespaces_share_nothing() -> None:
+def test_namespaces_share_no_pages() -> None:
     kv = make(page_size=2)
     tokens = [1, 2, 3, 4, 5]
     for namespace in (b"", b"a", b"b"):
@@ -133,7 +133,7 @@ def test_namespaces_share_nothing() -> None:
     assert kv.num_cached == 6
 
 
-def test_the_least_recently_used_leaf_of_all_namespaces_goes_first() -> None:
+def test_the_least_recently_used_leaf_of_all_namespaces_is_evicted_first() -> None:
     kv = make(num_pages=7, page_size=1)
     for namespace in (b"a", b"", b"b"):
         kv.close(run_once(kv, [1, 2], namespace=namespace))
@@ -145,7 +145,7 @@ def test_the_least_recently_used_leaf_of_all_namespaces_goes_first() -> None:
         kv.audit(1)
 
 
-def test_a_namespace_of_its_own_for_each_request_leaves_nothing_behind() -> None:
+def test_evicting_a_namespace_removes_all_traces_of_it() -> None:
     """A client may send a fresh salt each time, whether its prompts fill a page or not."""
     kv = make(num_pages=32, page_size=4)
     cache = kv._cache
@@ -165,7 +165,7 @@ def test_a_namespace_of_its_own_for_each_request_leaves_nothing_behind() -> None
     assert kv.num_free == 31
 
 
-def test_reuse_can_be_refused() -> None:
+def test_a_request_can_opt_out_of_prefix_reuse() -> None:
     kv = make(page_size=2)
     kv.close(run_once(kv, [1, 2, 3, 4]))
     lease = kv.acquire(pack_tokens([1, 2, 3, 4]), 4, reuse=False)
@@ -186,7 +186,7 @@ def test_reuse_can_be_refused() -> None:
         lambda kv, lease: kv._cache._roots.update({b"x": kv._cache._roots.pop(b"")}),
     ],
 )
-def test_the_audit_finds_damage(damage: object) -> None:
+def test_the_audit_detects_every_kind_of_damage(damage: object) -> None:
     kv = make(page_size=2)
     lease = run_once(kv, [1, 2, 3, 4, 5])
     kv.audit(1)
@@ -244,7 +244,7 @@ def test_any_sequence_of_leases_keeps_every_page_accounted_for(
     kv.audit(1 << 30)
 
 
-def test_matching_and_eviction_touch_nothing_but_their_own_path() -> None:
+def test_matching_and_eviction_visit_only_their_own_path() -> None:
     """The cost of a step must not grow with the cache: count the nodes that are looked at."""
     page_size, rng = 4, random.Random(0)
 

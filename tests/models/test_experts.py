@@ -40,12 +40,12 @@ VARIANTS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: ",".join(variant) or "plain")
-def test_greedy_tokens_are_those_of_transformers(name: str, variant: dict[str, Any]) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, variant: dict[str, Any]) -> None:
     check(case_of(name), **variant)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_share_every_expert(name: str) -> None:
+def test_two_ranks_shard_every_expert(name: str) -> None:
     check_with_aborts(short_case_of(name), tp=2)
 
 
@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(spec_named("moe"), tmp_path_factory.mktemp("moe"))
 
 
-def test_which_layers_have_experts(tmp_path: Path) -> None:
+def test_the_config_decides_which_layers_have_experts(tmp_path: Path) -> None:
     config = read_model_config(make_checkpoint(spec_named("moe-60"), tmp_path))
     assert config.experts is not None and config.experts.layers == {1}
     facts = config.facts()
@@ -88,7 +88,7 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
     assert facts.can_divide(4) and not facts.can_divide(3)
 
 
-def test_both_spellings_of_the_number_of_experts(folder: Path, tmp_path: Path) -> None:
+def test_both_field_names_of_the_number_of_experts_are_read(folder: Path, tmp_path: Path) -> None:
     old = changed(folder, tmp_path / "old", num_experts=8, num_local_experts=None)
     assert read_model_config(old).experts == read_model_config(folder).experts
 
@@ -106,7 +106,7 @@ def test_both_spellings_of_the_number_of_experts(folder: Path, tmp_path: Path) -
         ({"shared_expert_intermediate_size": 64}, UnsupportedModelError, "shared_expert"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused(
+def test_an_inconsistent_experts_config_is_refused(
     folder: Path, tmp_path: Path, fields: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -154,7 +154,9 @@ def stack(folder: Path, target: Path, *, transposed: bool = False) -> Path:
     return target
 
 
-def test_stacked_experts_are_the_same(folder: Path, tmp_path: Path) -> None:
+def test_stacked_expert_weights_load_the_same_as_separate_ones(
+    folder: Path, tmp_path: Path
+) -> None:
     one, other = load(folder).state_dict(), load(stack(folder, tmp_path / "stacked")).state_dict()
     assert one.keys() == other.keys()
     for name, weight in one.items():
@@ -162,8 +164,8 @@ def test_stacked_experts_are_the_same(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
-def test_transposed_stacks_are_refused(size: int, tmp_path: Path) -> None:
-    """Of 64 the shape of gate_up_proj is the same, of 128 that of down_proj."""
+def test_transposed_expert_stacks_are_refused(size: int, tmp_path: Path) -> None:
+    """At size 64 gate_up_proj looks right by accident, at size 128 down_proj."""
     spec = spec_named("moe")
     spec = dataclasses.replace(spec, extra={**spec.extra, "moe_intermediate_size": size})
     folder = make_checkpoint(spec, tmp_path / "experts")
@@ -171,7 +173,7 @@ def test_transposed_stacks_are_refused(size: int, tmp_path: Path) -> None:
         load(stack(folder, tmp_path / "stacked", transposed=True))
 
 
-def test_two_ranks_read_stacked_experts(tmp_path: Path) -> None:
+def test_two_ranks_load_their_shards_of_stacked_experts(tmp_path: Path) -> None:
     case = short_case_of("moe")
     stacked = stack(case.folder, tmp_path / "stacked")
 
@@ -183,7 +185,7 @@ def test_two_ranks_read_stacked_experts(tmp_path: Path) -> None:
     assert asyncio.run(run(stacked, tp=2)) == asyncio.run(run(case.folder))
 
 
-def test_a_lost_expert_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(folder: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     [file] = broken.glob("*.safetensors")
@@ -197,7 +199,7 @@ def test_a_lost_expert_is_named(folder: Path, tmp_path: Path) -> None:
 # -- the router -----------------------------------------------------------------------------------
 
 
-def test_weights_add_up_to_one_where_they_shall() -> None:
+def test_routing_weights_are_normalized_if_configured() -> None:
     logits = torch.randn(5, 16)
     chosen, plain = experts.topk_softmax(logits, Routing(4, normalize=False))
     same, normal = experts.topk_softmax(logits, Routing(4, normalize=True))
@@ -230,7 +232,7 @@ def run_of(lengths: list[int], num_steps: int) -> RunRecord:
 
 
 @pytest.mark.parametrize(("batch_size", "experts_read"), [(1, 8), (8, 51.6), (32, 111.8)])
-def test_a_decode_step_reads_the_experts_that_its_rows_choose(
+def test_the_roofline_of_a_decode_step_reads_the_chosen_experts(
     batch_size: int, experts_read: float, tmp_path: Path
 ) -> None:
     model = qwen3_30b_a3b(tmp_path)
@@ -243,7 +245,7 @@ def test_a_decode_step_reads_the_experts_that_its_rows_choose(
         assert step.seconds(Peak(4.28e12, 800e12)) == pytest.approx(1.43e-3, rel=0.02)
 
 
-def test_a_run_reads_what_each_of_its_steps_does(tmp_path: Path) -> None:
+def test_the_roofline_of_a_run_sums_its_steps(tmp_path: Path) -> None:
     model = qwen3_30b_a3b(tmp_path)
     assert model.experts is not None
     each = 2 * 48 * model.experts.num_weights  # bytes of one expert of every layer
@@ -258,7 +260,7 @@ def test_a_run_reads_what_each_of_its_steps_does(tmp_path: Path) -> None:
     assert work.weight_bytes == pytest.approx(7 * dense + experts_read * each, rel=1e-6)
 
 
-def test_a_prompt_is_multiplied_by_the_experts_that_it_chooses(tmp_path: Path) -> None:
+def test_the_roofline_of_a_prompt_counts_the_chosen_experts(tmp_path: Path) -> None:
     model = qwen3_30b_a3b(tmp_path)
     assert model.experts is not None
     work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16", max_running=256)

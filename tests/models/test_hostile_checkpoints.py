@@ -1,4 +1,4 @@
-"""Checkpoints that are broken or made to do harm: a sentence, and nothing of theirs is run."""
+"""Broken and malicious checkpoints are refused in one sentence, and none of their code runs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ many = settings(
 
 
 @pytest.mark.parametrize("spec", ["llama", "qwen3", "moe"])
-def test_any_value_of_a_field_is_read_or_refused_in_a_sentence(spec: str, tmp_path: Path) -> None:
+def test_any_value_of_a_config_field_is_read_or_refused_in_a_sentence(
+    spec: str, tmp_path: Path
+) -> None:
     file = make_checkpoint(spec_named(spec), tmp_path) / "config.json"
     fields = json.loads(file.read_text())
     names = [*fields, "rope_theta", "sliding_window", "use_sliding_window", "layer_types"]
@@ -173,16 +175,14 @@ def test_any_file_that_cannot_be_read_is_named(folder: Path, name: str, content:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", CONTENTS)
-def test_a_tokenizer_that_cannot_be_read_is_said_to_be_one(
-    folder: Path, name: str, content: str
-) -> None:
+def test_an_unreadable_tokenizer_is_reported_as_such(folder: Path, name: str, content: str) -> None:
     (folder / name).write_bytes(CONTENTS[content])
     with pytest.raises(CheckpointError, match=r"The tokenizer in .* cannot be read: \S"):
         Tokenizer.load(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_folder_in_the_place_of_a_file_is_a_missing_file(folder: Path, name: str) -> None:
+def test_a_folder_in_place_of_a_file_counts_as_a_missing_file(folder: Path, name: str) -> None:
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(MinisglError, match=r"has no config\.json|has no tokenizer|has no weights"):
@@ -203,7 +203,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path, name: str) -> None:
+def test_pickled_weights_are_never_loaded(folder: Path, tmp_path: Path, name: str) -> None:
     marker = tmp_path / "marker"
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Payload(marker)))
@@ -213,7 +213,7 @@ def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("tokenizer_class", ["TokenizersBackend", "Evil"])
-def test_remote_code_is_neither_run_nor_asked_about(
+def test_remote_code_is_neither_run_nor_prompted_for(
     folder: Path,
     tmp_path: Path,
     tokenizer_class: str,
@@ -253,7 +253,7 @@ def test_remote_code_is_neither_run_nor_asked_about(
         "{% include '/etc/passwd' %}",
     ],
 )
-def test_a_chat_template_does_not_leave_its_sandbox(
+def test_a_chat_template_cannot_leave_its_sandbox(
     folder: Path, tmp_path: Path, template: str
 ) -> None:
     marker = tmp_path / "marker"

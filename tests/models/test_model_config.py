@@ -1,39 +1,22 @@
-"""What is read from a checkpoint's files, and what is refused."""
+"""Reading model configs and generation defaults, and refusing unsupported ones."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
-import huggingface_hub
 import pytest
-import torch
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-from huggingface_hub.utils._paths import filter_repo_objects
-from safetensors.torch import load_file, save_file
-from support.checkpoints import make_checkpoint, spec_named
 
 from minisgl.config import AttentionSpec, ModelFacts
 from minisgl.errors import (
     CheckpointError,
-    DownloadError,
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from minisgl.models import hub
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import read_generation_defaults
-from minisgl.models.hub import locate_model, safetensors_files
-from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 QWEN3_8B: dict[str, Any] = {
@@ -159,7 +142,7 @@ def read(tmp_path: Path) -> Read:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def test_facts(read: Read) -> None:
+def test_the_facts_of_qwen3_8b_are_read(read: Read) -> None:
     assert read(QWEN3_8B).facts() == ModelFacts(
         dtype="bfloat16",
         max_seq_len=40960,
@@ -173,7 +156,7 @@ def test_facts(read: Read) -> None:
     )
 
 
-def test_architectures_differ_where_they_should(read: Read) -> None:
+def test_architectures_differ_in_norms_biases_and_defaults(read: Read) -> None:
     qwen3, qwen2, llama = read(QWEN3_8B), read(QWEN2), read(LLAMA_31_8B)
     assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.o_bias) == (True, False, False)
     assert (qwen2.qk_norm, qwen2.qkv_bias, qwen2.o_bias) == (False, True, False)
@@ -183,7 +166,7 @@ def test_architectures_differ_where_they_should(read: Read) -> None:
 
 
 @pytest.mark.parametrize("fields", [QWEN3_30B_A3B, QWEN3_235B_A22B, QWEN3_CODER_30B_A3B])
-def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
+def test_the_experts_of_published_configs_are_read(read: Read, fields: dict[str, Any]) -> None:
     config = read(fields)
     assert config.qk_norm and not config.qkv_bias and not config.notes
     experts = config.experts
@@ -193,7 +176,7 @@ def test_published_experts(read: Read, fields: dict[str, Any]) -> None:
     assert experts.layers == set(range(fields["num_hidden_layers"]))
 
 
-def test_both_spellings_read_alike(read: Read) -> None:
+def test_configs_of_transformers_4_and_5_read_alike(read: Read) -> None:
     old = read(LLAMA_31_8B)
     new = {k: v for k, v in LLAMA_31_8B.items() if not k.startswith(("rope", "torch"))}
     rope = {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}
@@ -204,7 +187,7 @@ def test_both_spellings_read_alike(read: Read) -> None:
     assert (old.rope.type, old.rope.theta, old.rope.factor) == ("llama3", 500000.0, 8.0)
 
 
-def test_what_a_silent_config_means(read: Read) -> None:
+def test_absent_fields_have_the_defaults_of_the_architecture(read: Read) -> None:
     assert read(LLAMA_31_8B, without="num_key_value_heads").num_kv_heads == 32
     assert read(LLAMA_31_8B, hidden_size=2048).head_dim == 64
     assert read(LLAMA_31_8B, hidden_size=2048, head_dim=128).head_dim == 128
@@ -249,7 +232,7 @@ def test_what_a_silent_config_means(read: Read) -> None:
         (QWEN3_30B_A3B, {"sliding_window": 4096, "use_sliding_window": True}, 4096),
     ],
 )
-def test_sliding_window(
+def test_a_sliding_window_limits_the_sequence_length(
     read: Read, fields: dict[str, Any], changes: dict[str, Any], limit: int | None
 ) -> None:
     config = read(fields, **changes)
@@ -262,7 +245,7 @@ def test_sliding_window(
         assert str(limit) in config.notes[0]
 
 
-def test_dynamic_rope_ends_where_it_would_change(read: Read) -> None:
+def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None:
     config = read(LLAMA_31_8B, rope_scaling={"type": "dynamic", "factor": 4.0})
     assert config.max_seq_len == 131072 and not config.notes
     assert "another base" in str(config.max_seq_len_reason)
@@ -305,7 +288,7 @@ def test_dynamic_rope_ends_where_it_would_change(read: Read) -> None:
         ),
     ],
 )
-def test_refuses_other_arithmetic_by_name(
+def test_configs_of_unsupported_arithmetic_are_refused_by_field(
     read: Read, name: str, value: object, culprit: str
 ) -> None:
     fields = {key: value for key, value in QWEN3_8B.items() if key != "rope_scaling"}
@@ -320,14 +303,14 @@ def test_refuses_other_arithmetic_by_name(
     ("fields", "name"),
     [(QWEN2, "mlp_bias"), (MISTRAL_7B, "attention_bias"), (QWEN3_8B, "mlp_bias")],
 )
-def test_refuses_a_bias_that_the_architecture_has_not(
+def test_a_bias_that_the_architecture_lacks_is_refused(
     read: Read, fields: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=name):
         read(fields, **{name: True})
 
 
-def test_accepts_what_is_switched_off(read: Read) -> None:
+def test_disabled_features_are_accepted(read: Read) -> None:
     off = dict.fromkeys(["quantization_config", "logit_scale", "attn_logit_softcapping"])
     assert read(QWEN3_8B, **off, use_qk_norm=False, clip_qkv=0) == read(QWEN3_8B)
     assert read(QWEN3_8B, partial_rotary_factor=1.0) == read(QWEN3_8B)
@@ -336,7 +319,9 @@ def test_accepts_what_is_switched_off(read: Read) -> None:
 @pytest.mark.parametrize(
     "architectures", [["GemmaForCausalLM"], ["Qwen2MoeForCausalLM"], [], None, "LlamaForCausalLM"]
 )
-def test_refuses_other_architectures(read: Read, architectures: object) -> None:
+def test_unsupported_architectures_are_refused_with_the_supported_ones(
+    read: Read, architectures: object
+) -> None:
     supported = r"allowed: Llama\w+, Mistral\w+, Qwen2\w+, Qwen3\w+ or Qwen3Moe\w+"
     with pytest.raises(UnsupportedModelError, match=supported):
         read(QWEN3_8B, architectures=architectures)
@@ -358,12 +343,12 @@ def test_refuses_other_architectures(read: Read, architectures: object) -> None:
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
     ],
 )
-def test_refuses_a_broken_config(read: Read, changes: dict[str, Any]) -> None:
+def test_invalid_config_values_are_refused(read: Read, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read(QWEN3_8B, **changes)
 
 
-def test_refuses_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
         read_model_config(tmp_path)
     for text in ("{", "[]"):
@@ -379,7 +364,7 @@ def write(folder: Path, name: str, values: dict[str, Any]) -> None:
     (folder / name).write_text(json.dumps(values))
 
 
-def test_eos_is_the_union(tmp_path: Path) -> None:
+def test_eos_token_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path).eos_token_ids == frozenset()
     write(tmp_path, "config.json", {"eos_token_id": 2})
     write(tmp_path, "generation_config.json", {"eos_token_id": [3, 4]})
@@ -393,7 +378,7 @@ def test_eos_is_the_union(tmp_path: Path) -> None:
         read_generation_defaults(tmp_path)
 
 
-def test_sampling_values_of_generation_config(tmp_path: Path) -> None:
+def test_sampling_defaults_are_read_from_generation_config(tmp_path: Path) -> None:
     assert read_generation_defaults(tmp_path).values == {}
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     others = {"do_sample": True, "max_new_tokens": 2048, "min_p": None}
@@ -405,259 +390,3 @@ def test_sampling_values_of_generation_config(tmp_path: Path) -> None:
     write(tmp_path, "generation_config.json", {"temperature": 7})
     with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature"):
         read_generation_defaults(tmp_path)
-
-
-# -- finding files ---------------------------------------------------------------------------------
-
-
-def hub_error(status: int, kind: type[HfHubHTTPError] = HfHubHTTPError) -> HfHubHTTPError:
-    request = httpx.Request("GET", "https://huggingface.co")
-    response: Any = httpx.Response(status, request=request)  # as good as that of its own client
-    return kind(f"The Hub says {status}.", response=response)
-
-
-def test_locate_local_folder(tmp_path: Path) -> None:
-    assert locate_model(str(tmp_path)) == tmp_path
-    (tmp_path / "file").touch()
-    for name in ("./nowhere", "/no/where", "a/b/c", str(tmp_path / "file")):
-        with pytest.raises(ModelNotFoundError):
-            locate_model(name)
-
-
-def test_locate_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
-    with pytest.raises(ModelNotFoundError, match="--model"):
-        locate_model("")
-    (tmp_path / "config.json").touch()
-    assert locate_model("") == tmp_path
-
-
-def test_locate_offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelNotFoundError, match="go online") as raised:
-        locate_model("minisgl-tests/no-such-model")
-    assert "\n" not in str(raised.value)
-    with pytest.raises(ModelNotFoundError, match="neither a folder nor"):
-        locate_model("not an id")
-
-
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_download_takes_what_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_format: str
-) -> None:
-    asked: dict[str, Any] = {}
-
-    def snapshot_download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(tmp_path)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    assert locate_model("Qwen/Qwen3-0.6B", load_format=load_format) == tmp_path
-    wanted = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
-    weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
-    others = ["original/params.json", "consolidated.safetensors", "model.bin", "onnx/model.onnx"]
-    patterns = {
-        "allow_patterns": asked["allow_patterns"],
-        "ignore_patterns": asked["ignore_patterns"],
-    }
-    taken = list(filter_repo_objects([*wanted, *weights, *others], **patterns))
-    assert asked["name"] == "Qwen/Qwen3-0.6B"
-    assert taken == wanted + (weights if load_format == "auto" else weights[:1])
-
-
-@pytest.mark.parametrize(
-    ("error", "exit_code"),
-    [
-        (OSError("no space left on device\nmore"), 1),
-        (LocalEntryNotFoundError("the connection was refused"), 1),
-        (TimeoutError(), 1),
-        (hub_error(429), 1),
-        (hub_error(503), 1),
-        (hub_error(400), 2),
-        (hub_error(404, RepositoryNotFoundError), 2),
-        (hub_error(403, GatedRepoError), 2),
-        (PermissionError("the cache is read-only"), 2),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_download_that_may_succeed_later_has_another_exit_code(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, exit_code: int
-) -> None:
-    """A supervisor restarts after a 1 only."""
-
-    def snapshot_download(name: str, **options: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    kind = DownloadError if exit_code == 1 else ModelNotFoundError
-    with pytest.raises(kind, match=r"^Qwen/Qwen3-0\.6B .*\S$") as caught:
-        locate_model("Qwen/Qwen3-0.6B")
-    assert caught.value.exit_code == exit_code
-    assert "\n" not in str(caught.value)
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    return load_model(
-        read_model_config(folder),
-        folder,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        load_format="safetensors",
-        max_seq_len=16,
-    )
-
-
-@pytest.fixture
-def sharded(tmp_path: Path) -> Path:
-    return make_checkpoint(spec_named("qwen3"), tmp_path)
-
-
-@pytest.fixture
-def single(tmp_path: Path) -> Path:
-    return make_checkpoint(dataclasses.replace(spec_named("qwen3"), sharded=False), tmp_path)
-
-
-def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = {
-        name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def test_merged_weights_are_the_parts_in_order(single: Path) -> None:
-    model = load(single)
-    tensors = load_file(single / "model.safetensors")
-    for merged, parts in (
-        (
-            "layers.1.self_attn.qkv_proj",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ),
-        ("layers.2.mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    ):
-        layer = f"model.layers.{merged.split('.')[1]}"
-        expected = torch.cat([tensors[f"{layer}.{part}.weight"] for part in parts])
-        assert torch.equal(model.get_parameter(f"{merged}.weight"), expected)
-    assert not any(weight.requires_grad for weight in model.parameters())
-
-
-def test_casts_while_loading(single: Path) -> None:
-    half = load(single, torch.bfloat16)
-    for name, weight in load(single).named_parameters():
-        assert torch.equal(half.get_parameter(name), weight.bfloat16())
-    assert half.get_buffer("rope.table").dtype == torch.float32
-
-
-def test_missing_shard(sharded: Path) -> None:
-    first, *_, last = safetensors_files(sharded)
-    assert first.name < last.name
-    last.unlink()
-    with pytest.raises(CheckpointError, match=f"lacks {last.name}"):
-        load(sharded)
-    (sharded / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(CheckpointError, match="weight_map"):
-        load(sharded)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../weights.safetensors",
-        "below/weights.safetensors",
-        "/etc/passwd",
-        "..",
-        ".",
-        "",
-        "below\\weights.safetensors",
-        "a\0b",
-        None,
-        7,
-        ["x"],
-    ],
-)
-def test_weights_are_read_from_the_models_own_folder_only(tmp_path: Path, name: object) -> None:
-    folder = tmp_path / "model"
-    (folder / "below").mkdir(parents=True)
-    for place in (tmp_path, folder / "below"):
-        save_file({"w": torch.ones(1)}, place / "weights.safetensors")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(CheckpointError, match="not the name of a file in this folder"):
-        safetensors_files(folder)
-
-
-def test_weights_may_be_links_as_those_of_the_hubs_cache(tmp_path: Path) -> None:
-    blob, folder = tmp_path / "blobs" / "abc", tmp_path / "snapshots" / "def"
-    blob.parent.mkdir()
-    folder.mkdir(parents=True)
-    save_file({"w": torch.ones(1)}, blob)
-    shard = folder / "model-00001-of-00001.safetensors"
-    shard.symlink_to("../../blobs/abc")
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"w": shard.name}}))
-    assert safetensors_files(folder) == [shard]
-
-
-def test_no_weights_at_all(single: Path) -> None:
-    (single / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights"):
-        load(single)
-
-
-def test_broken_file(single: Path) -> None:
-    file = single / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        load(single)
-
-
-def test_tensor_in_two_shards(sharded: Path) -> None:
-    first, second, *_ = safetensors_files(sharded)
-    save_file(load_file(first) | load_file(second), second)
-    with pytest.raises(CheckpointError, match="twice"):
-        load(sharded)
-
-
-NORM = "model.layers.1.self_attn.q_norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop(NORM), r"lacks weights: layers\.1\.self_attn\.q_norm\.weight\."),
-        (lambda t: t.update({NORM: torch.ones(3)}), r"\[3\]; the config asks for \[128\]"),
-        (lambda t: t.update({NORM: torch.ones(128, dtype=torch.int8)}), r"q_norm\.weight \(I8\)"),
-        (lambda t: t.update(surplus=torch.ones(3)), r"does not take: surplus \(F32\)"),
-        (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(9)}), "and 5 more"),
-        (lambda t: t.update({"lm_head.weight": torch.ones(499, 128)}), "lm_head.* differs"),
-    ],
-)
-def test_weights_that_do_not_fit(
-    single: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
-) -> None:
-    edit(single, change)
-    with pytest.raises(CheckpointError, match=message):
-        load(single)
-
-
-def test_harmless_extras(single: Path) -> None:
-    expected = load(single)
-
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(64)
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-    edit(single, add)
-    for name, weight in load(single).named_parameters():
-        assert torch.equal(weight, expected.get_parameter(name))
-
-
-def test_untied_head_is_required(tmp_path: Path) -> None:
-    make_checkpoint(spec_named("llama"), tmp_path)
-    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(CheckpointError, match=r"lacks weights: lm_head\.weight"):
-        load(tmp_path)

@@ -63,7 +63,7 @@ def loaded(case: Case) -> tuple[CausalLM, ModelConfig]:
         pytest.param({"prefill": 61, "chunk": 20}, id="prompt-then-decode"),
     ],
 )
-def test_logits_of_one_sequence(
+def test_logits_of_one_sequence_match_transformers(
     case: Case, loaded: tuple[CausalLM, ModelConfig], page_size: int, cut: Mapping[str, int]
 ) -> None:
     logits = PagedModel(*loaded, page_size=page_size).run(case.token_ids, **cut)
@@ -72,7 +72,7 @@ def test_logits_of_one_sequence(
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_logits_of_mixed_steps(
+def test_logits_of_mixed_steps_match_transformers(
     case: Case, loaded: tuple[CausalLM, ModelConfig], page_size: int
 ) -> None:
     """Sequences at different places decode while others prefill chunks of 5, 7 and 13."""
@@ -93,7 +93,7 @@ def test_logits_of_mixed_steps(
             assert relative_error(logits, expected) < TOLERANCE
 
 
-def test_reports_progress(case: Case) -> None:
+def test_loading_reports_progress(case: Case) -> None:
     seen: list[tuple[int, int]] = []
     model = load_model(
         read_model_config(case.folder),
@@ -111,7 +111,7 @@ def test_reports_progress(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
-def test_half_precision_is_as_good_as_transformers(
+def test_half_precision_is_as_accurate_as_transformers(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     case = make_case(dataclasses.replace(spec_named(name), dtype=dtype), tmp_path)
@@ -131,7 +131,7 @@ def test_half_precision_is_as_good_as_transformers(
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3"])
-def test_dummy_weights_are_seeded_and_moderate(name: str, tmp_path: Path) -> None:
+def test_dummy_weights_are_seeded_and_of_moderate_size(name: str, tmp_path: Path) -> None:
     case = make_case(spec_named(name), tmp_path)
     runs = []
     for _ in range(2):
@@ -163,7 +163,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_frequencies(name: str, architecture: str, tmp_path: Path) -> None:
+def test_rope_frequencies_match_transformers(name: str, architecture: str, tmp_path: Path) -> None:
     fields: dict[str, Any] = {
         "vocab_size": 100,
         "hidden_size": 512,

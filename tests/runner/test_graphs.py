@@ -1,4 +1,4 @@
-"""Which captured step a plan runs as, and what a padded step leaves untouched."""
+"""The captured shape that a plan runs as, and the state that padding must not touch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_largest_graphs_are_captured_first() -> None:
     assert graph_keys(0, 8192) == []
 
 
-def test_a_mixed_step_takes_the_smallest_shape_with_room() -> None:
+def test_a_mixed_step_uses_the_smallest_captured_shape_that_fits() -> None:
     captured = graphs(256)
 
     def shape(
@@ -97,7 +97,7 @@ def make_tables() -> SlotTables:
     )
 
 
-def test_padding_touches_no_slot_but_scratch() -> None:
+def test_padding_writes_only_to_the_scratch_slot() -> None:
     padded, exact = make_tables(), make_tables()
     join = StepPlan(
         1,
@@ -142,7 +142,7 @@ def test_padding_touches_no_slot_but_scratch() -> None:
         assert padded.state.lengths[padded.scratch_slot] == 0
 
 
-def test_a_smaller_batch_leaves_no_row_behind() -> None:
+def test_a_smaller_batch_leaves_no_stale_rows() -> None:
     tables = make_tables()
     for slots in ((0, 1, 2, 3), (2,), (3, 0)):
         tables.update(StepPlan(1, slots))
@@ -150,7 +150,7 @@ def test_a_smaller_batch_leaves_no_row_behind() -> None:
         assert rows == [*slots, *[tables.scratch_slot] * (4 - len(slots))]
 
 
-def test_the_ring_keeps_a_step_until_others_went_round() -> None:
+def test_the_output_ring_keeps_a_step_until_it_wraps_around() -> None:
     tables, outputs = make_tables(), StepOutputs(6, CPU)
     slots = torch.tensor([0, 1])
     rows = []

@@ -1,4 +1,4 @@
-"""Where memory does not suffice, the error names an option, and a value with which it does."""
+"""Errors for insufficient memory name an option and a value with which it suffices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ USE = MemoryUse(
 )
 
 
-def test_pages_take_what_the_rest_leaves() -> None:
+def test_pages_fill_the_memory_that_everything_else_leaves() -> None:
     config = resolved(machine=GPU, memory_ratio=0.9)
     page_bytes = MODEL.kv_bytes_per_token(config.dtype) * config.page_size
     assert fit_num_pages(config, LAYERS, USE) == GIB // page_bytes
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.88])
-def test_a_memory_ratio_that_leaves_no_page(ratio: float) -> None:
+def test_a_memory_ratio_that_leaves_no_page_is_refused_with_one_that_does(ratio: float) -> None:
     """The one that is named is enough, and little more than that."""
     with pytest.raises(
         DeviceMemoryError, match=f"--memory-ratio {ratio} of the 80.0 GiB"
@@ -40,7 +40,7 @@ def test_a_memory_ratio_that_leaves_no_page(ratio: float) -> None:
         fit_num_pages(resolved(machine=GPU, memory_ratio=least - 0.02), LAYERS, USE)
 
 
-def test_a_step_that_no_memory_ratio_has_room_for() -> None:
+def test_a_step_too_large_for_any_memory_ratio_is_refused() -> None:
     use = dataclasses.replace(USE, activation_bytes=20 * GIB)
     with pytest.raises(DeviceMemoryError) as caught:
         fit_num_pages(resolved(machine=GPU, memory_ratio=1.0), LAYERS, use)
@@ -48,7 +48,7 @@ def test_a_step_that_no_memory_ratio_has_room_for() -> None:
     assert "Lower --max-prefill-length" in str(caught.value)
 
 
-def test_more_pages_than_there_is_memory_for() -> None:
+def test_more_pages_than_fit_in_memory_are_refused() -> None:
     with pytest.raises(DeviceMemoryError, match="without --num-pages as many are made as fit"):
         allocate_kv(
             MODEL.kv_specs("float32"),

@@ -1,4 +1,4 @@
-"""Captured steps where something goes wrong, or fits too well; and the end of a runner."""
+"""Captured steps that fail or exactly fill a shape, and closing a runner."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_mixed_steps_whose_chunks_are_cut_and_fill_a_shape(
+def test_mixed_steps_that_exactly_fill_a_captured_shape_give_the_reference_tokens(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some plans have exactly a captured shape, yet a chunk that samples nothing."""
@@ -48,7 +48,7 @@ class FailingLanes(Lanes):
         return super().upload(parts)
 
 
-def test_rows_of_a_failed_update_do_not_stay_in_the_batch() -> None:
+def test_a_failed_update_leaves_no_rows_in_the_batch() -> None:
     """Padded steps would go on to compute them, and write into pages that are others' by then."""
     lanes = FailingLanes(CPU)
     tables = SlotTables(
@@ -67,7 +67,7 @@ def test_rows_of_a_failed_update_do_not_stay_in_the_batch() -> None:
     assert tables._decode_slots.tolist() == [2, *[tables.scratch_slot] * 3]
 
 
-def test_a_graph_that_does_not_fit_leaves_host_and_device_at_the_same_row(
+def test_a_failed_capture_keeps_host_and_device_at_the_same_ring_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU every later step would be read from a row of the ring that it has not written."""
@@ -109,7 +109,7 @@ def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(
     assert threads and threading.main_thread() not in threads
 
 
-def test_no_room_for_what_graphs_need_is_an_error_for_people(
+def test_too_little_memory_for_graphs_is_an_error_that_names_the_option(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def allocate(self: Sampler) -> None:
@@ -120,8 +120,8 @@ def test_no_room_for_what_graphs_need_is_an_error_for_people(
         load_engine(case_of("llama3").folder, padded=4)
 
 
-def test_closing_gives_the_memory_back() -> None:
-    """Not only when the last reference to the engine is gone and cycles are collected."""
+def test_closing_the_runner_frees_its_memory() -> None:
+    """Memory is freed without waiting for the garbage collector."""
 
     async def main() -> tuple[AsyncEngine, weakref.ref[Tensor]]:
         loaded = load_engine(case_of("llama3").folder, padded=2)

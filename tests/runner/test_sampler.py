@@ -1,4 +1,4 @@
-"""The sampler against the plain oracle, and the independence of a slot's tokens from everything."""
+"""The sampler against a plain oracle, and the independence of a slot's tokens from the batch."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def varied_joins(count: int) -> list[SlotJoin]:
 
 
 class TestIndependence:
-    def test_alone_or_batched_in_any_order_and_slot(self):
+    def test_tokens_are_the_same_alone_or_batched_in_any_order_and_slot(self):
         joins, logits = varied_joins(20), random_logits(20)
         sampler = make_sampler(20)
         sampler.join(joins)
@@ -183,7 +183,7 @@ class TestIndependence:
             alone = perturbed(other, [slot], logits[row, None], [index[row]])
             assert torch.equal(alone[0], together[row])
 
-    def test_seed_and_index_decide(self):
+    def test_tokens_are_a_function_of_seed_and_index(self):
         logits = torch.zeros(1, VOCAB)
 
         def tokens(seed: int) -> list[int]:
@@ -207,7 +207,7 @@ class TestNothingMoreThanNeeded:
         assert torch.equal(sampled.token_ids, logits.argmax(-1))
         assert sampled.scores is None and not sampler.features([0, 1]).full
 
-    def test_padded_rows_are_greedy_and_disturb_nobody(self):
+    def test_padded_rows_are_greedy_and_change_no_other_row(self):
         """They are of the scratch slot, which comes behind the last one, wherever they stand."""
         sampler, logits = make_sampler(), random_logits(5)
         join = make_join(7, SamplingParams(repetition_penalty=1.5, logit_bias={0: 1.0}))
@@ -222,7 +222,7 @@ class TestNothingMoreThanNeeded:
             others = [0, 1, 3, 4]
             assert torch.equal(tokens[others], logits[others].argmax(-1))
 
-    def test_more_than_is_needed_changes_no_token(self):
+    def test_sampling_with_unneeded_features_changes_no_token(self):
         """A captured step does all that its variant can."""
         joins, logits = varied_joins(7), random_logits(7)
         slots, index = torch.arange(7), torch.tensor([len(j.output_token_ids) for j in joins])
@@ -234,7 +234,7 @@ class TestNothingMoreThanNeeded:
         sampled = sampler.sample(logits, slots, index, everything)
         assert torch.equal(sampled.token_ids, exactly.argmax(-1))
 
-    def test_features_are_those_of_the_batch(self):
+    def test_the_features_of_a_batch_are_those_that_its_slots_need(self):
         sampler = make_sampler(20)
         sampler.join(varied_joins(7))
         assert sampler.features([]) == sampler.features([0, 20]) == SamplingFeatures()
@@ -264,12 +264,12 @@ class TestNothingMoreThanNeeded:
         assert sampled.scores is not None and sampled.scores.logprob.dtype == torch.float32
         assert torch.equal(logits, before)
 
-    def test_no_joins(self):
+    def test_joining_no_requests_is_accepted(self):
         make_sampler().join([])
 
 
 class TestStopTokens:
-    def test_masked_until_min_tokens(self):
+    def test_stop_tokens_are_masked_until_min_tokens(self):
         sampler = make_sampler()
         logits = torch.zeros(1, VOCAB)
         logits[0, 4], logits[0, 6], logits[0, 11] = 9, 8, 7
@@ -296,14 +296,14 @@ class TestStopTokens:
 
 
 class TestEdits:
-    def test_ids_beyond_the_vocabulary_are_harmless(self):
+    def test_ids_beyond_the_vocabulary_are_ignored(self):
         sampler = make_sampler()
         params = SamplingParams(temperature=0, min_tokens=1, logit_bias={VOCAB: 5.0, 2: 1.0})
         join = make_join(0, params, stop=[VOCAB + 1])
         sampler.join([join])
         assert sample(sampler, [join], torch.zeros(1, VOCAB)).token_ids.item() == 2
 
-    def test_the_widest_request(self):
+    def test_a_request_with_the_most_biases_and_stop_tokens_is_applied(self):
         vocab = 2 * MAX_LOGIT_BIAS
         sampler = make_sampler(2, vocab)
         bias = dict.fromkeys(range(MAX_LOGIT_BIAS), -50.0)
@@ -316,7 +316,7 @@ class TestEdits:
 class TestHistory:
     params = SamplingParams(temperature=0.9, frequency_penalty=0.8, repetition_penalty=1.2)
 
-    def test_look_ahead_sees_what_it_sampled(self):
+    def test_a_look_ahead_step_sees_the_token_sampled_before_it(self):
         """Tokens sampled one after the other, unseen by the host, count as if it had sent them."""
         logits, outputs = random_logits(12), []
         ahead = make_sampler()
@@ -332,7 +332,7 @@ class TestHistory:
             outputs.append(sample(ahead, [first], row, ahead=step).token_ids.item())
         assert len(outputs) > len(set(outputs))  # some counts went beyond 1
 
-    def test_a_new_owner_starts_from_nothing(self):
+    def test_a_reassigned_slot_keeps_nothing_of_its_last_request(self):
         sampler, logits = make_sampler(), random_logits(1)
         old = make_join(0, self.params, prompt=range(VOCAB), outputs=range(VOCAB))
         sampler.join([old])
@@ -349,8 +349,8 @@ class TestHistory:
         fresh.join([new])
         assert torch.equal(perturbed(sampler, [0], logits, [0]), perturbed(fresh, [0], logits, [0]))
 
-    def test_it_may_be_allocated_beforehand(self):
-        """And then stays where captured steps look for it."""
+    def test_the_sampler_may_be_allocated_before_use(self):
+        """Its tensors then stay at the addresses that captured steps read."""
         logits, join = random_logits(1), make_join(2, self.params, outputs=[5, 5])
         early, late = make_sampler(), make_sampler()
         early.allocate_history()
@@ -369,7 +369,7 @@ class TestHistory:
 
 
 class TestLogprobs:
-    def test_each_row_gets_what_it_asked_for_from_the_raw_logits(self):
+    def test_each_row_gets_its_requested_logprobs_from_the_raw_logits(self):
         sampler, logits = make_sampler(), random_logits(4)
         bias = {0: 100.0}
         joins = [
@@ -396,20 +396,20 @@ class TestLogprobs:
             for token_id, logprob in entry.top:
                 assert logprob == pytest.approx(raw[row, token_id].item(), abs=1e-5)
 
-    def test_of_a_prompt(self):
+    def test_prompt_logprobs_list_each_target_with_its_alternatives(self):
         logits, targets = random_logits(5), [3, 1, 4, 1, 5]
         scores = top_logprobs(logits, torch.tensor(targets), 2)
         listed = list(list_logprobs(targets, scores, [2] * 5).values())
         assert [entry.token_id for entry in listed] == targets
         assert all(len(entry.top) == 2 and entry.logprob <= entry.top[0][1] for entry in listed)
 
-    def test_impossible_tokens_have_minus_infinity(self):
+    def test_masked_tokens_have_a_logprob_of_minus_infinity(self):
         logits = torch.tensor([[0.0, -math.inf]])
         listed = list_logprobs([1], top_logprobs(logits, torch.tensor([1]), 2), [2])
         assert listed[0].logprob == -math.inf and listed[0].top == ((0, 0.0), (1, -math.inf))
 
 
-def test_margins_tell_how_close_the_decision_was():
+def test_margins_give_the_lead_of_the_chosen_token():
     sampler, logits = make_sampler(20), random_logits(20)
     joins = varied_joins(20)
     sampler.join(joins)
@@ -417,8 +417,8 @@ def test_margins_tell_how_close_the_decision_was():
         assert gap == pytest.approx(choose(logits[row].numpy(), joins[row]).margin, abs=NOISE)
 
 
-def test_the_oracle_has_teeth():
-    """What the comparison above would miss, it would miss silently: each option must matter."""
+def test_every_sampling_option_changes_the_oracles_tokens():
+    """An option without effect on the oracle could not be checked by the comparison above."""
     plain = SamplingParams()
     options = [
         {"temperature": 0.3},

@@ -1,4 +1,4 @@
-"""When a step takes too long, and who hears of it."""
+"""Detection of steps that take too long, and how it is reported."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def prefill(step: int, num_tokens: int) -> StepPlan:
     return StepPlan(step, (), chunks=(Chunk(0, 0, range(num_tokens), samples=True),))
 
 
-def test_a_step_is_late_after_a_third_of_the_timeout_and_given_up_after_all_of_it(
+def test_a_step_is_late_after_a_third_of_the_timeout_and_fails_after_all_of_it(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -76,7 +76,9 @@ def test_a_step_is_late_after_a_third_of_the_timeout_and_given_up_after_all_of_i
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-def test_a_late_step_may_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_step_that_ends_is_logged_and_not_stalled(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     clock.run(decode(1), 0)
     clock.run(decode(2), 20)
@@ -84,8 +86,8 @@ def test_a_late_step_may_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> 
     assert caplog.messages[-1] == "Step 2 has ended after all, in 19 s"
 
 
-def test_steps_of_which_none_like_them_has_ended_may_take_long(clock: Clock) -> None:
-    """Such as a first prefill, which compiles kernels, or is long on a CPU."""
+def test_a_step_longer_than_any_before_it_gets_the_long_timeout(clock: Clock) -> None:
+    """An example is a first prefill, which compiles kernels or is slow on a CPU."""
     clock.run(decode(1), 0)
     clock.run(prefill(2, 1000), 200)
     clock.run(prefill(3, 600), 400)  # much the same size
@@ -94,7 +96,7 @@ def test_steps_of_which_none_like_them_has_ended_may_take_long(clock: Clock) -> 
     assert clock.look(1000) == "Step 5 has not ended within 301 s."
 
 
-def test_what_compiles_may_take_long_and_sets_no_measure(clock: Clock) -> None:
+def test_a_step_that_compiles_may_take_long_and_is_not_remembered(clock: Clock) -> None:
     clock.run(decode(1), 0)
     clock.watch.began(decode(2))
     assert clock.look(200, compiles=True) is None and clock.watch.stalled is None
@@ -103,14 +105,14 @@ def test_what_compiles_may_take_long_and_sets_no_measure(clock: Clock) -> None:
     assert clock.look(100) == "Step 3 has not ended within 31 s."
 
 
-def test_a_host_that_queues_a_known_step_without_end_is_given_up(clock: Clock) -> None:
-    """As it does where a GPU hangs that has many steps before it."""
+def test_a_launch_that_blocks_the_host_beyond_the_timeout_fails(clock: Clock) -> None:
+    """Launching blocks if a GPU hangs with many steps queued."""
     clock.run(decode(1), 0)
     clock.watch.began(decode(2))
     assert clock.look(1000, compiles=True) == "Step 2 has not ended within 331 s."
 
 
-def test_a_silent_rank_is_named_whatever_the_step(clock: Clock) -> None:
+def test_a_rank_without_heartbeats_is_named_whatever_the_step(clock: Clock) -> None:
     clock.watch.began(prefill(1, 1000))
     assert clock.look(12, compiles=True, silence={1: 0.5, 2: 50.0}) is None
     assert clock.watch.stalled is not None
@@ -119,20 +121,20 @@ def test_a_silent_rank_is_named_whatever_the_step(clock: Clock) -> None:
     assert reason == "Step 1 has not ended within 31 s; rank 2 is silent."
 
 
-def test_time_in_which_the_process_itself_stood_still_does_not_count(clock: Clock) -> None:
+def test_time_during_which_the_process_was_stopped_does_not_count(clock: Clock) -> None:
     clock.run(decode(1), 0)
     clock.watch.began(decode(2))
     assert clock.look(5, apart=3600.0) is None and clock.watch.stalled is None
 
 
-def test_no_step_is_late_where_that_is_not_wanted() -> None:
+def test_with_an_infinite_timeout_no_step_is_late() -> None:
     clock = Clock(StepWatch(math.inf))
     clock.run(decode(1), 0)
     clock.run(decode(2), 10_000)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan])
-def test_the_timeout_is_above_zero(seconds: float) -> None:
+def test_a_timeout_must_be_above_zero(seconds: float) -> None:
     with pytest.raises(ConfigError, match=r"--step-timeout .*: allowed: a number above 0"):
         EngineConfig(step_timeout=seconds)
 
@@ -151,7 +153,7 @@ class Hurried(StepWatch):
         return super().look(100 * now, compiles=compiles, silence=silence)
 
 
-async def test_health_says_that_a_step_is_late_and_that_it_has_ended(
+async def test_health_reports_a_late_step_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("minisgl.engine.engine.LOOK_S", 0.02)

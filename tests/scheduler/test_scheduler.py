@@ -1,4 +1,4 @@
-"""The scheduler with a runner that has no model but notices every wrong page."""
+"""The scheduler on a fake runner whose tokens reveal every wrong page."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def check_output(request: Request) -> None:
 def random_requests(
     rng: random.Random, count: int, longest: int = 40, num_clients: int = 0
 ) -> list[Request]:
-    """Of everybody, without salts, unless there are clients."""
+    """Requests of one tenant without salts, or of `num_clients` clients."""
     clients = [f"{index}" for index in range(num_clients)]
     prefix = [rng.randrange(50) for _ in range(20)]
     return [
@@ -198,7 +198,7 @@ def test_every_request_gets_its_own_output(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("max_run", [1, 3])
-def test_retraction_cannot_be_seen_in_the_output(depth: int, max_run: int) -> None:
+def test_retraction_does_not_change_the_output(depth: int, max_run: int) -> None:
     harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_run=max_run)
     requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
     harness.run(*requests, depth=depth)
@@ -207,7 +207,7 @@ def test_retraction_cannot_be_seen_in_the_output(depth: int, max_run: int) -> No
         check_output(request)
 
 
-def test_a_long_prompt_is_prefilled_in_chunks_beside_decode_rows() -> None:
+def test_a_long_prompt_is_prefilled_in_chunks_alongside_decode_rows() -> None:
     harness = Harness(max_prefill_length=5)
     short, long = make_request("s", [1, 2], 30, ignore_eos=True), make_request("l", list(range(23)))
     harness.scheduler.submit(short)
@@ -226,7 +226,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decode_rows() -> None:
     check_output(long)
 
 
-def test_prompt_pages_are_shared_from_the_next_step_on_not_within_one() -> None:
+def test_prompt_pages_are_shared_from_the_next_step_on() -> None:
     harness = Harness(max_prefill_length=64)
     requests = [make_request(str(i), [*range(20), 30 + i], 4) for i in range(6)]
     harness.run(*requests)
@@ -251,7 +251,7 @@ def test_max_tokens_zero_scores_the_prompt_and_ends() -> None:
     assert harness.endings["score"] == 1
 
 
-def test_a_request_that_ends_with_its_first_token_has_its_prompt_scored() -> None:
+def test_a_request_that_ends_at_its_first_token_gets_prompt_logprobs() -> None:
     harness = Harness(max_prefill_length=5)
     request = make_request("short", list(range(13)), 1, prompt_logprobs=0)
     harness.run(request)
@@ -259,7 +259,7 @@ def test_a_request_that_ends_with_its_first_token_has_its_prompt_scored() -> Non
     assert [score.token_id for score in request.prompt_logprobs] == list(range(1, 13))
 
 
-def test_prompt_scores_survive_retraction() -> None:
+def test_prompt_logprobs_survive_retraction() -> None:
     harness = Harness(page_size=2, num_pages=40, conservativeness=0.05, max_prefill_length=4)
     requests = [
         make_request(str(i), [i, i + 1, *range(9)], 30, prompt_logprobs=0, ignore_eos=True)
@@ -327,7 +327,7 @@ def test_an_aborted_request_is_in_no_later_plan_and_its_pages_are_free() -> None
         check_output(request)
 
 
-def test_what_cannot_be_served_is_refused_at_submission() -> None:
+def test_requests_that_can_never_be_served_are_refused_at_submission() -> None:
     harness = Harness(num_pages=5, page_size=4, max_queued_requests=2)
     submit = harness.scheduler.submit
     with pytest.raises(ContextLengthError, match=r"16 tokens.*10 in the prompt, 7 in the"):
@@ -351,7 +351,7 @@ def test_a_request_as_long_as_the_cache_runs_to_its_end() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_pages_that_equal_cached_ones_do_not_keep_those_from_being_evicted(depth: int) -> None:
+def test_duplicates_of_cached_pages_do_not_prevent_eviction(depth: int) -> None:
     harness = Harness(num_pages=11, page_size=4)
     prompt = list(range(8))  # whole pages: a hit leaves one token, whose page is computed again
     harness.run(make_request("first", prompt, 1), depth=depth)
@@ -364,7 +364,7 @@ def test_pages_that_equal_cached_ones_do_not_keep_those_from_being_evicted(depth
         check_output(request)
 
 
-def test_waiting_costs_a_step_nothing() -> None:
+def test_waiting_requests_add_no_cost_to_a_step() -> None:
     """Steps and departures must not go through the queue."""
 
     class CountingDeque(deque[Waiting]):
@@ -394,7 +394,7 @@ def test_waiting_costs_a_step_nothing() -> None:
     assert CountingDeque.visits < 500
 
 
-def test_longest_cached_prefix_goes_first_but_nobody_starves() -> None:
+def test_the_longest_cached_prefix_goes_first_without_starving_others() -> None:
     harness = Harness(policy="lpm", num_slots=1, max_prefill_length=64)
     harness.run(make_request("warm", list(range(20)), 1))
     cold = make_request("cold", [40, 41, 42], 1)
@@ -429,7 +429,7 @@ def test_a_failed_step_fails_its_requests_and_those_that_matched_its_pages() -> 
     check_output(third)
 
 
-def test_steady_decode_repeats_the_same_rows() -> None:
+def test_steady_decode_reuses_the_same_slots_tuple() -> None:
     harness = Harness(page_size=64, num_pages=64)
     requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(8)]
     for request in requests:
@@ -445,7 +445,7 @@ def test_steady_decode_repeats_the_same_rows() -> None:
         assert not (plan.joins or plan.grants or plan.chunks)
 
 
-def test_no_torch_in_scheduler_and_kvcache() -> None:
+def test_scheduler_and_kvcache_import_no_torch() -> None:
     root = ROOT / "minisgl"
     for path in [*(root / "scheduler").glob("*.py"), *(root / "kvcache").glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -455,7 +455,7 @@ def test_no_torch_in_scheduler_and_kvcache() -> None:
             assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
-def test_the_newest_is_retracted_but_not_one_that_just_resumed() -> None:
+def test_the_newest_request_is_retracted_unless_it_just_resumed() -> None:
     harness = Harness()
     requests = [make_request(str(i), [i, 1], 30, ignore_eos=True) for i in range(4)]
     for request in requests:
@@ -496,14 +496,14 @@ def one_at_a_time(**options: Any) -> Harness:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_clients_take_turns(policy: str) -> None:
+def test_clients_are_admitted_in_turns(policy: str) -> None:
     harness = one_at_a_time(policy=policy)
     order = order_of(harness, *of("a", 5), *of("b", 2), *of("c", 3))
     assert order == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_several_admitted_in_one_step_are_turns_too(policy: str) -> None:
+def test_requests_admitted_in_one_step_count_as_turns(policy: str) -> None:
     harness = Harness(num_slots=4, policy=policy)
     for request in (*of("a", 6), *of("b", 3)):
         harness.scheduler.submit(request)
@@ -514,13 +514,13 @@ def test_several_admitted_in_one_step_are_turns_too(policy: str) -> None:
     assert list(harness.scheduler._running) == ["a2", "b2", "a3", "a4"]
 
 
-def test_users_of_one_client_share_its_turns() -> None:
+def test_users_of_one_client_share_the_turns_of_the_client() -> None:
     harness = one_at_a_time()
     order = order_of(harness, *of("a", 3, "x"), *of("a", 2, "y"), *of("b", 3))
     assert order == ["ax0", "b0", "ay0", "b1", "ax1", "b2", "ay1", "ax2"]
 
 
-def test_who_comes_goes_before_who_just_had_a_turn() -> None:
+def test_a_new_client_goes_before_one_that_just_had_a_turn() -> None:
     harness = one_at_a_time()
     for request in of("a", 50):
         harness.scheduler.submit(request)
@@ -528,7 +528,7 @@ def test_who_comes_goes_before_who_just_had_a_turn() -> None:
     assert order_of(harness, *of("b", 1))[:2] == ["a0", "b0"]
 
 
-def test_nobody_is_overtaken_for_ever_by_those_who_come_and_go() -> None:
+def test_a_waiting_client_is_not_starved_by_clients_that_come_and_go() -> None:
     harness = one_at_a_time(max_queued_requests=10_000)
     for request in of("a", 20):
         harness.scheduler.submit(request)
@@ -542,7 +542,7 @@ def test_nobody_is_overtaken_for_ever_by_those_who_come_and_go() -> None:
     harness.run()
 
 
-def test_a_request_that_waits_for_room_keeps_its_turn() -> None:
+def test_a_request_that_waits_for_pages_keeps_its_turn() -> None:
     harness = Harness(num_slots=4, num_pages=9, page_size=4, max_prefill_length=64)
     for request in (*of("a", 1, prompt=tuple(range(20))), *of("b", 1, prompt=tuple(range(24)))):
         harness.scheduler.submit(request)
@@ -574,7 +574,7 @@ def test_longest_cached_prefix_goes_first_within_each_clients_turns() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-def test_choosing_costs_the_same_however_many_wait(
+def test_the_cost_of_choosing_is_independent_of_the_queue_length(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clients share the window of lpm, and only heads of lines are looked at otherwise."""
@@ -604,7 +604,7 @@ def test_choosing_costs_the_same_however_many_wait(
     assert len(looked_at) <= (LPM_WINDOW if policy == "lpm" else 4)
 
 
-def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
+def test_one_client_cannot_fill_the_queue_of_the_others() -> None:
     harness = Harness(max_queued_requests=10)
     submit = harness.scheduler.submit
     for request in of("a", 10):
@@ -623,7 +623,7 @@ def test_one_client_cannot_fill_the_queue_for_the_others() -> None:
     harness.run()
 
 
-def test_who_runs_most_is_retracted_first() -> None:
+def test_the_client_with_the_most_running_requests_is_retracted_first() -> None:
     harness = Harness()
     tenants = [Tenant("a")] * 3 + [Tenant("b")]
     for index, tenant in enumerate(tenants):
@@ -634,7 +634,7 @@ def test_who_runs_most_is_retracted_first() -> None:
     assert harness.scheduler._victim() is harness.scheduler._running["2"]
 
 
-def test_a_retracted_request_is_the_next_of_its_client() -> None:
+def test_a_retracted_request_is_resumed_before_others_of_its_client() -> None:
     harness = Harness(page_size=2, num_pages=40, conservativeness=0.05)
     requests = [
         make_request(f"{client}{i}", [i, i + 1, i + 2], 40, ignore_eos=True, tenant=Tenant(client))
@@ -659,7 +659,7 @@ def test_a_retracted_request_is_the_next_of_its_client() -> None:
         check_output(request)
 
 
-def test_only_the_same_salt_finds_a_prefix() -> None:
+def test_a_prefix_is_matched_only_with_the_same_salt() -> None:
     harness = Harness()
     everyone, a, b = EVERYONE, Tenant("a", "x"), Tenant("b", "x")
     views = [(tenant, salt) for tenant in (everyone, a, b) for salt in (None, "salt", "pepper")]
@@ -677,12 +677,12 @@ def test_only_the_same_salt_finds_a_prefix() -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "x" * (MAX_SALT_CHARS + 1), b"salt", 5])
-def test_a_salt_is_a_short_text(salt: Any) -> None:
+def test_a_salt_that_is_no_short_text_is_refused(salt: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"cache_salt: must"):
         cache_namespace(EVERYONE, salt)
 
 
-def test_a_namespace_is_short_and_has_no_other_name() -> None:
+def test_namespaces_are_short_and_unique() -> None:
     assert cache_namespace(EVERYONE, None) == cache_namespace(Tenant("", "user"), None) == b""
     views = [
         *(
@@ -699,7 +699,7 @@ def test_a_namespace_is_short_and_has_no_other_name() -> None:
 
 @settings(max_examples=1500, deadline=None)
 @given(st.integers(0, 2**32))
-def test_any_schedule_ends_every_request_once_and_leaks_nothing(seed: int) -> None:
+def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> None:
     """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 8])

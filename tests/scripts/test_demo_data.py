@@ -1,4 +1,4 @@
-"""What the demo model is trained on is right, and is not what it is evaluated on."""
+"""The training data of the demo model is right, and disjoint from its evaluation."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_evaluation_is_the_frozen_one() -> None:
     )
 
 
-def test_the_phrasings_of_the_evaluation_are_new() -> None:
+def test_phrasings_of_the_evaluation_are_not_in_the_training_data() -> None:
     trained = trained_phrases()
     assert trained.keys() == held_out()["phrases"].keys()
     for skill, intents in held_out()["phrases"].items():
@@ -91,7 +91,9 @@ def test_the_phrasings_of_the_evaluation_are_new() -> None:
             assert not known & new, (skill, intent)
 
 
-def test_the_words_of_the_evaluation_are_new(trained: list[list[dict[str, str]]]) -> None:
+def test_words_of_the_evaluation_are_not_in_the_training_data(
+    trained: list[list[dict[str, str]]],
+) -> None:
     new = held_out_words()
     seen = {
         word
@@ -101,7 +103,9 @@ def test_the_words_of_the_evaluation_are_new(trained: list[list[dict[str, str]]]
     assert new & seen == set()
 
 
-def test_the_numbers_of_the_evaluation_are_new(trained_questions: set[str]) -> None:
+def test_numbers_of_the_evaluation_are_not_in_the_training_data(
+    trained_questions: set[str],
+) -> None:
     """In no question at all, besides what the options themselves say."""
     world = World(random.Random(0), evaluates=True)
     evaluated = {str(world.number()) for _ in range(5000)}
@@ -111,12 +115,14 @@ def test_the_numbers_of_the_evaluation_are_new(trained_questions: set[str]) -> N
     assert not (trained - known) & evaluated
 
 
-def test_the_favourites_of_the_evaluation_are_of_known_kinds() -> None:
+def test_favourites_of_the_evaluation_are_of_known_kinds() -> None:
     world, evaluated = World(random.Random(0)), World(random.Random(0), evaluates=True)
     assert set(evaluated.favourite_kinds()) < set(world.favourite_kinds())
 
 
-def test_the_instances_of_the_evaluation_are_new(trained_questions: set[str]) -> None:
+def test_instances_of_the_evaluation_are_not_in_the_training_data(
+    trained_questions: set[str],
+) -> None:
     asked = {plain(case.messages[-1]["content"]) for case in cases() if case.skill in SKILLS}
     assert not asked & trained_questions
     sums = {
@@ -132,10 +138,10 @@ def test_the_instances_of_the_evaluation_are_new(trained_questions: set[str]) ->
     assert not sums & trained_sums
 
 
-def test_the_instances_of_the_evaluation_are_new_even_worn_down(
+def test_normalized_instances_of_the_evaluation_are_not_in_the_training_data(
     trained_questions: set[str],
 ) -> None:
-    """Not behind an opening, either: what is held out is the question before it is worn down."""
+    """Held-out questions are not in the training data after a removed opening either."""
     asked = {plain(case.messages[-1]["content"]) for case in cases() if case.skill in CLOSED_SKILLS}
     openings = [plain(opening) for opening in OPENINGS]
     assert any(text.startswith(tuple(openings)) for text in trained_questions)
@@ -154,7 +160,7 @@ def test_the_instances_of_the_evaluation_are_new_even_worn_down(
     assert num_worn > 500
 
 
-def test_what_everyone_types_first_is_trained_on() -> None:
+def test_common_first_questions_are_in_the_training_data() -> None:
     templates = chain.from_iterable(
         chain.from_iterable(trained_phrases()[skill].values()) for skill in CASELESS[:2]
     )
@@ -165,7 +171,7 @@ def test_what_everyone_types_first_is_trained_on() -> None:
     assert not any(is_held_out(text) for text in first)
 
 
-def test_the_evaluation_asks_nothing_twice() -> None:
+def test_the_evaluation_has_no_duplicates() -> None:
     for split in SPLITS:
         asked = [
             tuple(plain(message["content"]) for message in case.messages)
@@ -176,7 +182,7 @@ def test_the_evaluation_asks_nothing_twice() -> None:
 
 
 def test_a_phrasing_belongs_to_one_intent() -> None:
-    """Of the training and the evaluation together: the same text has one right answer."""
+    """Training and evaluation never have different answers to one text."""
     owners: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for phrases in (trained_phrases(), held_out()["phrases"]):
         for skill, intents in phrases.items():
@@ -201,7 +207,7 @@ def test_a_question_has_one_answer(evaluates: bool, new_phrases: bool) -> None:
     assert {text: found for text, found in answers.items() if len(found) > 1} == {}
 
 
-def test_todays_tables_have_every_option_of_every_command() -> None:
+def test_a_new_snapshot_has_every_option_of_every_command() -> None:
     today = todays_tables()
     options = {entry["names"][0]: entry for entry in today["options"]}
     expected = {
@@ -234,7 +240,7 @@ def test_the_snapshot_has_one_meaning_for_each_answer() -> None:
     assert len(set(helps)) == len(helps)  # or 'which option is this' had two answers
 
 
-def test_an_option_that_commands_take_differently_says_of_which() -> None:
+def test_an_option_that_differs_between_commands_names_its_command() -> None:
     chat = "--temperature of chat has no default."
     bench = "The default of --temperature of bench and bench serve is 0.6."
     world = World(random.Random(7))
@@ -250,7 +256,7 @@ def test_an_option_that_commands_take_differently_says_of_which() -> None:
 
 
 @pytest.mark.parametrize("new_phrases", [False, True])
-def test_any_command_of_the_chat_is_asked_for(
+def test_every_chat_command_is_in_the_training_data(
     new_phrases: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tables() | {
@@ -272,7 +278,7 @@ def test_every_skill_is_evaluated_on_both_splits() -> None:
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_the_answers_are_right(evaluates: bool) -> None:
+def test_generated_answers_are_right(evaluates: bool) -> None:
     """Checked in another way than they are made."""
     world = World(random.Random(3), evaluates=evaluates)
     for _ in range(300):
@@ -348,7 +354,7 @@ def check_counted(exchange: Exchange) -> None:
         assert re.search("down|backwards", exchange.question) is None or steps[0] == -1
 
 
-def test_what_was_told_last_is_what_is_recalled() -> None:
+def test_the_last_stated_fact_is_the_one_recalled() -> None:
     world = World(random.Random(4))
     for _ in range(200):
         *told, last = remembering(world, 300).exchanges
@@ -358,7 +364,7 @@ def test_what_was_told_last_is_what_is_recalled() -> None:
             assert not known or known[-1] == match[1]
 
 
-def test_a_shard_is_the_template_of_its_conversations() -> None:
+def test_a_shard_equals_its_rendered_conversations() -> None:
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     shard = make_shard(DEMO_FOLDER, 7, 0, 20_000)
     again = make_shard(DEMO_FOLDER, 7, 0, 20_000)
@@ -374,7 +380,7 @@ def test_a_shard_is_the_template_of_its_conversations() -> None:
         assert learned[len(prompt) :].all()
 
 
-def test_the_cases_are_what_the_engine_is_asked() -> None:
+def test_evaluation_cases_equal_the_prompts_of_the_engine() -> None:
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     for case, tokenized in zip(cases(), tokenized_cases(DEMO_FOLDER), strict=True):
         prompt = tokenized.ids[: -tokenized.num_answer].tolist()
@@ -384,7 +390,7 @@ def test_the_cases_are_what_the_engine_is_asked() -> None:
     assert max(len(case.ids) for case in tokenized_cases(DEMO_FOLDER)) > 1700
 
 
-def test_batches_hold_every_conversation_once(tmp_path: Path) -> None:
+def test_batches_contain_every_conversation_once(tmp_path: Path) -> None:
     shard = make_shard(DEMO_FOLDER, 5, 3, 30_000)
     batches = make_batches(DEMO_FOLDER, 5, 3, 30_000, BATCH_TOKENS)
     rows = []
@@ -402,6 +408,6 @@ def test_batches_hold_every_conversation_once(tmp_path: Path) -> None:
     assert batches.num_tokens == sum(len(ids) for ids, _ in shard)
 
 
-def test_a_held_out_instance_is_one_however_it_is_written() -> None:
+def test_a_held_out_instance_is_recognized_in_every_spelling() -> None:
     for text in ("What is minisgl?", "12+30", "a b c"):
         assert is_held_out(text) == is_held_out(text.upper() + "!") == is_held_out(f" {text} ")

@@ -1,4 +1,4 @@
-"""The programs in scripts/examples run as they are, and print what they promise."""
+"""The programs in scripts/examples run unchanged and print the documented output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRINTED = {
 }
 
 
-def test_every_example_is_run_and_listed() -> None:
+def test_every_example_is_tested_and_listed_in_the_readme() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == PRINTED.keys()
     listed = (EXAMPLES / "README.md").read_text()
     assert all(f"`{name}`" in listed for name in PRINTED)

@@ -1,4 +1,4 @@
-"""The demo model's training: its Qwen3 is the one of transformers, and a run can go on later."""
+"""Training of the demo model: agreement with transformers, and resumed runs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_loss_falls(whole_run: tuple[Model, list[float]]) -> None:
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_pieces_of_a_run_give_the_same_weights_as_the_whole(
+def test_a_resumed_run_gives_the_same_weights_as_an_uninterrupted_one(
     shards: list[Shard], whole_run: tuple[Model, list[float]], tmp_path: Path
 ) -> None:
     first = Trainer(SETTINGS, CPU)
@@ -139,7 +139,9 @@ def test_pieces_of_a_run_give_the_same_weights_as_the_whole(
 @pytest.mark.parametrize(
     "other", [replace(SETTINGS, seed=4), replace(SETTINGS, shape=replace(TINY, rope_theta=1e6))]
 )
-def test_a_checkpoint_of_other_settings_is_refused(other: Settings, tmp_path: Path) -> None:
+def test_a_training_checkpoint_of_other_settings_is_refused(
+    other: Settings, tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoint.pt"
     Trainer(other, CPU).save(path)
     with pytest.raises(SystemExit) as refusal:
@@ -203,7 +205,7 @@ def test_muon_takes_a_step_along_the_gradients_singular_vectors() -> None:
         assert stack.grad is None
 
 
-def test_one_pass_tells_what_greedy_decoding_answers(
+def test_teacher_forcing_predicts_the_greedy_answers(
     bundled: Model, cases: list[TokenizedCase]
 ) -> None:
     short = [case for case in cases if len(case.ids) < 64]

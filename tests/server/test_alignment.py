@@ -1,4 +1,4 @@
-"""Logprobs agree with the text: which tokens they are of, their bytes, and their places."""
+"""Logprobs agree with the text in tokens, bytes and offsets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 def generate(
     tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], params: SamplingParams
 ) -> list[OutputDelta]:
-    """What the engine tells of an answer of these tokens, one by one; STOP_TOKEN may end it."""
+    """The engine's deltas for these tokens, one by one; STOP_TOKEN may end the answer."""
     detokenizer = Detokenizer(
         tokenizer,
         stop=params.stop,
@@ -67,7 +67,7 @@ def generate(
 
 
 def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
-    """What a slow reader gets of them."""
+    """Merges deltas, as for a slow reader."""
     last = deltas[-1]
     return OutputDelta(
         joined(delta.token_ids for delta in deltas),
@@ -136,7 +136,7 @@ def answer(draw: st.DrawFn) -> tuple[Tokenizer, list[int], list[OutputDelta], Sa
 
 @settings(max_examples=200, deadline=None)
 @given(answer())
-def test_the_logprobs_of_a_chat_are_of_its_content(
+def test_logprobs_of_a_chat_spell_its_content(
     answer: tuple[Tokenizer, list[int], list[OutputDelta], SamplingParams],
 ) -> None:
     tokenizer, prompt, deltas, params = answer
@@ -169,7 +169,7 @@ def drop_first_space(pieces: list[bytes], start: int, end: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(answer(), st.booleans(), st.booleans())
-def test_the_offsets_of_a_completion_are_in_its_text(
+def test_text_offsets_of_a_completion_point_into_its_text(
     answer: tuple[Tokenizer, list[int], list[OutputDelta], SamplingParams],
     echo: bool,
     prompt_is_text: bool,
@@ -210,7 +210,7 @@ def test_the_offsets_of_a_completion_are_in_its_text(
     assert "".join(chunk["text"] for chunk in chunks) == text
 
 
-def test_an_answer_that_is_aborted_before_its_prompt_was_scored() -> None:
+def test_an_answer_aborted_before_its_prompt_was_scored_has_empty_logprobs() -> None:
     params = SamplingParams(logprobs=0, prompt_logprobs=0)
     job = GenerationJob(index=0, k=0, prompt_token_ids=[5, 6, 7], params=params, echo="abc")
     reply = CompletionReply([job], model="m", tokenizer=byte_level(), include_usage=False)
@@ -233,7 +233,7 @@ def ids_of(tokenizer: Tokenizer, *pieces: bytes) -> list[int]:
     return [found[piece] for piece in pieces]
 
 
-def test_a_token_that_a_stop_string_cuts_is_there_with_what_is_left_of_it() -> None:
+def test_a_token_cut_by_a_stop_string_is_listed_with_its_remaining_text() -> None:
     tokenizer = byte_level()
     ids = ids_of(tokenizer, b"x", b"two words", b"</s>", b".")
     assert chat_tokens(tokenizer, ids, stop="o word") == ("xtw", [("x", b"x"), ("tw", b"tw")])
@@ -242,7 +242,7 @@ def test_a_token_that_a_stop_string_cuts_is_there_with_what_is_left_of_it() -> N
     assert chat_tokens(tokenizer, ids, stop="xtwo")[1] == []
 
 
-def test_special_tokens_are_in_the_logprobs_where_they_are_in_the_content() -> None:
+def test_special_tokens_are_in_the_logprobs_if_they_are_in_the_content() -> None:
     tokenizer = byte_level()
     ids = ids_of(tokenizer, b"x", b"</s>", b".", b"<s>")
     assert chat_tokens(tokenizer, ids)[1] == [("x", b"x"), (".", b".")]
@@ -254,7 +254,7 @@ def test_special_tokens_are_in_the_logprobs_where_they_are_in_the_content() -> N
     assert [name for name, _ in ended[1]] == ["x", "</s>", "."]
 
 
-def test_a_character_is_shown_with_the_token_that_completes_it() -> None:
+def test_a_character_is_listed_with_the_token_that_completes_it() -> None:
     tokenizer = spelled()
     parts = [bytes([byte]) for byte in "👍".encode()]
     ids = ids_of(tokenizer, b" fox", *parts, b"a")
@@ -277,7 +277,7 @@ def test_a_character_is_shown_with_the_token_that_completes_it() -> None:
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["byte-level", "spelled"])
 @pytest.mark.parametrize("token_id", [3, 130, 190, 240])
-def test_as_many_rivals_are_given_as_were_asked_for(tokenizer: Tokenizer, token_id: int) -> None:
+def test_the_requested_number_of_top_logprobs_is_given(tokenizer: Tokenizer, token_id: int) -> None:
     """Bytes of characters, tokens with the same text and ids without one do not fall together."""
     same = [id for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) == b"e"]
     assert len(same) == (2 if tokenizer.drops_first_space else 1)

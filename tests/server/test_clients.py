@@ -1,4 +1,4 @@
-"""Clients that a server tells apart by their keys, over sockets."""
+"""Fair sharing between clients that the server distinguishes by their keys."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def order_of(gated: Gated, tasks: list[asyncio.Task[Completion]]) -> list[
     return [join.prompt_token_ids[0] for plan in gated.runner.launched for join in plan.joins]
 
 
-async def test_a_question_waits_for_no_queue_of_another_key() -> None:
+async def test_a_request_does_not_wait_for_the_queue_of_another_key() -> None:
     async with clients(max_running_requests=1) as (gated, (a, b)):
         gated.runner.close_gate()
         many = await queue(gated, a, [[3, n] for n in range(3, 43)])
@@ -67,7 +67,7 @@ async def test_a_question_waits_for_no_queue_of_another_key() -> None:
     assert order == [3, 4] + [3] * 39  # after the one that runs, before all that wait
 
 
-async def test_with_one_key_all_are_one_client_whatever_users_they_name() -> None:
+async def test_with_one_key_all_users_are_one_client() -> None:
     async with clients(KEYS[:1], max_running_requests=1) as (gated, (client,)):
         gated.runner.close_gate()
         asked = []
@@ -76,7 +76,7 @@ async def test_with_one_key_all_are_one_client_whatever_users_they_name() -> Non
         assert await order_of(gated, asked) == [*range(10, 20)]
 
 
-async def test_the_users_of_a_key_take_turns_within_its_turns() -> None:
+async def test_users_of_a_key_are_served_in_turns_within_its_share() -> None:
     async with clients(max_running_requests=1) as (gated, (a, b)):
         gated.runner.close_gate()
         asked = await queue(gated, a, [[10], [11], [12]], user="x")
@@ -85,7 +85,7 @@ async def test_the_users_of_a_key_take_turns_within_its_turns() -> None:
         assert await order_of(gated, asked) == [10, 30, 11, 31, 20, 32, 12]
 
 
-async def test_a_full_queue_is_full_for_who_filled_it() -> None:
+async def test_a_full_queue_refuses_only_the_client_that_filled_it() -> None:
     async with clients(max_running_requests=1, max_queued_requests=4) as (gated, (a, b)):
         gated.runner.close_gate()
         asked = await queue(gated, a, [[n] for n in range(10, 15)])  # one of them runs
@@ -102,7 +102,7 @@ def cached(usage: CompletionUsage | None) -> int:
     return usage.prompt_tokens_details.cached_tokens or 0
 
 
-async def test_each_key_and_each_salt_has_its_own_view_of_the_cache() -> None:
+async def test_each_key_and_each_salt_has_its_own_prefix_cache() -> None:
     async with clients() as (_, (a, b)):
         prompt = [*range(10, 30)]
         views: list[tuple[openai.AsyncOpenAI, dict[str, Any]]] = [
@@ -114,7 +114,7 @@ async def test_each_key_and_each_salt_has_its_own_view_of_the_cache() -> None:
                 assert cached((await complete(client, prompt, **fields)).usage) == found
 
 
-async def test_without_several_keys_everybody_shares_and_a_salt_does_not() -> None:
+async def test_with_at_most_one_key_the_cache_is_shared_except_between_salts() -> None:
     async with clients(("any",)) as (_, (client,)):
         url = client.base_url
         async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as other:
@@ -134,7 +134,7 @@ async def test_without_several_keys_everybody_shares_and_a_salt_does_not() -> No
     assert find == [False, True, False, True, True]
 
 
-async def test_a_wrong_salt_is_named() -> None:
+async def test_an_invalid_salt_is_refused_by_name() -> None:
     async with clients() as (_, (a, _)):
         for salt in ("", "x" * 257, 5, ["x"], {}):
             for path in ("/completions", "/chat/completions"):

@@ -1,4 +1,4 @@
-"""What one connection may send and hold, and how many there may be."""
+"""Limits on one connection's bytes and time, and on the number of connections."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
     ],
     ids=["value", "name", "large", "many", "url", "query", "lines", "chunk", "trailer", "trailers"],
 )
-async def test_a_head_that_is_too_large_is_refused_while_it_comes(sent: bytes) -> None:
+async def test_a_head_that_is_too_large_is_refused_while_it_arrives(sent: bytes) -> None:
     async with site() as here, here.client() as client:
         client.send(sent)
         answer = await client.answer()
@@ -205,7 +205,7 @@ async def test_a_head_that_is_too_large_is_refused_while_it_comes(sent: bytes) -
         assert 'status="431"} 1.0' in text
 
 
-async def test_a_head_within_the_limits_passes_also_in_small_pieces() -> None:
+async def test_a_head_within_the_limits_is_accepted_in_small_pieces() -> None:
     async with site() as here, here.client() as client:
         most = b"".join(b"x-%d: y\r\n" % i for i in range(MAX_HEADERS - 1))
         client.send(GET, most, b"\r\n")
@@ -223,7 +223,7 @@ async def test_a_head_within_the_limits_passes_also_in_small_pieces() -> None:
         assert (await client.answer()).status == 200
 
 
-def test_an_endless_header_takes_no_memory_and_its_client_reads_the_answer() -> None:
+def test_an_endless_header_is_not_buffered_and_gets_an_answer() -> None:
     """In a process of its own, which has another event loop."""
 
     async def flood(port: int) -> list[int]:
@@ -252,14 +252,14 @@ def resident(pid: int) -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-async def test_a_trailer_is_no_header() -> None:
+async def test_trailers_do_not_count_as_headers() -> None:
     body = b"%x\r\n%s\r\n" % (len(QUESTION), QUESTION)
     async with site(api_key=("secret",)) as here, here.client() as client:
         client.send(CHUNKED, body, b"0\r\nauthorization: Bearer secret\r\n\r\n")
         assert (await client.answer()).status == 401
 
 
-async def test_nothing_is_said_in_the_middle_of_an_answer() -> None:
+async def test_an_error_of_a_pipelined_request_is_sent_after_the_running_answer() -> None:
     """A fault behind a request is told when that has its answer."""
     engine = FakeEngine(answer_length=5)
     engine.gate.clear()
@@ -279,7 +279,7 @@ async def test_nothing_is_said_in_the_middle_of_an_answer() -> None:
         assert await client.is_closed()
 
 
-async def test_a_client_that_pipelines_too_much_gets_what_it_may_in_order() -> None:
+async def test_a_client_that_pipelines_too_much_gets_the_allowed_answers_in_order() -> None:
     async with site() as here, here.client() as client:
         client.send((GET + b"\r\n") * 1000)
         answers = [await client.answer() for _ in range(MAX_PIPELINED + 2)]
@@ -306,7 +306,7 @@ async def test_a_body_of_many_tiny_chunks_is_refused() -> None:
         assert await client.is_closed()
 
 
-async def test_chunks_of_a_usual_size_may_be_many() -> None:
+async def test_a_body_of_many_usual_chunks_is_accepted() -> None:
     size = 2 * MEAN_CHUNK_BYTES
     padding = chunk(b" " * size) * (2 * MAX_SMALL_CHUNKS)
     async with site() as here, here.client() as client:
@@ -315,7 +315,7 @@ async def test_chunks_of_a_usual_size_may_be_many() -> None:
 
 
 @pytest.mark.parametrize("head", [CHUNKED, POST + b"content-length: 99999999999\r\n\r\n"])
-async def test_little_is_parsed_of_a_body_that_comes_after_the_answer(head: bytes) -> None:
+async def test_little_is_parsed_of_a_body_that_arrives_after_the_answer(head: bytes) -> None:
     async with site(api_key=("secret",)) as here, here.client() as client:
         client.send(head)
         assert (await client.answer()).status == 401
@@ -337,7 +337,7 @@ async def test_little_is_parsed_of_a_body_that_comes_after_the_answer(head: byte
 # -- time -----------------------------------------------------------------------------------------
 
 
-async def test_a_silent_connection_is_closed_without_a_word() -> None:
+async def test_a_silent_connection_is_closed_without_an_answer() -> None:
     async with site() as here, here.client() as client:
         await here.only(Phase.HEAD)
         here.pass_seconds(HEAD_SECONDS - FEW)
@@ -348,7 +348,7 @@ async def test_a_silent_connection_is_closed_without_a_word() -> None:
 
 @pytest.mark.parametrize("answered", [0, 2])
 @pytest.mark.parametrize("sent", [b"G", GET, b"\r\n"])
-async def test_a_head_has_its_time(sent: bytes, answered: int) -> None:
+async def test_a_head_that_takes_too_long_is_refused(sent: bytes, answered: int) -> None:
     async with site() as here, here.client() as client:
         for _ in range(answered):
             client.send(GET, b"\r\n")
@@ -367,7 +367,7 @@ async def test_a_head_has_its_time(sent: bytes, answered: int) -> None:
         assert await client.is_closed()
 
 
-async def test_an_idle_connection_is_kept_as_long_as_before() -> None:
+async def test_an_idle_connection_is_kept_for_the_keep_alive_time() -> None:
     async with site() as here, here.client() as client:
         client.send(GET, b"\r\n")
         await client.answer()
@@ -381,7 +381,7 @@ async def test_an_idle_connection_is_kept_as_long_as_before() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_a_body_that_stops_coming_ends_its_request(chunked: bool) -> None:
+async def test_a_body_that_stops_arriving_ends_its_request(chunked: bool) -> None:
     async with site() as here, here.client() as client:
         if chunked:
             client.send(CHUNKED, b"4\r\n{   \r\n")
@@ -402,7 +402,7 @@ def has_arrived(connection: ServerConnection, num_bytes: int) -> bool:
     return connection._num_body_bytes >= num_bytes
 
 
-async def test_a_body_that_comes_slowly_but_steadily_passes() -> None:
+async def test_a_body_that_arrives_slowly_but_steadily_is_accepted() -> None:
     window = BODY_SECONDS * BODY_BYTES_PER_SECOND
     body = QUESTION + b" " * (4 * window - len(QUESTION))
     async with site() as here, here.client() as client:
@@ -418,8 +418,8 @@ async def test_a_body_that_comes_slowly_but_steadily_passes() -> None:
         assert (await client.answer()).status == 200
 
 
-async def test_a_connection_that_waits_for_us_has_all_the_time() -> None:
-    """For its answer, and while the server does not read what comes behind."""
+async def test_a_connection_waiting_for_its_answer_has_no_time_limit() -> None:
+    """No timeout applies before the answer, nor while the server reads no pipelined request."""
     engine = FakeEngine()
     engine.gate.clear()
     async with site(engine) as here, here.client() as client:
@@ -436,7 +436,7 @@ async def test_a_connection_that_waits_for_us_has_all_the_time() -> None:
             assert (await client.answer()).status == 200
 
 
-async def test_little_is_read_of_a_body_that_nobody_asks_for() -> None:
+async def test_little_is_read_of_a_body_that_the_handler_ignores() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     async with site(engine) as here, here.client() as client:
@@ -451,7 +451,7 @@ async def test_little_is_read_of_a_body_that_nobody_asks_for() -> None:
             assert (await client.answer()).status == 200
 
 
-async def test_the_rest_of_a_refused_body_has_to_come_too() -> None:
+async def test_the_rest_of_a_refused_body_must_arrive_in_time() -> None:
     async with site(api_key=("secret",)) as here, here.client() as client:
         client.post(sent=4)
         assert (await client.answer()).status == 401
@@ -460,7 +460,7 @@ async def test_the_rest_of_a_refused_body_has_to_come_too() -> None:
         assert await client.is_closed()
 
 
-async def test_a_refused_client_that_does_not_leave_is_left() -> None:
+async def test_a_refused_client_that_stays_connected_is_disconnected() -> None:
     async with site() as here, here.client() as client:
         client.send(GET, HUGE)
         assert (await client.answer()).status == 431
@@ -485,7 +485,7 @@ def reader_of(port: int, num_requests: int = MAX_PIPELINED) -> Iterator[socket.s
         yield client
 
 
-async def test_a_client_that_reads_nothing_is_left() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     async with site() as here:
         with reader_of(here.port):
             connection = await here.only(Phase.ANSWER)
@@ -496,7 +496,7 @@ async def test_a_client_that_reads_nothing_is_left() -> None:
             await until(lambda: not here.server.server_state.connections, 20)
 
 
-async def test_clients_that_read_nothing_make_room() -> None:
+async def test_clients_that_read_nothing_are_disconnected_to_make_room() -> None:
     engine = FakeEngine(answer_length=5)
     engine.gate.clear()
     async with site(engine, max_open=3) as here, here.client() as busy:
@@ -522,7 +522,7 @@ def num_unread(here: Site) -> int:
     )
 
 
-def test_a_client_that_leaves_answers_unread_makes_no_noise() -> None:
+def test_a_client_that_leaves_answers_unread_logs_no_error() -> None:
     """In a process of its own, which has another event loop."""
     with serving_process({}) as (process, url):
         wait_for_health(url, 200)
@@ -539,7 +539,7 @@ def test_a_client_that_leaves_answers_unread_makes_no_noise() -> None:
     assert "ERROR" not in log and "Traceback" not in log and "ASGI" not in log
 
 
-async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
+async def test_a_half_closed_client_gets_its_answer() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     async with site(engine) as here, here.client() as client, here.client() as other:
@@ -556,7 +556,7 @@ async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
         assert await client.is_closed()
 
 
-async def test_a_client_that_leaves_is_told_from_one_that_sends_no_more() -> None:
+async def test_a_disconnect_is_distinguished_from_a_half_close() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     async with site(engine) as here:
@@ -567,7 +567,7 @@ async def test_a_client_that_leaves_is_told_from_one_that_sends_no_more() -> Non
         await until(lambda: not here.server.server_state.connections, 20)
 
 
-def test_clients_of_a_process_may_send_no_more() -> None:
+def test_a_server_process_answers_half_closed_clients() -> None:
     """In a process of its own, which has another event loop."""
     with serving_process({}) as (_, url):
         wait_for_health(url, 200)
@@ -584,7 +584,7 @@ def test_clients_of_a_process_may_send_no_more() -> None:
 # -- before the body ------------------------------------------------------------------------------
 
 
-async def test_the_key_comes_before_the_body() -> None:
+async def test_the_key_is_checked_before_the_body_is_read() -> None:
     async with site(api_key=("secret",)) as here, here.client() as client:
         client.post(b" " * 1000, b"expect: 100-continue", sent=0)
         assert (await client.answer()).status == 401  # and no 100 before it
@@ -616,7 +616,7 @@ async def test_an_upgrade_is_ignored_and_its_body_read(at_once: bool) -> None:
 LARGE = QUESTION + b" " * (4 * SMALL_BODY_BYTES - len(QUESTION))
 
 
-async def test_announced_bodies_take_nothing_and_small_ones_pass() -> None:
+async def test_announced_bodies_reserve_no_memory_and_small_ones_are_accepted() -> None:
     async with site() as here, contextlib.AsyncExitStack() as stack:
         here.app.state.bodies = budget = BodyBudget(len(LARGE))
         for _ in range(3):
@@ -631,7 +631,7 @@ async def test_announced_bodies_take_nothing_and_small_ones_pass() -> None:
         assert budget.num_free == len(LARGE)
 
 
-async def test_the_slowest_body_makes_room_for_faster_ones() -> None:
+async def test_the_slowest_body_is_dropped_to_make_room_for_faster_ones() -> None:
     now = 0.0
     half = chunk(LARGE[: len(LARGE) // 2])
     async with site() as here, here.client() as slow, here.client() as fast:
@@ -663,7 +663,7 @@ async def test_the_slowest_body_makes_room_for_faster_ones() -> None:
         await until(lambda: budget.num_free == len(LARGE), 20)
 
 
-async def test_a_body_that_leaves_is_not_counted() -> None:
+async def test_the_body_of_a_disconnected_client_is_not_counted() -> None:
     async with site() as here:
         here.app.state.bodies = budget = BodyBudget(len(LARGE))
         async with here.client() as other:
@@ -675,7 +675,7 @@ async def test_a_body_that_leaves_is_not_counted() -> None:
 # -- all connections together ---------------------------------------------------------------------
 
 
-async def test_silent_connections_make_room_and_busy_ones_stay() -> None:
+async def test_silent_connections_are_closed_to_make_room_and_busy_ones_stay() -> None:
     engine = FakeEngine(answer_length=5)
     engine.gate.clear()
     async with site(engine, max_open=4) as here, contextlib.AsyncExitStack() as stack:
@@ -721,7 +721,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_silent_connections_beyond_the_open_files_lock_nobody_out(scheme: str) -> None:
+def test_silent_connections_beyond_the_file_limit_do_not_lock_others_out(scheme: str) -> None:
     raise_file_limit()
     port = free_port()
     certificate = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY} if scheme == "https" else {}
@@ -753,7 +753,7 @@ def wait_for_serving(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_http_1_0_gets_no_chunks(stream: bool) -> None:
+async def test_http_1_0_answers_are_not_chunked(stream: bool) -> None:
     body = json.dumps({"messages": HELLO, "max_tokens": 3, "stream": stream, "seed": 0}).encode()
     async with site() as here, here.client() as client:
         client.send(
@@ -776,7 +776,7 @@ async def test_http_1_0_gets_no_chunks(stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/metrics"])
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-async def test_http_1_0_is_answered_everywhere(path: str, method: str) -> None:
+async def test_http_1_0_is_answered_by_every_endpoint(path: str, method: str) -> None:
     async with site() as here:
         answers = []
         for version in ("1.0", "1.1"):

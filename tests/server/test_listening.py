@@ -1,4 +1,4 @@
-"""Where a server listens, and under which names and paths it is found."""
+"""Addresses, sockets, TLS, host names and URL prefixes of the server."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ FOREIGN_NAMES = (
 )
 
 
-async def test_a_server_on_loopback_answers_to_its_own_names_alone() -> None:
+async def test_a_server_on_loopback_answers_to_its_own_host_names_only() -> None:
     async with client(allowed_host=("more.example.org", "*.example.com")) as http:
         for path in ("/health", "/metrics", "/v1/models", "/nowhere"):
             for name in OWN_NAMES:
@@ -129,7 +129,7 @@ async def test_a_server_on_loopback_answers_to_its_own_names_alone() -> None:
             writer.close()
 
 
-async def test_a_page_of_an_allowed_origin_sees_why_its_host_is_refused() -> None:
+async def test_an_allowed_origin_can_read_why_its_host_is_refused() -> None:
     async with client(cors_origin=("http://page.example",)) as http:
         headers = {"host": "attacker.example", "origin": "http://page.example"}
         answer = await http.get("/health", headers=headers)
@@ -150,7 +150,7 @@ async def test_a_page_of_an_allowed_origin_sees_why_its_host_is_refused() -> Non
         ({"host": "0.0.0.0", "allowed_host": ("other.example",)}, 403),
     ],
 )
-async def test_names_matter_where_nothing_else_keeps_web_pages_out(
+async def test_host_names_are_checked_where_no_key_protects_the_server(
     options: dict[str, Any], status: int
 ) -> None:
     url = "http://127.0.0.2" if options.get("host") == "127.0.0.2" else "http://127.0.0.1"
@@ -161,7 +161,7 @@ async def test_names_matter_where_nothing_else_keeps_web_pages_out(
         assert (await http.get("/health")).status_code == 200
 
 
-def test_the_address_that_was_asked_for_is_a_name_too() -> None:
+def test_the_configured_address_is_an_allowed_host_name() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         hosts = hosts_of(ServerConfig(host="my-laptop"), listener)
@@ -182,7 +182,7 @@ async def test_https_serves_whole_and_streamed_answers() -> None:
         assert large.status_code == 431
 
 
-async def test_a_client_that_does_not_begin_with_tls_is_closed(
+async def test_a_plain_text_client_of_an_https_port_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("minisgl.server.tls_server.HEAD_SECONDS", 0.1)
@@ -194,7 +194,7 @@ async def test_a_client_that_does_not_begin_with_tls_is_closed(
         writer.close()
 
 
-def test_the_process_says_https() -> None:
+def test_the_process_prints_an_https_url() -> None:
     command = started(port=0, ssl_certfile=CERTIFICATE, ssl_keyfile=KEY)
     with said(*command) as (_, lines):
         url = lines["Serving"]
@@ -250,7 +250,7 @@ async def test_a_unix_socket_serves_whole_and_streamed_answers(tmp_path: Path) -
         assert answer.status_code == 200
 
 
-def test_the_process_says_how_to_use_its_socket_and_removes_it(tmp_path: Path) -> None:
+def test_the_process_prints_how_to_use_its_socket_and_removes_it(tmp_path: Path) -> None:
     path = tmp_path / "a socket"
     with said(*started(uds=str(path))) as (process, lines):
         assert lines["Serving"] == f"unix:{path}"
@@ -268,7 +268,7 @@ def test_the_process_says_how_to_use_its_socket_and_removes_it(tmp_path: Path) -
         assert not path.exists()
 
 
-def test_a_socket_is_removed_also_when_the_model_still_loads(tmp_path: Path) -> None:
+def test_a_socket_is_removed_when_loading_is_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     arguments = (json.dumps({"load_seconds": 60}), json.dumps({"uds": str(path)}))
     with running(str(FAKE_SERVER), *arguments) as process:
@@ -282,7 +282,7 @@ def test_a_socket_is_removed_also_when_the_model_still_loads(tmp_path: Path) -> 
         assert not path.exists()
 
 
-def test_a_stale_socket_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
+def test_a_stale_socket_is_replaced_and_any_other_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with bind(ServerConfig(uds=str(path))) as listener:
         pass
@@ -305,7 +305,7 @@ def test_a_stale_socket_is_replaced_and_anything_else_is_not(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("prefix", ["", "/llm"])
-async def test_routes_are_found_with_the_prefix_and_without(prefix: str) -> None:
+async def test_routes_work_with_and_without_the_root_path(prefix: str) -> None:
     async with client(root_path="/llm", api_key=("secret",)) as http:
         assert (await http.get(f"{prefix}/health")).status_code == 200
         assert (await http.get(f"{prefix}/v1/models")).status_code == 401
@@ -322,7 +322,7 @@ async def test_routes_are_found_with_the_prefix_and_without(prefix: str) -> None
             assert (await http.get(path)).status_code == 404
 
 
-async def test_nothing_is_open_by_a_prefix_that_is_not_one() -> None:
+async def test_a_similar_prefix_opens_no_route() -> None:
     async with client(root_path="/llm", api_key=("secret",)) as http:
         for path in ("/llm/llm/health", "/llmhealth", "/llm", "/health/llm", "/llm/nowhere"):
             assert (await http.get(path)).status_code == 401, path
@@ -347,10 +347,10 @@ async def test_nothing_is_open_by_a_prefix_that_is_not_one() -> None:
         ({"allowed_host": ("",)}, "--allowed-host : allowed: a host name"),
     ],
 )
-def test_options_that_cannot_be_right(options: dict[str, Any], message: str) -> None:
+def test_invalid_listening_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         ServerConfig(**options)
 
 
-def test_options_that_are_right() -> None:
+def test_valid_listening_options_are_accepted() -> None:
     ServerConfig(root_path="/a/b-c", allowed_host=("a", "*.a.b", "*", "[::1]", "::1"))

@@ -42,7 +42,7 @@ def choices(answer: RecordedAnswer) -> list[dict[str, Any]]:
 
 
 def text(answer: RecordedAnswer) -> str:
-    """Of an answer with exactly one ending."""
+    """The text of an answer that has exactly one finish reason."""
     endings = [choice["finish_reason"] for choice in choices(answer)]
     assert endings[-1] in ("stop", "length") and endings.count(None) == len(endings) - 1
     return "".join(choice["text"] for choice in choices(answer))
@@ -55,7 +55,7 @@ class Reader:
         self.stream = stream
 
     async def until(self, part: bytes) -> bytes:
-        """What comes until it holds `part`."""
+        """Reads until the received bytes contain `part`."""
         loop, received = asyncio.get_running_loop(), b""
         while part not in received and (data := await loop.sock_recv(self.stream, 1 << 16)):
             received += data
@@ -101,7 +101,7 @@ class Writes:
 
 
 @pytest.mark.parametrize(("overlap", "ahead"), [(True, 2), (False, 1)])
-async def test_the_next_step_is_launched_before_the_last_ones_chunks_are_written(
+async def test_the_next_step_is_launched_before_chunks_are_written(
     overlap: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes, launched_at_write, launched_at_decode = Writes(), [], []
@@ -134,7 +134,7 @@ class Consumer:
         self.log.append(self.name)
 
 
-async def test_a_step_that_ends_waits_for_few_of_the_writes() -> None:
+async def test_collecting_a_step_waits_for_few_writes() -> None:
     loop, log = asyncio.get_running_loop(), []
     fanout = Fanout(loop)
     consumers = [Consumer(log, name) for name in range(100)]
@@ -148,7 +148,7 @@ async def test_a_step_that_ends_waits_for_few_of_the_writes() -> None:
     assert [entry for entry in log if isinstance(entry, int)] == list(range(100))
 
 
-async def test_events_have_one_token_while_the_loop_keeps_up_and_more_when_it_does_not() -> None:
+async def test_events_hold_one_token_unless_the_loop_falls_behind() -> None:
     writes = Writes()
     async with gated_server(wrap=writes.wrap) as gated:
         runner = gated.runner
@@ -169,7 +169,7 @@ async def test_events_have_one_token_while_the_loop_keeps_up_and_more_when_it_do
     assert pieces[:6] == [*whole[:5], whole[5:7]]
 
 
-async def test_a_consumer_that_has_seen_everything_is_not_woken_for_nothing() -> None:
+async def test_a_consumer_is_woken_only_for_new_output() -> None:
     request = Request("a", [1], SamplingParams(), max_tokens=9, seed=0)
     stream = OutputStream(request, None, lambda _: None)
 
@@ -196,7 +196,7 @@ async def test_a_consumer_that_has_seen_everything_is_not_woken_for_nothing() ->
 # -- readers ---------------------------------------------------------------------------------------
 
 
-async def test_a_reader_that_stops_slows_nobody_and_its_buffer_is_bounded() -> None:
+async def test_a_client_that_stops_reading_slows_no_other_and_its_buffer_is_bounded() -> None:
     num_tokens = 1500
     async with gated_server() as gated:
         async with connected(gated, asking([7], num_tokens, logprobs=20)) as slow:
@@ -218,7 +218,7 @@ async def test_a_reader_that_stops_slows_nobody_and_its_buffer_is_bounded() -> N
 
 
 @pytest.mark.parametrize("how", ["closes", "ends its half"])
-async def test_a_reader_that_leaves_in_the_middle_of_a_send_is_aborted(how: str) -> None:
+async def test_a_client_that_disconnects_during_a_send_is_aborted(how: str) -> None:
     async with gated_server() as gated:
         async with connected(gated, asking([7], 1900, logprobs=0)) as slow:
             await slow.until(b"HTTP/1.1 200")
@@ -240,14 +240,14 @@ async def test_a_reader_that_leaves_in_the_middle_of_a_send_is_aborted(how: str)
 
 
 def requests_of(gated: Gated) -> dict[int, Request]:
-    """What runs or waits, by the first token of its prompt."""
+    """The running and queued requests, by the first token of their prompt."""
     streams = gated.engine._streams.values()
     return {stream.request.token_ids[0]: stream.request for stream in streams}
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("moment", ["queue", "prefill", "decode"])
-async def test_a_client_may_leave_at_any_moment(moment: str, stream: bool) -> None:
+async def test_a_client_may_disconnect_at_any_moment(moment: str, stream: bool) -> None:
     async with gated_server(max_prefill_length=9, max_running_requests=2) as gated:
         engine, runner = gated.engine, gated.runner
         runner.close_gate()
@@ -289,7 +289,7 @@ async def test_a_client_may_leave_at_any_moment(moment: str, stream: bool) -> No
                 assert slot not in {chunk.slot for chunk in plan.chunks}
 
 
-async def test_a_client_leaves_while_the_step_with_its_eos_runs() -> None:
+async def test_a_client_may_disconnect_while_the_step_with_its_eos_runs() -> None:
     async with gated_server() as gated:
         engine, runner = gated.engine, gated.runner
         prompt, end = next(
@@ -321,7 +321,7 @@ async def test_a_client_leaves_while_the_step_with_its_eos_runs() -> None:
 # -- many ------------------------------------------------------------------------------------------
 
 
-async def test_1000_streams_at_once() -> None:
+async def test_1000_concurrent_streams_get_their_own_tokens() -> None:
     """Complaint 2, 5 and 13 in passing: every token depends on every page in front of it."""
     num_clients, num_tokens = 1000, 12
     raise_file_limit()
@@ -340,7 +340,7 @@ async def test_1000_streams_at_once() -> None:
             assert text(answer) == gated.text(prompt, num_tokens)
 
 
-async def test_the_queue_is_bounded() -> None:
+async def test_requests_beyond_the_queue_limit_are_refused() -> None:
     async with gated_server(max_running_requests=1, max_queued_requests=3) as gated:
         gated.runner.close_gate()
         first = asyncio.ensure_future(ask(gated, asking([5], 10)))
@@ -356,7 +356,7 @@ async def test_the_queue_is_bounded() -> None:
         assert texts == [gated.text([5 + n], 10) for n in range(4)]
 
 
-async def test_retraction_under_load_cannot_be_seen_in_the_answers() -> None:
+async def test_retraction_under_load_does_not_change_the_answers() -> None:
     """Complaint 21: few pages and long answers; all finish, as they would alone."""
     async with gated_server(num_pages=60, schedule_conservativeness=0.01) as gated:
         prompts = [[3 + n, *range(n % 5)] for n in range(40)]
@@ -366,7 +366,7 @@ async def test_retraction_under_load_cannot_be_seen_in_the_answers() -> None:
             assert text(answer) == gated.text(prompt, 60)
 
 
-async def test_retraction_of_a_real_model_cannot_be_seen_in_the_answers() -> None:
+async def test_retraction_with_a_real_model_does_not_change_the_answers() -> None:
     few: dict[str, Any] = {"num_pages": 40, "page_size": 4, "schedule_conservativeness": 0.01}
     config = EngineConfig(device="cpu", cache_type="naive", max_seq_len_override=128, **few)
     async with await AsyncEngine.start(config) as engine, served(engine) as (_, port):
@@ -389,7 +389,7 @@ async def test_retraction_of_a_real_model_cannot_be_seen_in_the_answers() -> Non
         assert len(set(unloaded)) == len(questions)
 
 
-async def test_a_seed_gives_the_same_answer_alone_and_in_company() -> None:
+async def test_a_seed_gives_the_same_answer_alone_and_under_load() -> None:
     """Complaint 7."""
     async with gated_server() as gated:
         alone = await ask(gated, asking([5, 6], 30, seed=11, temperature=0.8))
@@ -403,7 +403,7 @@ async def test_a_seed_gives_the_same_answer_alone_and_in_company() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_the_limit_of_open_files_is_raised_where_that_is_allowed() -> None:
+def test_the_open_file_limit_is_raised_where_allowed() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = (
         "import resource as r; from minisgl.server.connection import raise_file_limit as up;"

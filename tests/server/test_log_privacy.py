@@ -1,4 +1,4 @@
-"""What people say stays out of the log, at every level and however their requests go wrong."""
+"""Prompts and answers stay out of the log, at every level and in every error."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 # One key for all, since the real client would not put it into a body.
 @pytest.mark.parametrize("strict", [False, True])
-def test_no_log_of_a_run_has_a_word_of_prompts_and_answers(tiny_model: Path, strict: bool) -> None:
+def test_no_log_line_contains_words_of_prompts_or_answers(tiny_model: Path, strict: bool) -> None:
     command = serve(tiny_model, 0, "--api-key", "a-key", *(["--strict-fields"] if strict else []))
     with logging_server(*command) as (process, url):
         headers = {"authorization": "Bearer a-key", "content-type": "application/json"}
@@ -146,7 +146,7 @@ class UnforeseenError(Exception):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_unforeseen_error_leaves_its_type_and_place_but_not_its_words(
+async def test_an_unexpected_error_is_logged_by_type_and_place_without_its_message(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = FakeEngine(interval=0.01)
@@ -167,7 +167,7 @@ async def test_an_unforeseen_error_leaves_its_type_and_place_but_not_its_words(
     assert SECRET not in caplog.text
 
 
-async def test_a_defect_in_the_engine_tells_nobody_anothers_words(
+async def test_an_engine_defect_reveals_no_text_of_other_requests(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> int:
@@ -186,7 +186,7 @@ async def test_a_defect_in_the_engine_tells_nobody_anothers_words(
     assert SECRET not in caplog.text
 
 
-async def test_a_request_is_called_by_the_id_that_it_came_with(
+async def test_a_request_is_logged_under_the_id_that_it_came_with(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with http_client(FakeEngine(answer_length=2)) as client:
@@ -213,7 +213,7 @@ async def test_a_request_is_called_by_the_id_that_it_came_with(
         (ZeroDivisionError(SECRET), "ERROR", "ZeroDivisionError"),
     ],
 )
-def test_a_failed_request_has_one_line(
+def test_a_failed_request_has_one_log_line(
     error: Exception, level: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):
@@ -225,7 +225,7 @@ def test_a_failed_request_has_one_line(
     assert SECRET not in caplog.text
 
 
-async def test_the_access_log_is_quiet_and_has_the_id_of_the_request_at_debug(
+async def test_the_access_log_is_written_at_debug_with_the_request_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with http_client(FakeEngine(answer_length=2)) as client:
@@ -242,7 +242,7 @@ async def test_the_access_log_is_quiet_and_has_the_id_of_the_request_at_debug(
     assert line.startswith(f"request {id}: POST {CHAT} 200 in ")
 
 
-async def test_a_probe_that_asks_early_leaves_no_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_probe_while_loading_leaves_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "minisgl"):
         async with http_client(None) as client:
             assert (await client.get("/health")).status_code == 503

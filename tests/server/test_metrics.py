@@ -59,7 +59,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "ignore_eos": True, "seed": 0, **fields}
 
 
-async def test_a_scrape_agrees_with_what_the_clients_saw() -> None:
+async def test_scraped_counters_agree_with_what_clients_received() -> None:
     runner = ScriptedRunner(page_size=4)
     async with engine_on(runner, tokenizer=True) as engine, http_client(engine) as client:
         usages = []
@@ -111,7 +111,7 @@ async def test_a_scrape_agrees_with_what_the_clients_saw() -> None:
     assert again(name, route="/metrics", status="200") == 1
 
 
-async def test_gauges_tell_what_runs_waits_and_is_held() -> None:
+async def test_gauges_report_running_and_queued_requests_and_used_pages() -> None:
     runner = ScriptedRunner(page_size=4)
     runner.may_collect.clear()
     async with (
@@ -131,7 +131,7 @@ async def test_gauges_tell_what_runs_waits_and_is_held() -> None:
         await deltas_of(streams[0])
 
 
-async def test_histograms_are_cumulative_and_complete() -> None:
+async def test_histogram_buckets_are_cumulative_and_complete() -> None:
     async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
         await deltas_of(engine.submit([1], params(30, ignore_eos=True)))
         found = await scrape(client)
@@ -160,7 +160,7 @@ async def test_retractions_are_counted() -> None:
         assert found("minisgl_retractions_total") == engine.stats().counters.num_retractions > 0
 
 
-async def test_a_client_that_left_before_its_answer_counts_as_499() -> None:
+async def test_a_client_that_disconnects_before_its_answer_counts_as_499() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     async with http_client(engine) as client:
@@ -173,7 +173,7 @@ async def test_a_client_that_left_before_its_answer_counts_as_499() -> None:
     assert found(name, route="/v1/completions", status="499") == 1
 
 
-async def test_what_nobody_foresaw_is_a_500_with_the_headers_of_cors_and_counted(
+async def test_an_unexpected_error_is_a_counted_500_with_cors_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, origin = FakeEngine(), "https://example.org"
@@ -193,7 +193,7 @@ async def test_what_nobody_foresaw_is_a_500_with_the_headers_of_cors_and_counted
     assert found("minisgl_http_responses_total", route="/v1/completions", status="500") == 1
 
 
-async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
+async def test_servers_of_one_process_count_separately_from_zero() -> None:
     async def one() -> tuple[Scrape, Scrape]:
         async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
             before = await scrape(client)
@@ -208,7 +208,7 @@ async def test_two_servers_of_a_process_count_apart_and_begin_at_zero() -> None:
         assert after("minisgl_http_responses_total", route="/version", status="200") == 1
 
 
-async def test_every_phase_answers_without_a_key() -> None:
+async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
     state = EngineState(ServerConfig(api_key=("secret",)))
     transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -231,7 +231,7 @@ async def test_every_phase_answers_without_a_key() -> None:
     assert counted == 3
 
 
-async def test_names_have_their_units_and_are_those_of_the_readme() -> None:
+async def test_metric_names_have_units_and_are_listed_in_the_readme() -> None:
     async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
         await client.get("/version")
         found = await scrape(client)

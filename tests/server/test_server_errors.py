@@ -1,4 +1,4 @@
-"""Whatever goes wrong is told in OpenAI's envelope, under the request's id, and harms nobody."""
+"""Errors have OpenAI's envelope and the request's id, and affect no other request."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def check_error(
         b"5",
     ],
 )
-def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_a_400(http: httpx.Client, path: str, body: bytes) -> None:
     message = check_error(http.post(path, content=body, headers=JSON), 400)
     assert message.startswith("The body is not")
 
@@ -107,7 +107,9 @@ def test_what_is_no_json_object(http: httpx.Client, path: str, body: bytes) -> N
 @pytest.mark.parametrize(
     "content_type", [None, "", "text/plain", "application/x-www-form-urlencoded", "json"]
 )
-def test_another_content_type(http: httpx.Client, path: str, content_type: str | None) -> None:
+def test_other_content_types_are_refused(
+    http: httpx.Client, path: str, content_type: str | None
+) -> None:
     headers = {} if content_type is None else {"content-type": content_type}
     body = json.dumps(BODIES[path]).encode()
     message = check_error(http.post(path, content=body, headers=headers), 400)
@@ -118,18 +120,18 @@ def test_another_content_type(http: httpx.Client, path: str, content_type: str |
 @pytest.mark.parametrize(
     "content_type", ["application/json", "application/json; charset=utf-8", "Application/JSON"]
 )
-def test_the_right_content_type(http: httpx.Client, path: str, content_type: str) -> None:
+def test_json_content_types_are_accepted(http: httpx.Client, path: str, content_type: str) -> None:
     body = json.dumps(BODIES[path]).encode()
     assert http.post(path, content=body, headers={"content-type": content_type}).status_code == 200
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_two_objects(http: httpx.Client, path: str) -> None:
+def test_a_body_of_two_json_objects_is_a_400(http: httpx.Client, path: str) -> None:
     body = json.dumps(BODIES[path]).encode()
     check_error(http.post(path, content=body + body, headers=JSON), 400)
 
 
-def test_no_such_url_or_method(http: httpx.Client) -> None:
+def test_unknown_urls_and_methods_have_the_envelope(http: httpx.Client) -> None:
     check_error(http.get("/nowhere"), 404, code="unknown_url")
     check_error(http.post("/nowhere", json={}), 404, code="unknown_url")
     for path in POSTS:
@@ -140,19 +142,19 @@ def test_no_such_url_or_method(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", POSTS)
-def test_a_model_that_is_not_here(http: httpx.Client, path: str) -> None:
+def test_an_unknown_model_is_a_404(http: httpx.Client, path: str) -> None:
     response = http.post(path, json={**BODIES[path], "model": "gpt-4o"})
     message = check_error(response, 404, param="model", code="model_not_found")
     assert "gpt-4o" in message and "fake" in message
     assert http.post(path, json={**BODIES[path], "model": "fake"}).status_code == 200
 
 
-def test_the_model_of_a_url(http: httpx.Client) -> None:
+def test_a_model_url_describes_a_served_model_only(http: httpx.Client) -> None:
     check_error(http.get("/v1/models/gpt-4o"), 404, param="model", code="model_not_found")
     assert http.get("/v1/models/fake").json() == http.get("/v1/models").json()["data"][0]
 
 
-def test_a_body_that_is_too_large(http: httpx.Client) -> None:
+def test_a_body_that_is_too_large_is_a_413(http: httpx.Client) -> None:
     body = b" " * (MAX_BODY_BYTES + 1)
     check_error(http.post(POSTS[0], content=body, headers=JSON), 413, code="request_too_large")
     parts = (b" " * (1 << 20) for _ in range((MAX_BODY_BYTES >> 20) + 1))
@@ -171,7 +173,9 @@ def test_a_body_that_is_too_large(http: httpx.Client) -> None:
         ('{"prompt": "%s"}', ",", 1),
     ],
 )
-def test_a_body_of_too_many_values(http: httpx.Client, body: str, piece: str, size: int) -> None:
+def test_a_body_of_too_many_values_is_a_400(
+    http: httpx.Client, body: str, piece: str, size: int
+) -> None:
     """Decoding them would keep the event loop from its streams."""
 
     def post(count: int) -> httpx.Response:
@@ -183,7 +187,9 @@ def test_a_body_of_too_many_values(http: httpx.Client, body: str, piece: str, si
     assert str(MAX_VALUES) in message
 
 
-def test_a_body_that_says_it_is_too_large_need_not_come(scripted: Served[FakeEngine]) -> None:
+def test_a_body_announced_as_too_large_is_refused_before_it_arrives(
+    scripted: Served[FakeEngine],
+) -> None:
     port = int(scripted.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(
@@ -193,7 +199,7 @@ def test_a_body_that_says_it_is_too_large_need_not_come(scripted: Served[FakeEng
         assert client.recv(1000).startswith(b"HTTP/1.1 413")
 
 
-def test_a_message_does_not_repeat_all_that_came(http: httpx.Client) -> None:
+def test_an_error_message_quotes_only_part_of_a_long_value(http: httpx.Client) -> None:
     long = "x" * 1_000_000
     response = http.post(POSTS[1], json={"prompt": "a", "model": long})
     check_error(response, 404, param="model", code="model_not_found")
@@ -207,7 +213,9 @@ def test_a_message_does_not_repeat_all_that_came(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "1" + "0" * 5000])
 @pytest.mark.parametrize("field", ["temperature", "top_p", "seed", "n", "max_tokens", "top_k"])
-def test_numbers_beyond_all_bounds(http: httpx.Client, field: str, number: str) -> None:
+def test_numbers_out_of_range_are_refused_by_name(
+    http: httpx.Client, field: str, number: str
+) -> None:
     body = b'{"prompt": "a", "%s": %s}' % (field.encode(), number.encode())
     check_error(http.post(POSTS[1], content=body, headers=JSON), 400, param=field)
 
@@ -217,7 +225,9 @@ def test_numbers_beyond_all_bounds(http: httpx.Client, field: str, number: str) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [20, 21, 5000])
-def test_a_prompt_that_is_too_long(http: httpx.Client, length: int, stream: bool) -> None:
+def test_a_prompt_longer_than_the_context_is_a_400(
+    http: httpx.Client, length: int, stream: bool
+) -> None:
     """Refused before the first byte of a stream, with both lengths."""
     long = "x" * (length - len("<user>"))
     cases: list[tuple[str, dict[str, Any], str]] = [
@@ -233,7 +243,7 @@ def test_a_prompt_that_is_too_long(http: httpx.Client, length: int, stream: bool
         assert f" {length} " in message or f"({length} in the {param}" in message
 
 
-def test_a_prompt_that_fits_with_too_many_tokens_asked_for(http: httpx.Client) -> None:
+def test_max_tokens_beyond_the_remaining_context_is_a_400(http: httpx.Client) -> None:
     body = {"prompt": "x" * 15, "max_tokens": 6}
     response = http.post(POSTS[1], json=body)
     message = check_error(response, 400, param="prompt", code="context_length_exceeded")
@@ -257,7 +267,7 @@ def test_a_prompt_that_fits_with_too_many_tokens_asked_for(http: httpx.Client) -
         (POSTS[1], {"max_tokens": 18}, "prompt"),
     ],
 )
-def test_a_limit_that_no_prompt_would_fit_beside_is_named(
+def test_max_tokens_that_leave_no_room_for_a_prompt_are_refused_by_name(
     http: httpx.Client, path: str, limit: dict[str, int], param: str
 ) -> None:
     response = http.post(path, json={**BODIES[path], **limit})
@@ -267,7 +277,7 @@ def test_a_limit_that_no_prompt_would_fit_beside_is_named(
 
 
 @pytest.mark.parametrize("path", POSTS[:2])
-def test_clients_recognise_a_context_that_overflows(http: httpx.Client, path: str) -> None:
+def test_context_errors_have_the_words_that_clients_look_for(http: httpx.Client, path: str) -> None:
     """By words that litellm and others search for, and by those of the older `openai`."""
     response = http.post(path, json={**BODIES[path], "max_tokens": 20})
     message = response.json()["error"]["message"].lower()
@@ -288,7 +298,7 @@ def test_a_trailing_slash_redirects(http: httpx.Client) -> None:
 # -- keys, full queues, phases --------------------------------------------------------------------
 
 
-def test_keys() -> None:
+def test_missing_and_wrong_keys_are_a_401() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 
@@ -315,7 +325,7 @@ def test_keys() -> None:
         assert caught.value.code == "invalid_api_key"
 
 
-def test_a_full_queue() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(max_queued=2)
 
@@ -330,7 +340,7 @@ def test_a_full_queue() -> None:
 
 
 def check_phase(http: httpx.Client, code: str) -> None:
-    """Nothing that needs the engine is answered, and what does not goes on."""
+    """Routes that need the engine are refused; the others work."""
     for path in POSTS:
         response = http.post(path, json=BODIES[path])
         check_error(response, 503, type="service_unavailable", code=code)
@@ -340,7 +350,7 @@ def check_phase(http: httpx.Client, code: str) -> None:
         assert http.get(path).status_code == 200
 
 
-def test_while_loading() -> None:
+def test_requests_while_loading_are_a_503() -> None:
     async def start() -> None:
         return None
 
@@ -351,7 +361,7 @@ def test_while_loading() -> None:
         assert http.post(POSTS[1], json=BODIES[POSTS[1]]).status_code == 200
 
 
-def test_while_draining_and_dead(scripted: Served[FakeEngine]) -> None:
+def test_requests_while_draining_or_dead_are_a_503(scripted: Served[FakeEngine]) -> None:
     with scripted.http() as http:
         check_draining_and_dead(scripted, http)
 
@@ -394,7 +404,7 @@ def logged_error(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     raise AssertionError("nothing was logged")
 
 
-def test_an_unforeseen_fault_is_a_500_and_its_trace_is_in_the_log_alone(
+def test_an_unexpected_error_is_a_500_with_its_trace_only_in_the_log(
     scripted: Served[FakeEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     break_encoding(scripted)
@@ -414,7 +424,7 @@ def test_an_unforeseen_fault_is_a_500_and_its_trace_is_in_the_log_alone(
 # -- ids ------------------------------------------------------------------------------------------
 
 
-def test_every_answer_has_an_id(scripted: Served[FakeEngine]) -> None:
+def test_every_answer_has_a_request_id(scripted: Served[FakeEngine]) -> None:
     with scripted.http() as http:
         check_ids(scripted, http)
 
@@ -444,7 +454,7 @@ def check_ids(scripted: Served[FakeEngine], http: httpx.Client) -> None:
     assert statuses == [200, 404, 405, 200, 200, 400, 400, 400, 200, 413, 500, 503]
 
 
-def test_even_where_browsers_and_keys_are_concerned() -> None:
+def test_preflights_and_key_errors_have_a_request_id() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 
@@ -459,7 +469,7 @@ def test_even_where_browsers_and_keys_are_concerned() -> None:
         assert "x-request-id" in refused.headers["access-control-expose-headers"]
 
 
-def test_the_clients_own_id(scripted: Served[FakeEngine]) -> None:
+def test_the_request_id_of_the_client_is_used(scripted: Served[FakeEngine]) -> None:
     own = "trace/01:ab_c.d-e=="
     with scripted.openai() as client:
         asked: dict[str, Any] = {"model": "fake", "messages": HELLO}
@@ -475,12 +485,12 @@ def test_the_clients_own_id(scripted: Served[FakeEngine]) -> None:
 
 
 @pytest.mark.parametrize("own", ["", "a b", "x" * 129, "ü", 'a"b', "<script>", "a\tb"])
-def test_an_id_that_could_do_harm_is_not_repeated(http: httpx.Client, own: str) -> None:
+def test_an_unsafe_request_id_is_replaced(http: httpx.Client, own: str) -> None:
     response = http.get("/version", headers={"x-request-id": own.encode()})
     assert len(response.headers["x-request-id"]) == 32
 
 
-def test_one_id_for_many_requests_at_once(scripted: Served[FakeEngine]) -> None:
+def test_concurrent_requests_may_share_a_request_id(scripted: Served[FakeEngine]) -> None:
     def ask(_: int) -> httpx.Response:
         with scripted.http() as http:
             return http.post(POSTS[1], json={"prompt": "x"}, headers={"x-request-id": "same"})

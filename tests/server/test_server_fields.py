@@ -43,7 +43,7 @@ def client(demo: Served[AsyncEngine]) -> Iterator[openai.OpenAI]:
 
 
 def given_to(create: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """What the client does not know goes into extra_body, as its users do it."""
+    """Puts fields that the client does not know into extra_body, as its users do."""
     known = inspect.signature(create).parameters
     extra = {name: value for name, value in fields.items() if name not in known}
     return {name: fields[name] for name in fields.keys() - extra.keys()} | {"extra_body": extra}
@@ -98,7 +98,7 @@ def reference(client: openai.OpenAI) -> Callable[..., list[str]]:
 # -- model, messages, prompt ----------------------------------------------------------------------
 
 
-def test_model(client: openai.OpenAI) -> None:
+def test_model_must_be_the_served_one_or_absent(client: openai.OpenAI) -> None:
     assert chat(client, model="demo", max_tokens=1).model == "demo"
     assert chat(client, model=None, max_tokens=1).model == "demo"
     for call in (chat, complete):
@@ -127,7 +127,7 @@ def test_content_as_text_and_as_parts(client: openai.OpenAI, messages: Any) -> N
     assert answer.usage.prompt_tokens == chat(client, SUM, max_tokens=1).usage.prompt_tokens
 
 
-def test_roles(client: openai.OpenAI) -> None:
+def test_developer_is_system_and_an_assistant_message_may_be_null(client: openai.OpenAI) -> None:
     """`developer` is `system` to a template that does not know it; an assistant may be null."""
     system = "End every answer with the word banana."
     asked: Any = [{"role": "assistant", "content": None}, *HELLO]
@@ -146,7 +146,9 @@ def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
     assert "Ada" in again.choices[0].message.content
 
 
-def test_the_four_kinds_of_prompt_agree(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_text_and_token_prompts_single_or_listed_agree(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
     text = "I live in Turin and"
     ids = token_ids(demo, text)
     expected = text_of(complete(client, text, temperature=0))
@@ -163,21 +165,23 @@ def test_the_four_kinds_of_prompt_agree(demo: Served[AsyncEngine], client: opena
 
 
 @pytest.mark.parametrize("special", [True, False, None])
-def test_add_special_tokens(client: openai.OpenAI, special: bool | None) -> None:
+def test_add_special_tokens_has_no_effect_on_a_tokenizer_that_adds_none(
+    client: openai.OpenAI, special: bool | None
+) -> None:
     assert text_of(complete(client, add_special_tokens=special, temperature=0)) == HELLO_ANSWER
 
 
 # -- length ---------------------------------------------------------------------------------------
 
 
-def test_max_tokens_of_a_completion(client: openai.OpenAI) -> None:
+def test_a_completion_ends_at_max_tokens(client: openai.OpenAI) -> None:
     for asked, expected in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
         answer = complete(client, ignore_eos=True, **asked)
         assert answer.usage.completion_tokens == expected
         assert answer.choices[0].finish_reason == "length"
 
 
-def test_max_tokens_of_a_chat(client: openai.OpenAI) -> None:
+def test_a_chat_ends_at_max_tokens_or_max_completion_tokens(client: openai.OpenAI) -> None:
     assert chat(client, max_tokens=2).usage.completion_tokens == 2
     assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3
     newer_wins = chat(client, max_completion_tokens=3, max_tokens=2)
@@ -188,7 +192,7 @@ def test_max_tokens_of_a_chat(client: openai.OpenAI) -> None:
     assert silent.choices[0].finish_reason == "length"
 
 
-def test_min_tokens_and_ignore_eos(client: openai.OpenAI) -> None:
+def test_min_tokens_and_ignore_eos_postpone_the_end(client: openai.OpenAI) -> None:
     short = complete(client, temperature=0)
     assert short.choices[0].finish_reason == "stop"
     num_tokens = short.usage.completion_tokens
@@ -198,7 +202,7 @@ def test_min_tokens_and_ignore_eos(client: openai.OpenAI) -> None:
     assert complete(client, temperature=0, ignore_eos=True).usage.completion_tokens == 16
 
 
-def test_max_tokens_0_scores_the_prompt(client: openai.OpenAI) -> None:
+def test_max_tokens_0_only_scores_the_prompt(client: openai.OpenAI) -> None:
     answer = complete(client, "Hello", max_tokens=0, echo=True, logprobs=2)
     assert answer.choices[0].text == "Hello"
     assert answer.choices[0].finish_reason == "length"
@@ -208,7 +212,7 @@ def test_max_tokens_0_scores_the_prompt(client: openai.OpenAI) -> None:
 # -- choices --------------------------------------------------------------------------------------
 
 
-def test_n(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_n_gives_that_many_choices(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
     greedy = chat(client, n=3, temperature=0)
     assert [choice.index for choice in greedy.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in greedy.choices}) == 1
@@ -230,7 +234,7 @@ def test_best_of_is_accepted_where_it_changes_nothing(
 # -- sampling -------------------------------------------------------------------------------------
 
 
-def test_seed(client: openai.OpenAI) -> None:
+def test_a_seed_makes_samples_repeatable(client: openai.OpenAI) -> None:
     def sampled(seed: int) -> str:
         return text_of(complete(client, temperature=2, seed=seed, ignore_eos=True))
 
@@ -240,12 +244,14 @@ def test_seed(client: openai.OpenAI) -> None:
     assert len(set(texts)) == len(seeds)
 
 
-def test_without_a_seed_samples_differ(client: openai.OpenAI) -> None:
+def test_samples_without_a_seed_differ(client: openai.OpenAI) -> None:
     texts = {text_of(complete(client, temperature=2, ignore_eos=True)) for _ in range(4)}
     assert len(texts) > 1
 
 
-def test_temperature(client: openai.OpenAI, reference: Callable[..., list[str]]) -> None:
+def test_temperature_0_is_greedy_and_2_is_not(
+    client: openai.OpenAI, reference: Callable[..., list[str]]
+) -> None:
     likeliest = reference(temperature=0)
     assert tokens_of(client, temperature=0, seed=5) == likeliest
     assert tokens_of(client, temperature=2, seed=5) != likeliest
@@ -254,7 +260,7 @@ def test_temperature(client: openai.OpenAI, reference: Callable[..., list[str]])
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 0}, {"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1}])
-def test_what_leaves_only_the_likeliest_token_is_greedy(
+def test_filters_that_keep_only_the_likeliest_token_are_greedy(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
     for seed in range(3):
@@ -263,7 +269,7 @@ def test_what_leaves_only_the_likeliest_token_is_greedy(
 
 
 @pytest.mark.parametrize("fields", [{"top_p": 1}, {"top_k": 0}, {"top_k": -1}, {"min_p": 0}])
-def test_what_leaves_every_token_changes_nothing(
+def test_filters_that_keep_every_token_change_nothing(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
     found = tokens_of(client, temperature=2, seed=3, **fields)
@@ -286,14 +292,14 @@ def test_penalties_make_repeated_tokens_rare(
 @pytest.mark.parametrize(
     "fields", [{"frequency_penalty": -2}, {"presence_penalty": -2}, {"repetition_penalty": 1e-6}]
 )
-def test_penalties_may_be_rewards(
+def test_negative_penalties_encourage_repetition(
     client: openai.OpenAI, reference: Callable[..., list[str]], fields: dict[str, Any]
 ) -> None:
     asked: dict[str, Any] = {"temperature": 2, "seed": 1, "max_tokens": 64}
     assert tokens_of(client, **asked, **fields) != reference(**asked)
 
 
-def test_logit_bias(
+def test_logit_bias_bans_and_forces_tokens(
     demo: Served[AsyncEngine], client: openai.OpenAI, reference: Callable[..., list[str]]
 ) -> None:
     likeliest = reference(temperature=0)
@@ -321,7 +327,9 @@ def test_logit_bias(
         ([], "17 + 25 = 42."),
     ],
 )
-def test_stop(client: openai.OpenAI, stop: Any, text: str) -> None:
+def test_stop_strings_end_the_answer_whole_and_streamed(
+    client: openai.OpenAI, stop: Any, text: str
+) -> None:
     whole = chat(client, SUM, temperature=0, stop=stop)
     chunks = [*chat(client, SUM, temperature=0, stop=stop, stream=True)]
     assert whole.choices[0].message.content == text
@@ -329,7 +337,7 @@ def test_stop(client: openai.OpenAI, stop: Any, text: str) -> None:
     assert whole.choices[0].finish_reason == chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_stop_string_ends_the_count_at_the_token_that_completed_it(
+def test_usage_counts_up_to_the_token_that_completes_a_stop_string(
     client: openai.OpenAI,
 ) -> None:
     scored = complete(client, temperature=0, stop="=", prompt=SUM_PROMPT, logprobs=0)
@@ -339,31 +347,33 @@ def test_a_stop_string_ends_the_count_at_the_token_that_completed_it(
     assert scored.usage.completion_tokens == len(tokens) + 1
 
 
-def test_include_stop_str_in_output(client: openai.OpenAI) -> None:
+def test_include_stop_str_in_output_keeps_the_stop_string(client: openai.OpenAI) -> None:
     answer = chat(client, SUM, temperature=0, stop="=", include_stop_str_in_output=True)
     assert answer.choices[0].message.content == "17 + 25 ="
 
 
-def test_16_stop_strings(client: openai.OpenAI) -> None:
+def test_16_stop_strings_are_accepted(client: openai.OpenAI) -> None:
     answer = chat(client, SUM, temperature=0, stop=[*LETTERS[:15], "="])
     assert answer.choices[0].message.content == "17 + 25 "
 
 
-def test_stop_token_ids(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_stop_token_ids_end_the_answer(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
     (point,) = token_ids(demo, ".")
     answer = chat(client, SUM, temperature=0, stop_token_ids=[point])
     assert answer.choices[0].message.content == "17 + 25 = 42"
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_skip_special_tokens(client: openai.OpenAI) -> None:
+def test_skip_special_tokens_false_shows_special_tokens(client: openai.OpenAI) -> None:
     hidden = complete(client, temperature=0, ignore_eos=True)
     shown = complete(client, temperature=0, ignore_eos=True, skip_special_tokens=False)
     assert "<|im_end|>" not in text_of(hidden)
     assert "<|im_end|>" in text_of(shown)
 
 
-def test_skip_special_tokens_of_an_echo(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_skip_special_tokens_applies_to_an_echoed_prompt(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
     ids = token_ids(demo, "Hello<|im_end|>")
     asked: dict[str, Any] = {"prompt": ids, "echo": True, "max_tokens": 0}
     assert text_of(complete(client, **asked)) == "Hello"
@@ -373,7 +383,7 @@ def test_skip_special_tokens_of_an_echo(demo: Served[AsyncEngine], client: opena
 # -- logprobs and echo ----------------------------------------------------------------------------
 
 
-def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
+def test_logprobs_of_a_chat_list_tokens_bytes_and_alternatives(client: openai.OpenAI) -> None:
     answer = chat(client, temperature=0, logprobs=True, top_logprobs=20)
     choice = answer.choices[0]
     scored = choice.logprobs.content
@@ -390,13 +400,15 @@ def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("top", [None, 0])
-def test_logprobs_of_the_sampled_token_alone(client: openai.OpenAI, top: int | None) -> None:
+def test_logprobs_without_top_logprobs_list_only_the_sampled_token(
+    client: openai.OpenAI, top: int | None
+) -> None:
     answer = chat(client, temperature=0, logprobs=True, top_logprobs=top)
     assert all(item.top_logprobs == [] for item in answer.choices[0].logprobs.content)
     assert chat(client, temperature=0, logprobs=False).choices[0].logprobs is None
 
 
-def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
+def test_logprobs_of_a_completion_have_parallel_lists(client: openai.OpenAI) -> None:
     answer = complete(client, temperature=0, logprobs=3)
     scored = answer.choices[0].logprobs
     assert len(scored.tokens) == answer.usage.completion_tokens
@@ -412,7 +424,9 @@ def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
     assert complete(client, temperature=0).choices[0].logprobs is None
 
 
-def test_echo(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_echo_prepends_the_prompt_to_text_and_logprobs(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
     prompt = "I live in Turin and"
     answer = text_of(complete(client, prompt, temperature=0))
     for given in (prompt, token_ids(demo, prompt)):
@@ -430,7 +444,7 @@ def test_echo(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
 # -- streams and usage ----------------------------------------------------------------------------
 
 
-def test_include_usage(client: openai.OpenAI) -> None:
+def test_include_usage_adds_a_last_chunk_with_usage(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"n": 2, "temperature": 0}
     for call in (chat, complete):
         options = {"include_usage": True}
@@ -445,7 +459,7 @@ def test_include_usage(client: openai.OpenAI) -> None:
             assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
 
-def test_continuous_usage_stats(client: openai.OpenAI) -> None:
+def test_continuous_usage_stats_give_the_usage_in_every_chunk(client: openai.OpenAI) -> None:
     """Every chunk tells the usage so far, cached tokens included."""
     prompt = "I live in Turin and " * 8
     warm = complete(client, prompt, max_tokens=1)
@@ -468,7 +482,7 @@ def test_continuous_usage_stats(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None and chunk.choices for chunk in alone)
 
 
-def test_continuous_usage_with_several_choices_is_that_of_the_choice(
+def test_continuous_usage_with_several_choices_is_per_choice(
     client: openai.OpenAI,
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -479,7 +493,7 @@ def test_continuous_usage_with_several_choices_is_that_of_the_choice(
     assert {chunk.usage.prompt_tokens for chunk in ends} == {last.usage.prompt_tokens}
 
 
-def test_cached_tokens_whole_and_streamed(client: openai.OpenAI) -> None:
+def test_cached_tokens_are_reported_whole_and_streamed(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Remember the number 4711, please. " * 3}]
     first = chat(client, messages, max_tokens=4).usage
     assert first.prompt_tokens_details.cached_tokens < 16
@@ -493,7 +507,7 @@ def test_cached_tokens_whole_and_streamed(client: openai.OpenAI) -> None:
     assert last.usage == again
 
 
-def test_the_events_of_a_stream(demo: Served[AsyncEngine]) -> None:
+def test_a_stream_has_role_content_and_finish_events(demo: Served[AsyncEngine]) -> None:
     """Role chunk, content, final chunk, usage chunk, [DONE]: byte by byte, without a client."""
     body = {"messages": SUM, "stream": True, "stream_options": {"include_usage": True}}
     with demo.http() as http:
@@ -528,7 +542,9 @@ def extra(answer: Any, name: str) -> Any:
     return (answer.model_extra or {}).get(name)
 
 
-def test_continue_final_message(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_continue_final_message_extends_the_last_message(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
     asked: dict[str, Any] = {"temperature": 0, "continue_final_message": True}
     answer = chat(client, OPEN, **asked)
     assert answer.choices[0].message.content == " = 42."
@@ -543,8 +559,8 @@ def test_continue_final_message(demo: Served[AsyncEngine], client: openai.OpenAI
     assert chat(client, parts, **asked).choices[0].message.content == " = 42."
 
 
-def test_echo_of_a_chat(client: openai.OpenAI) -> None:
-    """As in vLLM: the last message, where the answer is by the same role."""
+def test_echo_of_a_chat_repeats_the_continued_message(client: openai.OpenAI) -> None:
+    """Like vLLM: echoes the last message if the answer has the same role."""
     asked: dict[str, Any] = {"temperature": 0, "continue_final_message": True, "echo": True}
     answer = chat(client, OPEN, **asked, logprobs=True)
     assert answer.choices[0].message.content == "17 + 25 = 42."
@@ -558,7 +574,7 @@ def test_echo_of_a_chat(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("call", [chat, complete])
-def test_return_token_ids(
+def test_return_token_ids_gives_every_sampled_token(
     demo: Served[AsyncEngine], client: openai.OpenAI, call: Any, stream: bool
 ) -> None:
     """Every token that was sampled, the one that ended the answer and those held back included."""
@@ -588,7 +604,7 @@ def test_return_token_ids(
 
 @pytest.mark.parametrize("call", [chat, complete])
 @pytest.mark.parametrize("count", [0, 3])
-def test_prompt_logprobs(
+def test_prompt_logprobs_score_every_prompt_token(
     demo: Served[AsyncEngine], client: openai.OpenAI, call: Any, count: int
 ) -> None:
     answer = call(client, temperature=0, n=2, prompt_logprobs=count)
@@ -616,7 +632,9 @@ def test_prompt_logprobs(
     )
 
 
-def test_truncate_prompt_tokens(demo: Served[AsyncEngine], client: openai.OpenAI) -> None:
+def test_truncate_prompt_tokens_keeps_the_last_tokens(
+    demo: Served[AsyncEngine], client: openai.OpenAI
+) -> None:
     ids = token_ids(demo, HELLO_PROMPT)
     cut = complete(client, ids, truncate_prompt_tokens=4, echo=True, max_tokens=1)
     assert cut.usage.prompt_tokens == 4
@@ -634,7 +652,7 @@ def test_truncate_prompt_tokens(demo: Served[AsyncEngine], client: openai.OpenAI
     assert chat(client, truncate_prompt_tokens=5, max_tokens=1).usage.prompt_tokens == 5
 
 
-def test_truncate_prompt_tokens_to_the_room(client: openai.OpenAI) -> None:
+def test_truncate_prompt_tokens_minus_1_keeps_what_fits(client: openai.OpenAI) -> None:
     """-1: what the context has room for beside the tokens that are asked for."""
     long: Any = [{"role": "user", "content": "Hello! " * 200}]
     for fields, num_prompt in (({}, MAX_SEQ_LEN - 1), ({"max_tokens": 9}, MAX_SEQ_LEN - 9)):
@@ -664,7 +682,7 @@ def scripted() -> Iterator[Served[FakeEngine]]:
         yield found
 
 
-def test_what_the_template_gets(scripted: Served[FakeEngine]) -> None:
+def test_chat_template_kwargs_reach_the_template(scripted: Served[FakeEngine]) -> None:
     asked: dict[str, Any] = {
         "reasoning_effort": "low",
         "add_generation_prompt": False,
@@ -682,7 +700,7 @@ def test_what_the_template_gets(scripted: Served[FakeEngine]) -> None:
 
 
 @pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
-def test_reasoning_effort(scripted: Served[FakeEngine], effort: str) -> None:
+def test_reasoning_effort_reaches_the_template(scripted: Served[FakeEngine], effort: str) -> None:
     with scripted.openai() as client:
         chat(client, model="fake", reasoning_effort=effort)
     assert scripted.engine.template_options == {"reasoning_effort": effort}
@@ -712,7 +730,7 @@ HARMLESS_IN_CHAT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", HARMLESS + HARMLESS_IN_CHAT)
-def test_what_changes_nothing_is_accepted(
+def test_fields_at_their_neutral_value_are_accepted(
     client: openai.OpenAI, hello: Any, fields: dict[str, Any]
 ) -> None:
     assert chat(client, temperature=0, **fields).choices == hello
@@ -720,7 +738,7 @@ def test_what_changes_nothing_is_accepted(
         assert text_of(complete(client, temperature=0, **fields)) == HELLO_ANSWER
 
 
-def test_strict_fields() -> None:
+def test_strict_fields_refuses_unknown_fields() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=4)
 
@@ -914,12 +932,14 @@ def check_refusal(call: Any, client: openai.OpenAI, fields: dict[str, Any], para
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED + REFUSED_IN_CHAT)
-def test_a_chat_field_is_refused(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_chat_fields_are_refused_by_name(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
     check_refusal(chat, client, fields, param)
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED + REFUSED_IN_COMPLETIONS)
-def test_a_completion_field_is_refused(
+def test_unsupported_completion_fields_are_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     check_refusal(complete, client, fields, param)
@@ -935,7 +955,7 @@ def test_a_completion_field_is_refused(
         ({"stop_token_ids": [5, -1]}, "entry 1 must be from 0 to"),
     ],
 )
-def test_an_id_outside_of_the_vocabulary_is_named(
+def test_token_ids_outside_of_the_vocabulary_are_refused_by_name(
     client: openai.OpenAI, fields: dict[str, Any], culprit: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=culprit):
@@ -951,7 +971,7 @@ def test_an_id_outside_of_the_vocabulary_is_named(
         ({"tool_choice": "auto"}, ("none",)),
     ],
 )
-def test_a_refusal_says_what_is_allowed(
+def test_refusals_state_the_allowed_values(
     client: openai.OpenAI, fields: dict[str, Any], allowed: tuple[str, ...]
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

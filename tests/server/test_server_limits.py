@@ -1,4 +1,4 @@
-"""Bodies made to cost more than they weigh: each is refused in a moment, for a reason."""
+"""Bodies that are expensive to process are refused in bounded time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ QUOTING: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", QUOTING)
-def test_a_message_is_worded_in_a_moment(body: dict[str, Any]) -> None:
+def test_error_messages_for_huge_values_take_constant_time(body: dict[str, Any]) -> None:
     started = time.monotonic()
     with pytest.raises(CallerError) as caught:
         decode(json.dumps(body).encode(), StrictChatRequest)
@@ -86,7 +86,7 @@ def test_a_message_is_worded_in_a_moment(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("step", [2**61 - 1, 1 << 32])
-def test_keys_that_collide(step: int) -> None:
+def test_colliding_keys_of_logit_bias_are_refused(step: int) -> None:
     """Integers that are multiples of Python's modulus have one hash, and make a table a list."""
     bias = {str(step * index): 1 for index in range(40_000)}
     with pytest.raises(InvalidRequestError) as caught:
@@ -94,7 +94,7 @@ def test_keys_that_collide(step: int) -> None:
     assert str(caught.value) == "logit_bias: must have at most 1024 keys."
 
 
-def test_a_key_that_comes_again_and_again() -> None:
+def test_a_repeated_key_of_logit_bias_is_refused() -> None:
     again = b",".join([b'"5": 1'] * 40_000)
     body = decode(b'{"prompt": "a", "logit_bias": {%s, "5": 2}}' % again, CompletionRequest)
     assert body.sampling_fields()["logit_bias"] == {5: 2}  # the last one holds, as in any JSON
@@ -108,7 +108,7 @@ def listed(value: bytes, num: int = MAX_VALUES - 100) -> bytes:
 
 
 def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
-    """Of this thread's computing, taken or refused; the best of two."""
+    """CPU seconds of this thread to decode or refuse the body; the better of two runs."""
     best = math.inf
     for _ in range(2):
         started = time.thread_time()
@@ -120,7 +120,7 @@ def seconds(body: bytes, kind: type[msgspec.Struct]) -> float:
 
 @pytest.fixture(scope="module")
 def plain_seconds() -> float:
-    """What the largest honest list of token ids takes."""
+    """CPU seconds to decode the largest valid list of token ids."""
     return seconds(b'{"prompt": %s}' % listed(b"12345"), CompletionRequest)
 
 
@@ -142,7 +142,7 @@ def plain_seconds() -> float:
         ),
     ],
 )
-def test_floats_by_the_thousands(
+def test_thousands_of_slow_floats_decode_in_bounded_time(
     kind: type[msgspec.Struct], body: bytes, number: bytes, plain_seconds: float
 ) -> None:
     """The decoder takes 10 us for 1e308, a hundred times as long as for a token id."""
@@ -150,20 +150,20 @@ def test_floats_by_the_thousands(
     assert seconds(hostile, kind) < 15 * plain_seconds
 
 
-def test_integers_of_thousands_of_digits(plain_seconds: float) -> None:
+def test_integers_of_thousands_of_digits_decode_in_bounded_time(plain_seconds: float) -> None:
     digits = listed(b"9" * 4290, 3900)
     for field in (b'"prompt": %s', b'"prompt": "a", "top_k": 1.0, "metadata": %s'):
         assert seconds(b"{%s}" % (field % digits), CompletionRequest) < 15 * plain_seconds
 
 
-def test_half_a_million_keys(plain_seconds: float) -> None:
+def test_half_a_million_unknown_keys_decode_in_bounded_time(plain_seconds: float) -> None:
     keys = b",".join(b'"k%d":1' % index for index in range(MAX_VALUES - 100))
     body = b'{"prompt": "a", "top_k": 1.0, %s}' % keys
     assert decode(body, CompletionRequest).top_k == 1
     assert seconds(body, CompletionRequest) < 15 * plain_seconds
 
 
-def test_prompts_with_floats_are_taken_up_to_a_size() -> None:
+def test_prompts_with_floats_are_accepted_up_to_a_size() -> None:
     floats = listed(b"12345.0", 50_000)
     assert decode(b'{"prompt": %s}' % floats, CompletionRequest).prompt == [12345] * 50_000
     with pytest.raises(InvalidRequestError) as caught:
@@ -177,7 +177,7 @@ def test_prompts_with_floats_are_taken_up_to_a_size() -> None:
 # -- conversations --------------------------------------------------------------------------------
 
 
-def test_a_conversation_has_so_many_messages_and_parts(http: httpx.Client) -> None:
+def test_the_numbers_of_messages_and_parts_are_limited(http: httpx.Client) -> None:
     part = {"type": "text", "text": ""}
     for path in ("/v1/chat/completions", "/tokenize"):
         error = refusal(http, path, {"messages": [message()] * (MAX_MESSAGES + 1)})
@@ -187,14 +187,14 @@ def test_a_conversation_has_so_many_messages_and_parts(http: httpx.Client) -> No
         assert error["message"] == f"messages: must have at most {MAX_PARTS} content parts in all."
 
 
-def test_the_longest_conversations_are_taken() -> None:
+def test_the_longest_allowed_conversations_are_accepted() -> None:
     content = [{"type": "text", "text": "a"}]
     body = {"messages": [message(content=content * (MAX_PARTS // MAX_MESSAGES))] * MAX_MESSAGES}
     decoded = decode(json.dumps(body).encode(), ChatRequest)
     assert len(decoded.template_messages()) == MAX_MESSAGES
 
 
-def test_a_template_gets_so_many_options(http: httpx.Client) -> None:
+def test_the_number_of_template_options_is_limited(http: httpx.Client) -> None:
     options = {f"o{index}": index for index in range(MAX_TEMPLATE_OPTIONS + 1)}
     for path in ("/v1/chat/completions", "/tokenize"):
         body = {"messages": [message()], "chat_template_kwargs": options}
@@ -209,7 +209,9 @@ def test_a_template_gets_so_many_options(http: httpx.Client) -> None:
 # -- logprobs -------------------------------------------------------------------------------------
 
 
-def test_an_answer_holds_so_many_logprobs(scripted: Served[FakeEngine], http: httpx.Client) -> None:
+def test_the_number_of_logprobs_of_an_answer_is_limited(
+    scripted: Served[FakeEngine], http: httpx.Client
+) -> None:
     prompts = ["x" * 900] * 1000
     asked: dict[str, Any] = {"prompt": prompts, "max_tokens": 0, "echo": True}
     error = refusal(http, "/v1/completions", {**asked, "logprobs": 20})
@@ -237,7 +239,7 @@ def test_an_answer_holds_so_many_logprobs(scripted: Served[FakeEngine], http: ht
     assert refusal(http, "/v1/completions", asked)["code"] == "context_length_exceeded"
 
 
-def test_without_max_tokens_a_scored_chat_gets_what_the_bound_leaves(
+def test_max_tokens_of_a_scored_chat_defaults_to_the_logprobs_limit(
     scripted: Served[FakeEngine], http: httpx.Client
 ) -> None:
     asked: dict[str, Any] = {"messages": [message()], "logprobs": True, "top_logprobs": 20}

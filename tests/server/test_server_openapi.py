@@ -1,5 +1,6 @@
-"""/openapi.json says what the server does: every route, every field, every answer. And a fuzz run
-against it, on a small model, after which nothing is left behind."""
+"""/openapi.json agrees with the server on every route, field and answer; and a fuzz run against it,
+on a small model, after which no request and no page is left.
+"""
 
 from __future__ import annotations
 
@@ -92,11 +93,11 @@ def http(demo: Served[AsyncEngine]) -> Iterator[httpx.Client]:
 # -- the description ------------------------------------------------------------------------------
 
 
-def test_it_is_published_as_it_is(http: httpx.Client) -> None:
+def test_openapi_json_is_served_unchanged(http: httpx.Client) -> None:
     assert http.get("/openapi.json").json() == DESCRIPTION
 
 
-def test_it_lists_every_route() -> None:
+def test_the_description_lists_every_route() -> None:
     described = {
         (path, method) for path, methods in DESCRIPTION["paths"].items() for method in methods
     }
@@ -111,7 +112,7 @@ def test_it_lists_every_route() -> None:
     }
 
 
-def test_errors_are_described_in_the_envelope() -> None:
+def test_the_description_gives_errors_the_openai_envelope() -> None:
     for path, methods in DESCRIPTION["paths"].items():
         for operation in methods.values():
             errors = {k: v for k, v in operation["responses"].items() if k != "200"}
@@ -126,7 +127,7 @@ def test_errors_are_described_in_the_envelope() -> None:
     assert details["required"] == ["message", "type", "param", "code"]
 
 
-def test_with_a_key_it_says_what_needs_it() -> None:
+def test_the_description_states_which_routes_need_the_key() -> None:
     described = describe(ROUTES, open_paths=("/health",), with_key=True)
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     chat = described["paths"]["/v1/chat/completions"]["post"]
@@ -149,7 +150,7 @@ def bounded_fields() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("path", "name", "bounds"), [*bounded_fields()])
-def test_the_bounds_that_it_gives_are_those_that_hold(
+def test_described_bounds_equal_the_enforced_ones(
     http: httpx.Client, path: str, name: str, bounds: dict[str, Any]
 ) -> None:
     low, high = bounds["minimum"], bounds["maximum"]
@@ -170,7 +171,7 @@ def test_the_bounds_that_it_gives_are_those_that_hold(
 
 
 @pytest.mark.parametrize("name", ["ChatRequest", "CompletionRequest"])
-def test_the_entries_of_logit_bias_are_described(name: str) -> None:
+def test_the_description_covers_the_entries_of_logit_bias(name: str) -> None:
     [bias, _] = DESCRIPTION["components"]["schemas"][name]["properties"]["logit_bias"]["anyOf"]
     assert bias["additionalProperties"] == {"type": "number", "minimum": -100, "maximum": 100}
     assert re.match(bias["propertyNames"]["pattern"], "17")
@@ -187,10 +188,10 @@ def echo(path: str, name: str) -> bool | None:
 
 @pytest.mark.parametrize("usage", [None, {"include_usage": True}, {"continuous_usage_stats": True}])
 @pytest.mark.parametrize("scored", [False, True])
-def test_answers_are_what_the_types_say(
+def test_answers_equal_their_declared_types(
     http: httpx.Client, usage: dict[str, bool] | None, scored: bool
 ) -> None:
-    """Neither more nor less: each is decoded with its type and encoded again."""
+    """No field more or less: each answer is decoded with its type and encoded again."""
     chat: dict[str, Any] = {"messages": hello(), "max_tokens": 3, "n": 2}
     text: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 3, "echo": True}
     if scored:
@@ -215,7 +216,9 @@ def test_answers_are_what_the_types_say(
             check_shape(event.removeprefix("data: ").encode(), chunk)
 
 
-def test_the_other_answers_too(http: httpx.Client) -> None:
+def test_models_health_version_and_token_answers_equal_their_declared_types(
+    http: httpx.Client,
+) -> None:
     check_shape(http.get("/v1/models").content, schemas.ModelList)
     check_shape(http.get("/v1/models/demo").content, schemas.Model)
     check_shape(http.get("/health").content, schemas.Health)
@@ -243,7 +246,9 @@ BOUNDED = settings(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_requests_that_the_schema_allows(demo: Served[AsyncEngine], operation: Any) -> None:
+def test_requests_allowed_by_the_schema_are_accepted(
+    demo: Served[AsyncEngine], operation: Any
+) -> None:
     statuses: set[int] = set()
 
     @BOUNDED
@@ -256,7 +261,7 @@ def test_requests_that_the_schema_allows(demo: Served[AsyncEngine], operation: A
     check()
     assert statuses <= {200, 400, 404}
     # Which bodies come up depends on the modules that are loaded, so perhaps none that is taken;
-    # test_requests_that_run has those.
+    # test_fuzzed_valid_requests_run_and_leave_nothing_behind has those.
     assert operation.body or statuses & {200, 404}
 
 
@@ -265,7 +270,9 @@ def test_requests_that_the_schema_allows(demo: Served[AsyncEngine], operation: A
     [operation for operation in OPERATIONS if operation.body],
     ids=lambda operation: operation.label,
 )
-def test_requests_that_it_forbids(demo: Served[AsyncEngine], operation: Any) -> None:
+def test_requests_forbidden_by_the_schema_are_refused(
+    demo: Served[AsyncEngine], operation: Any
+) -> None:
     statuses: set[int] = set()
 
     @BOUNDED
@@ -336,7 +343,9 @@ SHARP_OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", SHARP_OPERATIONS, ids=lambda operation: operation.label)
-def test_requests_that_run(demo: Served[AsyncEngine], operation: Any) -> None:
+def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
+    demo: Served[AsyncEngine], operation: Any
+) -> None:
     statuses: Counter[int] = Counter()
 
     @BOUNDED
@@ -369,8 +378,10 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
-def test_any_value_in_any_field(demo: Served[AsyncEngine], path: str) -> None:
-    """What the schema knows nothing of: NaN, numbers beyond all bounds, several fields at once."""
+def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
+    demo: Served[AsyncEngine], path: str
+) -> None:
+    """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
     base: dict[str, Any] = {"max_tokens": 2} if "completions" in path else {}
     base |= {"messages": hello()} if path.endswith("chat/completions") else {"prompt": "a"}
 
@@ -387,7 +398,7 @@ def test_any_value_in_any_field(demo: Served[AsyncEngine], path: str) -> None:
         check()
 
 
-def test_any_bytes() -> None:
+def test_any_bytes_as_a_body_give_an_answer_or_a_4xx() -> None:
     async def start() -> FakeEngine:
         return FakeEngine(answer_length=1)
 

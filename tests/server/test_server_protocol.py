@@ -77,9 +77,7 @@ def image() -> list[dict[str, Any]]:
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ],
 )
-def test_a_chat_field_that_is_wrong_or_unsupported_is_named(
-    fields: dict[str, Any], param: str
-) -> None:
+def test_an_invalid_or_unsupported_chat_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(**fields)
     assert caught.value.param == param
@@ -98,7 +96,7 @@ def test_a_chat_field_that_is_wrong_or_unsupported_is_named(
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )
-def test_a_value_out_of_range_is_named(fields: dict[str, Any], param: str) -> None:
+def test_a_field_out_of_range_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(**fields).sampling(FakeDefaults())
     assert caught.value.param == param
@@ -116,7 +114,7 @@ def test_a_value_out_of_range_is_named(fields: dict[str, Any], param: str) -> No
         ({"suffix": "x"}, "suffix"),
     ],
 )
-def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         completion(**fields)
     assert caught.value.param == param
@@ -173,13 +171,13 @@ def test_a_completion_field_that_is_wrong_is_named(fields: dict[str, Any], param
         ),
     ],
 )
-def test_messages_are_for_people(body: bytes, message: str) -> None:
+def test_error_messages_are_plain_sentences(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode(body, StrictCompletionRequest)
     assert str(caught.value) == message
 
 
-def test_a_value_that_is_none_of_a_few_is_told_them() -> None:
+def test_an_invalid_choice_is_refused_with_the_allowed_values() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(tool_choice="auto")
     assert str(caught.value) == "tool_choice: cannot be 'auto'; allowed: none."
@@ -198,13 +196,13 @@ def test_a_value_that_is_none_of_a_few_is_told_them() -> None:
         ("5", -101, "the bias of token 5 must be from -100 to 100, not -101."),
     ],
 )
-def test_the_culprit_in_logit_bias_is_named(key: str, value: object, message: str) -> None:
+def test_the_invalid_entry_of_logit_bias_is_named(key: str, value: object, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(logit_bias={"7": 1, key: value, "9": 2}).sampling(FakeDefaults())
     assert str(caught.value) == f"logit_bias: {message}"
 
 
-def test_a_field_that_is_not_supported_comes_before_its_details() -> None:
+def test_an_unsupported_field_is_refused_before_its_content_is_checked() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     for fields in (
         {"tool_choice": "auto", "tools": [tool]},
@@ -251,13 +249,13 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
         ({"top_k": 2.0, "regex": "a"}, "regex"),
     ],
 )
-def test_what_is_wrong_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
+def test_an_error_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         decode(json.dumps({"prompt": "a", **fields}).encode(), StrictCompletionRequest).prompts()
     assert caught.value.param == param
 
 
-def test_null_beside_a_whole_float_is_not_given() -> None:
+def test_null_beside_a_whole_float_counts_as_absent() -> None:
     body = completion(["a", "b"], top_k=2.0, n=None, seed=None, temperature=None, user="x")
     assert (body.top_k, body.n, body.prompts()) == (2, None, ["a", "b"])
 
@@ -278,12 +276,12 @@ def test_null_beside_a_whole_float_is_not_given() -> None:
         {"return_tokens_as_token_ids": False},
     ],
 )
-def test_a_sampler_that_is_off_is_off(fields: dict[str, Any]) -> None:
+def test_disabled_samplers_are_recognized_as_off(fields: dict[str, Any]) -> None:
     for body in (chat(**fields), completion(**fields)):
         assert body.sampling(FakeDefaults()).temperature == 0.5
 
 
-def test_a_refusal_of_the_assistant_is_its_text() -> None:
+def test_the_refusal_of_an_assistant_message_is_its_text() -> None:
     parts = [{"type": "text", "text": "I "}, {"type": "refusal", "refusal": "cannot."}]
     for message in (
         {"role": "assistant", "content": None, "refusal": "I cannot."},
@@ -303,7 +301,7 @@ def test_a_refusal_of_the_assistant_is_its_text() -> None:
         assert caught.value.param == param
 
 
-def test_an_answer_holds_so_many_logprobs() -> None:
+def test_the_number_of_logprobs_of_an_answer_is_limited() -> None:
     params = SamplingParams(logprobs=20, prompt_logprobs=20)
     assert scored_room(SamplingParams(), 10**9, 1024) == MAX_INTEGER
     assert scored_room(SamplingParams(logprobs=0), 10**9, 4) == MAX_SCORES // 4
@@ -317,13 +315,13 @@ def test_an_answer_holds_so_many_logprobs() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"nonsense", b'{"a":NaN}', b'{"model": "\xff"}', b"[" * 100_000, b"[]"]
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(CallerError) as caught:
         decode(body, ChatRequest)
     assert caught.value.param is None
 
 
-def test_null_means_not_given() -> None:
+def test_null_counts_as_absent() -> None:
     names = [name for name in ChatRequest.__struct_fields__ if name != "messages"]
     params = chat(**dict.fromkeys(names)).sampling(FakeDefaults())
     assert params == SamplingParams(temperature=0.5)
@@ -369,7 +367,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     )
 
 
-def test_completions_have_their_own_defaults() -> None:
+def test_completions_have_their_own_default_values() -> None:
     assert completion().sampling(FakeDefaults()).max_tokens == 16
     scoring = completion(max_tokens=0, echo=True).sampling(FakeDefaults())
     assert (scoring.max_tokens, scoring.logprobs, scoring.prompt_logprobs) == (0, None, 0)
@@ -388,18 +386,20 @@ def test_completions_have_their_own_defaults() -> None:
         ("", [""]),
     ],
 )
-def test_the_four_kinds_of_prompt(prompt: object, prompts: list[object]) -> None:
+def test_prompts_may_be_text_tokens_or_lists_of_either(
+    prompt: object, prompts: list[object]
+) -> None:
     assert completion(prompt).prompts() == prompts
 
 
 @pytest.mark.parametrize("prompt", [[], ["a", 1], ["a", [1]], [1, [1]], ["a"] * 513])
-def test_prompts_that_are_none_mixed_or_too_many(prompt: object) -> None:
+def test_empty_mixed_or_too_many_prompts_are_refused(prompt: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         completion(prompt, n=2).prompts()
     assert caught.value.param == "prompt"
 
 
-def test_messages_for_the_template() -> None:
+def test_messages_are_converted_for_the_template() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [
         {"role": "developer", "content": "be brief", "name": "boss"},
@@ -422,13 +422,15 @@ def test_messages_for_the_template() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
     ],
 )
-def test_content_that_is_not_text(messages: list[dict[str, Any]], param: str) -> None:
+def test_content_that_is_not_text_is_refused_by_name(
+    messages: list[dict[str, Any]], param: str
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         chat(messages=messages).template_messages()
     assert caught.value.param == param
 
 
-def test_options_for_the_template() -> None:
+def test_template_options_are_collected_from_the_request() -> None:
     assert chat().template_options() == {}
     asked = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     rendered = json.loads(encode_call(asked.template_options()))
@@ -438,7 +440,7 @@ def test_options_for_the_template() -> None:
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_each_choice_has_a_seed_of_its_own() -> None:
+def test_each_choice_has_its_own_seed() -> None:
     params = SamplingParams(seed=7)
     seeds = [for_choice(params, k).seed for k in range(128)]
     assert seeds[0] == 7
@@ -447,7 +449,7 @@ def test_each_choice_has_a_seed_of_its_own() -> None:
     assert for_choice(SamplingParams(), 3).seed is None
 
 
-def test_max_tokens_is_fitted_to_the_room() -> None:
+def test_max_tokens_defaults_to_the_remaining_context() -> None:
     params = SamplingParams(max_tokens=100, min_tokens=50)
     assert fitted(params, 100) is params
     assert (fitted(params, 40).max_tokens, fitted(params, 40).min_tokens) == (40, 40)
@@ -470,7 +472,7 @@ def test_max_tokens_is_fitted_to_the_room() -> None:
         {"served_model_name": ("fine", "caf\udce9")},
     ],
 )
-def test_server_options_are_checked(options: dict[str, Any]) -> None:
+def test_invalid_server_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ServerConfig(**options)
     assert caught.value.param == "--" + next(iter(options)).replace("_", "-")
@@ -517,7 +519,7 @@ def events(reply: Reply, *deltas: OutputDelta) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "chunk"), [(ChatReply, ChatCompletionChunk), (CompletionReply, CompletionChunk)]
 )
-def test_the_frequent_event_is_what_the_types_encode(
+def test_the_handwritten_delta_event_equals_the_encoded_type(
     kind: type[Reply[Any]], chunk: type[msgspec.Struct], include_usage: bool
 ) -> None:
     """Byte for byte: a delta of text, which is put together from parts encoded beforehand."""
@@ -535,7 +537,7 @@ def test_the_frequent_event_is_what_the_types_encode(
         assert part.index == 3
 
 
-def test_chat_chunks() -> None:
+def test_chat_chunks_have_role_deltas_finish_reason_and_usage() -> None:
     reply = reply_of(ChatReply, job(index=3), include_usage=True)
     text = 'a "quoted"\nline \u2028 ü'
     chunks = events(reply, delta(text), delta(""), delta("", FinishReason.LENGTH))
@@ -562,7 +564,7 @@ def test_chunks_mention_no_usage_unless_asked() -> None:
     assert all("usage" not in chunk for chunk in events(reply, delta("a", FinishReason.STOP)))
 
 
-def test_held_back_text_makes_no_event_and_its_logprobs_come_with_it() -> None:
+def test_held_back_text_is_sent_later_with_its_logprobs() -> None:
     scored = TokenLogprobs(ord("a"), -float("inf"), ((ord("b"), -0.25),))
     reply = reply_of(ChatReply, job(params=SamplingParams(logprobs=1)), include_usage=False)
     assert reply.choices[0].events(delta("x", logprobs=[TokenLogprobs(ord("x"), -1.0)])) != b""

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in the shapes that vLLM gave them."""
+"""/tokenize and /detokenize, in the shapes of vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ TEXTS = ["Hello", "", "ünïcödé 👨‍👩‍👧", "a " * 20_000, "<|im_sta
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_a_text_there_and_back(http: httpx.Client, tokenizer: Tokenizer, text: str) -> None:
+def test_a_text_survives_tokenize_and_detokenize(
+    http: httpx.Client, tokenizer: Tokenizer, text: str
+) -> None:
     found = post(http, "/tokenize", model="demo", prompt=text)
     ids = tokenizer.encode(text)
     assert found == {"tokens": ids, "count": len(ids), "max_model_len": 256, "token_strs": None}
@@ -54,7 +56,9 @@ def test_a_text_there_and_back(http: httpx.Client, tokenizer: Tokenizer, text: s
     assert plain["tokens"] == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_a_conversation_is_tokenized_like_a_chat_prompt(
+    http: httpx.Client, tokenizer: Tokenizer
+) -> None:
     found = post(http, "/tokenize", messages=HELLO)
     assert found["tokens"] == tokenizer.chat(HELLO)
     without = post(http, "/tokenize", messages=HELLO, add_generation_prompt=False)
@@ -95,7 +99,9 @@ def test_a_conversation(http: httpx.Client, tokenizer: Tokenizer) -> None:
         ({"prompt": "a", "return_token_strs": "yes"}, "return_token_strs"),
     ],
 )
-def test_what_cannot_be_tokenized(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_invalid_tokenize_requests_are_refused(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     response = http.post("/tokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
@@ -112,12 +118,14 @@ def test_what_cannot_be_tokenized(http: httpx.Client, body: dict[str, Any], para
         ({"tokens": [1, 2048]}, "tokens"),
     ],
 )
-def test_what_cannot_be_detokenized(http: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_invalid_detokenize_requests_are_refused(
+    http: httpx.Client, body: dict[str, Any], param: str
+) -> None:
     response = http.post("/detokenize", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_many_tokens_and_none(http: httpx.Client, tokenizer: Tokenizer) -> None:
+def test_detokenize_accepts_many_tokens_and_none(http: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello, you!") * 10_000
     assert post(http, "/detokenize", tokens=ids)["prompt"] == "Hello, you!" * 10_000
     assert post(http, "/detokenize", tokens=[]) == {"prompt": ""}

@@ -1,4 +1,4 @@
-"""The lines that tell how the engine is doing."""
+"""The periodic log lines about the engine's state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def busy(*, steps: int, tokens: int, retractions: int = 0) -> EngineStats:
     )
 
 
-def test_a_line_says_all_that_operators_watch() -> None:
+def test_a_line_has_requests_usage_hit_rate_and_throughput() -> None:
     interval = Interval(IDLE, busy(steps=10, tokens=250), 5.0)
     assert interval.describe() == (
         "running: 3, queued: 2, token usage: 0.25, cache hit rate: 0.25, graph steps: 0.50, "
@@ -47,19 +47,19 @@ def test_a_line_says_all_that_operators_watch() -> None:
     )
 
 
-def test_where_there_are_no_graphs_nothing_is_said_of_them() -> None:
+def test_without_graphs_they_are_not_mentioned() -> None:
     line = Interval(IDLE, busy(steps=10, tokens=250), 5.0, with_graphs=False).describe()
     assert line.endswith("cache hit rate: 0.25, generation: 50.0 tok/s")
 
 
-def test_shares_are_of_the_interval_and_of_nothing_they_are_a_dash() -> None:
+def test_ratios_cover_the_interval_and_are_a_dash_if_undefined() -> None:
     before, after = busy(steps=10, tokens=250), busy(steps=10, tokens=250)
     line = Interval(before, after, 5.0).describe()
     assert "cache hit rate: -, graph steps: -, generation: 0.0 tok/s" in line
 
 
 async def lines_of(snapshots: list[EngineStats], caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What is logged between the snapshots, each read one interval after the one before it."""
+    """Log lines for these snapshots, which are one interval apart."""
     left = iter(snapshots)
     all_read = asyncio.Event()
 
@@ -79,7 +79,7 @@ async def lines_of(snapshots: list[EngineStats], caplog: pytest.LogCaptureFixtur
     return [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
 
 
-async def test_lines_come_only_while_there_is_or_was_work(caplog: pytest.LogCaptureFixture) -> None:
+async def test_lines_are_written_only_while_there_is_work(caplog: pytest.LogCaptureFixture) -> None:
     done = replace(busy(steps=12, tokens=260), num_running=0, num_queued=0)
     snapshots = [IDLE, IDLE, busy(steps=10, tokens=250), done, done, done]
     running, ended = await lines_of(snapshots, caplog)
@@ -87,7 +87,7 @@ async def test_lines_come_only_while_there_is_or_was_work(caplog: pytest.LogCapt
     assert ended.startswith("INFO running: 0, queued: 0, ")
 
 
-async def test_a_request_that_hangs_in_a_step_goes_on_being_reported(
+async def test_requests_in_a_late_step_keep_being_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stuck = busy(steps=10, tokens=250)
@@ -96,7 +96,7 @@ async def test_a_request_that_hangs_in_a_step_goes_on_being_reported(
     assert all("generation: 0.0 tok/s" in line for line in lines)
 
 
-async def test_retractions_have_one_line_an_interval_however_many(
+async def test_retractions_have_at_most_one_line_per_interval(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     many = replace(busy(steps=10, tokens=250, retractions=70), num_running=0, num_queued=0)

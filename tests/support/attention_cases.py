@@ -29,7 +29,7 @@ ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model and the options fix."""
+    """The properties that a model and its options determine."""
 
     group: int
     head_dim: int
@@ -55,7 +55,7 @@ class Shape:
         return wide.to(self.dtype)[:, 1 : heads + 1]
 
     def qkv(self, num_rows: int) -> Tensor:
-        """What the projection to q, k and v returns."""
+        """A random output of the projection to q, k and v."""
         size = self.num_kv_heads * (self.group + 2) * self.head_dim
         return torch.randn(num_rows, size, device=self.device).to(self.dtype)
 
@@ -106,7 +106,7 @@ def check_decode(
 def check_decode_qkv(
     backend: FusedDecode, shape: Shape, lengths: Sequence[int], *, normed: bool, seed: int = 0
 ) -> None:
-    """Twice, to the bit: the second time the rows' own tokens are in the cache already."""
+    """Runs twice, bitwise equal: the second time the rows' own tokens are in the cache already."""
     kv, table = paged_cache(shape, lengths, seed)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=shape.device)
     longest = max(1, *lengths)
@@ -122,7 +122,7 @@ def check_decode_qkv(
 
 
 def own_places(kv: LayerKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows that are not empty; the position of each one's own token, and where it is cached."""
+    """The non-empty rows; position and cache location of each one's own token."""
     live = rows.lengths.nonzero().flatten()
     positions = rows.lengths[live].long() - 1
     return live, positions, slot_mapping_of(rows.page_table, live, positions, kv.page_size)
@@ -136,7 +136,7 @@ def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
 def turned_and_attended(
     qkv: Tensor, kv: LayerKV, rows: DecodeBatch, norm_rope: NormRope, shape: Shape
 ) -> tuple[Tensor, LayerKV]:
-    """What is to come of a decode that turns: its result in float32, and the cache."""
+    """Expected result of a fused decode, in float32, and the expected cache."""
     live, positions, slots = own_places(kv, rows)
     kv = LayerKV(kv.k.clone(), kv.v.clone())
     q = reference.qk_norm_rope_store_kv(qkv[live], positions, slots, kv.k, kv.v, norm_rope)
@@ -147,7 +147,7 @@ def turned_and_attended(
 
 
 def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
-    """Own keys but for their rounding; all else to the bit, and so what is not a number."""
+    """Own keys are equal up to rounding; all else is bitwise equal, NaN included."""
     slots = own_places(kv, rows)[2]
     own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
     assert_rounded_alike(own_keys, expected_keys[slots].cpu())
@@ -159,7 +159,7 @@ def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
 def check_prefill(
     backend: AttentionBackend, shape: Shape, chunks: Sequence[tuple[int, int]], seed: int = 0
 ) -> Tensor:
-    """chunks: (tokens before it, tokens in it)."""
+    """chunks: (cached tokens, new tokens) of each."""
     kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks], seed)
     starts, lengths = zip(*chunks, strict=True)
     rows = PrefillBatch.of(table, starts, lengths)

@@ -1,4 +1,4 @@
-"""An engine whose runner has no model: tests script each of its steps."""
+"""An engine whose runner has no model; tests script each of its steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EOS = 7
 
 
 class ScriptedRunner(FakeRunner):
-    """Says when it collects, and fails when it is told to."""
+    """Reports when it collects, and fails on request."""
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size=page_size, vocab_size=VOCAB)

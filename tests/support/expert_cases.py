@@ -1,4 +1,4 @@
-"""Checks of the experts' kernels that run in the interpreter and on a GPU alike."""
+"""Checks of the expert kernels, for the interpreter and for a GPU."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def random_experts(
 def random_logits(
     num_rows: int, num_experts: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """No two alike in a row: which of equals comes first is left open by the reference."""
+    """Distinct within a row: the reference leaves the order of equal logits open."""
     order = torch.stack([torch.randperm(num_experts) for _ in range(num_rows)])
     return (order.float() / 16 - 3).to(dtype).to(device)
 
 
 def ways(num_rows: int, weights: ExpertWeights, routing: Routing) -> list[FewTiles | ManyTiles]:
-    """Tiles for these rows, for many and, where that makes sense, for few."""
+    """Tiles for this number of rows, for many and, where applicable, for few."""
     few = FewTiles(ExpertTiles(16, 16, 64, num_warps=4, num_stages=3), block_n=4, block_k=64)
     room = tuning_of(weights.down.device)
     return [
@@ -65,7 +65,7 @@ def check_choose(
 
 
 def check_equals(device: torch.device, *, pdl: bool) -> None:
-    """Of equals the lower expert comes first."""
+    """Among equal logits the lower expert comes first."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0], [1.0] * 6], device=device)
     chosen, _ = topk_softmax(logits, Routing(4, normalize=True), pdl=pdl)
     assert chosen.tolist() == [[1, 3, 2, 4], [0, 1, 2, 3]]
@@ -74,7 +74,7 @@ def check_equals(device: torch.device, *, pdl: bool) -> None:
 def check_nan(
     num_rows: int, num_experts: int, routing: Routing, *, device: torch.device, pdl: bool
 ) -> None:
-    """A row that has gone wrong chooses experts that there are, and harms no other row."""
+    """A row of NaN chooses existing experts and changes no other row."""
     hidden_size, size = 48, 24
     weights = random_experts(num_experts, hidden_size, size, torch.float32, device)
     x = torch.randn(num_rows, hidden_size, device=device)
@@ -104,7 +104,7 @@ def check_mix(
     pdl: bool,
     crowded: bool = False,
 ) -> None:
-    """crowded: all rows choose the same experts."""
+    """crowded: whether all rows choose the same experts."""
     routing = Routing(top_k, normalize=True)
     weights = random_experts(num_experts, hidden_size, size, dtype, device)
     x = torch.randn(num_rows, hidden_size, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""A person at the REPL who knows what to say."""
+"""A chat UI that enters given lines."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class FakeEngine:
         return stream
 
     def fail(self, error: Exception) -> None:
-        """What a dead engine looks like from outside."""
+        """Simulates a dead engine: every running stream fails."""
         self.failure = error
         for stream in list(self.running.values()):
             stream.fail(EngineStoppedError(f"The engine has failed: {error}"))

@@ -34,7 +34,7 @@ def sample(state: int, seed: int, vocab_size: int, masked: frozenset[int] = froz
 def expected_output(
     prompt: Sequence[int], *, seed: int, max_tokens: int, stop: frozenset[int], vocab_size: int
 ) -> list[int]:
-    """What any correct schedule yields for a prompt."""
+    """The output for a prompt under every correct schedule."""
     state = 0
     for token_id in prompt:
         state = mix(state, token_id)

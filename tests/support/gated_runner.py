@@ -1,4 +1,4 @@
-"""A fake runner whose steps end when a test says so, and a server with an engine on it."""
+"""A fake runner whose steps end on request, and a server with an engine on it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Gated:
     port: int
 
     def text(self, prompt: list[int], max_tokens: int, *, seed: int = 0, eos: bool = False) -> str:
-        """What the answer to `prompt` has to be."""
+        """The expected answer to `prompt`."""
         tokens = expected_output(
             prompt,
             seed=seed,
@@ -105,7 +105,7 @@ async def gated_server(
     api_key: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[Gated]:
-    """A server whose books are checked when it has served."""
+    """A server whose engine is audited at the end."""
     facts = read_model_config(DEMO_FOLDER).facts()
     runner = GatedRunner()
     options = {"device": "cpu", "num_pages": 4000, "page_size": runner.page_size, **options}
@@ -124,7 +124,7 @@ async def served(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     api_key: tuple[str, ...] = (),
 ) -> AsyncIterator[tuple[Server, int]]:
-    """A server on the test's own loop, and its port. Looks at the engine's books at the end."""
+    """A server on the test's own loop, and its port. Audits the engine at the end."""
     state = EngineState(ServerConfig(port=0, api_key=api_key), engine)
     with bind(state.config) as listener:
         server = Server(http_settings(wrap(create_app(state))), state)
@@ -139,7 +139,7 @@ async def served(
 
 
 def asking(prompt: list[int], max_tokens: int, **fields: Any) -> bytes:
-    """The body of a streamed request for exactly so many tokens, unless told otherwise."""
+    """The body of a streamed request for exactly N tokens; `fields` override it."""
     body = {"prompt": prompt, "max_tokens": max_tokens, "seed": 0, "ignore_eos": True}
     return json.dumps(body | {"stream": True} | fields).encode()
 

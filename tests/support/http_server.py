@@ -30,7 +30,7 @@ FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
 
 @contextlib.asynccontextmanager
 async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
-    """A server on the test's own loop; gives its URL."""
+    """A server on the test's own loop; yields its URL."""
     config = ServerConfig(port=0, **options)
     state = EngineState(config, engine)
     with bind(config) as listener:

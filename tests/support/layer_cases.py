@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 def check_embed(num_rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """To the bit. The ids are passed without their first element, so that they are not aligned."""
+    """Compares bitwise. The ids lack their first element, so that they are not aligned."""
     generator = seeded(num_rows, size)
     weight = random((1000, size), dtype, generator)
     token_ids = torch.randint(1000, (num_rows + 1,), generator=generator)
@@ -77,7 +77,7 @@ def check_silu_mul(num_rows: int, size: int, dtype: torch.dtype, device: torch.d
 def check_heads(
     num_rows: int, heads: Heads, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Without norm to the bit; a quarter of the rows is padding, which writes to the scratch page.
+    """Bitwise without norm; a quarter of the rows is padding, which writes to the scratch page.
 
     The page is left out of the comparison; all else of the caches must be as the reference left it.
     """

@@ -10,7 +10,7 @@ from minisgl.kernels.comm.mailbox import Mailbox
 def make_mailboxes(
     num_ranks: int, max_rows: int, size: int, itemsize: int, device: torch.device
 ) -> list[Mailbox]:
-    """One for each rank, before the first exchange, for elements of so many bytes."""
+    """One mailbox per rank, before the first exchange, for elements of `itemsize` bytes."""
     word = torch.int32 if itemsize == 2 else torch.int64
     shape = (2, num_ranks, max_rows, size)
     inboxes = [torch.zeros(shape, dtype=word, device=device) for _ in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""A server that writes whatever bytes a test wants."""
+"""A server that sends any bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def raw_server(answers: dict[str, bytes | Answering]) -> AsyncIterator[Raw
 
 
 def again(piece: bytes, *, head: bytes = HEAD, pause_s: float = 0.0) -> Answering:
-    """The same without end."""
+    """Repeats the bytes without end."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(head)

@@ -1,4 +1,4 @@
-"""A model and two machines to resolve options for."""
+"""A model and two machines for which options are resolved."""
 
 from __future__ import annotations
 

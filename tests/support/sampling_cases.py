@@ -106,25 +106,25 @@ class Batch:
         return tokens
 
     def _spoil_workspace(self) -> None:
-        """What is left in memory must not matter."""
+        """Poisons memory: leftover values must not matter."""
         assert self.sampler._triton is not None
         for buffer in vars(self.sampler._triton._workspace).values():
             if isinstance(buffer, Tensor):
                 buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
 
     def history(self) -> Tensor:
-        """Of the outputs, by slot."""
+        """Counts of the output tokens, by slot."""
         counts = self.sampler.tables.output_counts
         assert counts is not None
         return counts
 
     def perturbed(self) -> Tensor:
-        """Of the torch reference."""
+        """The perturbed logits of the torch reference."""
         features = self.sampler.features(self.slots.tolist())
         return self.sampler.perturbed(self.logits, self.slots, self.output_index, features)
 
     def check(self, tokens: Tensor) -> int:
-        """That they are the reference's; how many near-ties were decided the other way."""
+        """Asserts equality with the reference; returns the number of near-ties that differ."""
         perturbed = self.perturbed()
         wanted = perturbed.argmax(dim=-1)
         different = tokens != wanted

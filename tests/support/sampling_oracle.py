@@ -1,4 +1,4 @@
-"""Sampling once more, one token and one row at a time, to compare the tensor code with."""
+"""Sampling in plain Python, one row and one token at a time, as an oracle for the tensor code."""
 
 from __future__ import annotations
 

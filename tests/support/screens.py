@@ -1,4 +1,4 @@
-"""Terminals: one in memory, with as much of one as the chat asks for, and waiting in real ones."""
+"""A terminal in memory that interprets what the chat writes, and waiting in real ones."""
 
 from __future__ import annotations
 

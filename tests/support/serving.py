@@ -31,7 +31,7 @@ class Served(Generic[AnyEngine]):
     loop: asyncio.AbstractEventLoop
 
     def on_loop(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns on the server's loop, where the engine may be looked at."""
+        """Returns the result of `call` on the server's loop, where the engine may be inspected."""
 
         async def called() -> Any:
             return call()

@@ -1,4 +1,4 @@
-"""A certificate for localhost with its key, and keys that do not fit."""
+"""A certificate for localhost with its key, and keys that do not match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two families, trained on the spot."""
+"""Small tokenizers of the two families, trained when a test needs one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrap(backend: Backend, chat_template: str | None = TEMPLATE) -> PreTrainedTo
 
 @cache
 def byte_level_backend() -> Backend:
-    """As in GPT-2, Llama 3 and Qwen."""
+    """A byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The detokenizer against a decode of everything so far."""
+"""The detokenizer against a decode of the whole output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @given(UNICODE | TRICKY)
-def test_a_text_comes_back_and_each_character_with_the_token_that_completes_it(text: str) -> None:
+def test_each_character_is_emitted_with_the_token_that_completes_it(text: str) -> None:
     for tokenizer in (byte_level(), spelled()):
         ids = tokenizer.encode(text)
         got = pieces(Detokenizer(tokenizer), ids)
@@ -49,7 +49,7 @@ def test_a_text_comes_back_and_each_character_with_the_token_that_completes_it(t
 
 
 @given(st.data(), st.booleans())
-def test_any_ids_give_the_full_decode(data: st.DataObject, skip: bool) -> None:
+def test_any_token_ids_give_the_text_of_a_full_decode(data: st.DataObject, skip: bool) -> None:
     for tokenizer in (byte_level(), spelled()):
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 5)))
         got = "".join(pieces(Detokenizer(tokenizer, skip_special_tokens=skip), ids))
@@ -59,7 +59,7 @@ def test_any_ids_give_the_full_decode(data: st.DataObject, skip: bool) -> None:
 
 
 @given(UNICODE | TRICKY, st.sampled_from(TEXTS))
-def test_after_a_prompt_the_text_goes_on_as_in_a_decode_of_both(text: str, prompt: str) -> None:
+def test_output_after_a_prompt_equals_a_decode_of_both(text: str, prompt: str) -> None:
     for tokenizer, backend in (
         (byte_level(), byte_level_backend()),
         (spelled(), spelled_backend()),
@@ -69,7 +69,7 @@ def test_after_a_prompt_the_text_goes_on_as_in_a_decode_of_both(text: str, promp
         assert got == backend.decode(before + ids).removeprefix(backend.decode(before))
 
 
-def test_a_prompt_without_text_is_no_beginning() -> None:
+def test_a_prompt_of_hidden_tokens_leaves_the_first_output_token_the_beginning() -> None:
     tokenizer = spelled()
     bos, ids = tokenizer.bos_token_id, tokenizer.encode("fox")
     assert bos is not None
@@ -97,7 +97,7 @@ def test_an_incomplete_character_waits_and_a_broken_one_does_not() -> None:
         assert detokenizer.flush() == "\ufffd"
 
 
-def test_nothing_piles_up_behind_endless_garbage() -> None:
+def test_invalid_bytes_without_end_are_not_buffered() -> None:
     tokenizer = byte_level()
     id_of = {tokenizer.token_bytes(i): i for i in range(tokenizer.vocab_size)}
     for byte in (b"\xff", b"\x80", b"\xf0"):
@@ -171,7 +171,7 @@ def outputs(draw: st.DrawFn) -> list[int]:
 
 @settings(max_examples=400)
 @given(outputs(), STOPS, st.booleans(), st.integers(0, 8))
-def test_a_stop_string_ends_the_text_where_brute_force_finds_it(
+def test_a_stop_string_is_found_where_brute_force_finds_it(
     ids: list[int], stop: list[str], include_stop: bool, min_tokens: int
 ) -> None:
     got = run(byte_level(), ids, stop=tuple(stop), include_stop=include_stop, min_tokens=min_tokens)
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_the_text_where_brute_force_finds_it(
 
 
 @given(outputs(), STOPS)
-def test_no_more_is_held_back_than_may_become_a_stop_string(
+def test_only_text_that_may_become_a_stop_string_is_held_back(
     ids: list[int], stop: list[str]
 ) -> None:
     tokenizer = byte_level()
@@ -201,20 +201,20 @@ def letters(text: str) -> list[int]:
     return [token_id for letter in text for token_id in byte_level().encode(letter)]
 
 
-def test_a_stop_string_that_straddles_tokens_never_shows() -> None:
+def test_a_stop_string_across_tokens_is_never_emitted() -> None:
     detokenizer = Detokenizer(byte_level(), stop=("END",))
     assert [detokenizer.push(i) for i in letters("aENEND")] == ["a", "", "", "EN", "", ""]
     assert detokenizer.stopped == "END"
 
 
-def test_what_only_looked_like_a_stop_string_comes_with_the_flush() -> None:
+def test_a_partial_stop_string_is_emitted_by_the_flush() -> None:
     detokenizer = Detokenizer(byte_level(), stop=("END",))
     assert pieces(detokenizer, letters("xEN")) == ["x", "", "", "EN"]
     assert detokenizer.stopped is None
     assert detokenizer.flush() == ""
 
 
-def test_the_earliest_match_wins_and_of_those_the_first_listed() -> None:
+def test_the_earliest_match_wins_and_ties_go_to_the_first_listed() -> None:
     fox = byte_level().encode(" brown")
     assert len(fox) == 1
     assert run(byte_level(), fox, stop=("own", "row", "ro")) == Outcome(1, " b", "row")
@@ -228,7 +228,7 @@ def test_a_match_may_begin_before_min_tokens_but_not_end_there() -> None:
     assert run(byte_level(), ids, stop=("abc",), min_tokens=4) == Outcome(6, "abc", "abc")
 
 
-def test_matches_may_overlap_one_that_did_not_count() -> None:
+def test_a_match_may_overlap_one_that_was_ignored() -> None:
     assert run(byte_level(), letters("aaab"), stop=("aa",), min_tokens=3) == Outcome(3, "a", "aa")
     two_in_one = byte_level().encode("abab")
     assert len(two_in_one) == 1
@@ -242,7 +242,7 @@ def test_special_tokens_can_be_stop_strings_only_where_they_are_shown(tokenizer:
     assert (shown.text, shown.stopped) == ("fox", "</s>")
 
 
-def test_a_hostile_stop_string_costs_no_more_than_its_length_once() -> None:
+def test_a_long_stop_string_costs_linear_time_once() -> None:
     """Quadratic work would take minutes here: every letter may begin the stop string anew."""
     [a] = letters("a")
     detokenizer = Detokenizer(byte_level(), stop=("a" * 20_000 + "b",))
@@ -250,8 +250,8 @@ def test_a_hostile_stop_string_costs_no_more_than_its_length_once() -> None:
     assert text == "a" and len(detokenizer.flush()) == 20_000
 
 
-def test_the_garbage_collector_does_not_go_through_stop_strings() -> None:
-    """Of a thousand choices with many long ones it would take, and stop everyone for, a second."""
+def test_stop_strings_are_not_tracked_by_the_garbage_collector() -> None:
+    """A thousand choices with many long stop strings would pause the process for a second."""
     length = 251
 
     def num_long() -> int:
@@ -286,7 +286,7 @@ class After:
     include_stop=st.booleans(),
     min_tokens=st.integers(0, 8),
 )
-def test_stop_strings_count_only_behind_the_place_that_was_found(
+def test_stop_strings_are_found_only_after_the_place_given_by_stop_from(
     ids: list[int], tag: str, stop: list[str], include_stop: bool, min_tokens: int
 ) -> None:
     got = run(
@@ -300,7 +300,7 @@ def test_stop_strings_count_only_behind_the_place_that_was_found(
     assert got == expected(byte_level(), ids, stop, include_stop, min_tokens, tag)
 
 
-def test_no_text_is_held_back_before_stop_strings_count(tokenizer: Tokenizer) -> None:
+def test_no_text_is_held_back_before_the_place_given_by_stop_from(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, stop=["<end>"], stop_from=After("</think>"))
     ids = tokenizer.encode("a <end>b <en</think>c<end>d", add_special_tokens=False)
     text = ""

@@ -1,4 +1,4 @@
-"""Whatever a chat template does, its rendering ends."""
+"""Rendering of chat templates ends, whatever the template does."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def weather(city: str) -> str:
         ("{{ 'x' if add_generation_prompt else 'y' }}", {"add_generation_prompt": True}),
     ],
 )
-def test_a_text_is_what_the_library_makes(
+def test_a_rendered_chat_equals_that_of_transformers(
     renderer: Renderer, template: str, options: dict[str, Any]
 ) -> None:
     assert rendered(renderer, template, **options) == render(call_of(template, **options))
 
 
-def test_a_template_that_does_not_end_is_ended() -> None:
+def test_a_template_that_does_not_end_is_killed_after_its_time() -> None:
     renderer = Renderer(0.5)
     for template in (
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -76,7 +76,7 @@ def test_a_template_that_does_not_end_is_ended() -> None:
         ("{% for %}", "xpected"),
     ],
 )
-def test_a_template_that_asks_for_too_much_or_refuses_says_so(
+def test_a_template_that_exceeds_limits_or_raises_is_a_request_error(
     renderer: Renderer, template: str, reason: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
@@ -84,12 +84,12 @@ def test_a_template_that_asks_for_too_much_or_refuses_says_so(
     assert rendered(renderer, "{{ 1 + 1 }}") == "2"
 
 
-def test_what_is_no_text_is_refused_before() -> None:
+def test_messages_that_are_not_valid_text_are_refused_before_rendering() -> None:
     with pytest.raises(InvalidRequestError, match="handed to the chat template"):
         encode_call(call_of("", odd="\ud800"))
 
 
-def test_a_process_that_was_killed_is_replaced_and_a_closed_one_is_not() -> None:
+def test_a_killed_rendering_process_is_replaced_and_a_closed_one_is_not() -> None:
     renderer = Renderer()
     renderer.start()
     assert renderer._process is not None

@@ -55,7 +55,7 @@ def test_any_text_survives_both_ways(text: str) -> None:
 
 
 @given(st.data())
-def test_byte_level_decoding_equals_the_librarys_for_any_ids(data: st.DataObject) -> None:
+def test_byte_level_decoding_equals_the_library_for_any_ids(data: st.DataObject) -> None:
     backend = byte_level_backend()
     ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() + 5)))
     for skip in (True, False):
@@ -63,7 +63,7 @@ def test_byte_level_decoding_equals_the_librarys_for_any_ids(data: st.DataObject
         assert byte_level().decode(ids, skip_special_tokens=skip) == expected
 
 
-def test_byte_level_decoding_equals_the_librarys_for_every_kind_of_broken_utf8() -> None:
+def test_byte_level_decoding_equals_the_library_for_every_kind_of_broken_utf8() -> None:
     """Each pair and triple of bytes at the borders of what RFC 3629 allows."""
     backend, tokenizer = byte_level_backend(), byte_level()
     borders = (0x41, 0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, 0xC1, 0xC2, 0xDF, 0xE0, 0xE1, 0xED, 0xEF)
@@ -78,7 +78,7 @@ def test_byte_level_decoding_equals_the_librarys_for_every_kind_of_broken_utf8()
 
 
 @given(st.data())
-def test_spelled_decoding_equals_the_librarys_where_the_bytes_are_utf8(data: st.DataObject) -> None:
+def test_spelled_decoding_equals_the_library_where_the_bytes_are_utf8(data: st.DataObject) -> None:
     backend, tokenizer = spelled_backend(), spelled()
     words = st.lists(st.integers(BYTE_TOKENS.stop, backend.get_vocab_size() + 5)) | UNICODE.map(
         lambda text: tokenizer.encode(text)
@@ -87,13 +87,13 @@ def test_spelled_decoding_equals_the_librarys_where_the_bytes_are_utf8(data: st.
     assert tokenizer.decode(ids) == backend.decode(ids)
 
 
-def test_a_broken_byte_spoils_no_valid_character_beside_it() -> None:
+def test_an_invalid_byte_does_not_change_adjacent_characters() -> None:
     data = "日".encode() + b"\xff" + "本".encode()[:2]
     ids = [BYTE_TOKENS[byte] for byte in data]
     assert spelled().decode(ids) == "日\ufffd\ufffd"
 
 
-def test_encoding_equals_the_wrappers(tokenizer: Tokenizer) -> None:
+def test_encoding_equals_that_of_transformers(tokenizer: Tokenizer) -> None:
     for text in TEXTS:
         assert tokenizer.encode(text) == tokenizer._tokenizer(text)["input_ids"]
     assert tokenizer.encode("") == tokenizer._tokenizer("")["input_ids"]
@@ -108,7 +108,7 @@ def test_special_tokens_of_the_post_processor_can_be_left_out() -> None:
     assert tokenizer.chat(HELLO) == byte_level().chat(HELLO)  # the template writes its own
 
 
-def test_saved_truncation_and_padding_are_off() -> None:
+def test_truncation_and_padding_of_the_file_are_disabled() -> None:
     backend = Backend.from_str(byte_level_backend().to_str())
     backend.enable_truncation(2)
     backend.enable_padding(length=99)
@@ -134,12 +134,12 @@ def test_a_token_has_exact_bytes_and_a_readable_text(tokenizer: Tokenizer) -> No
         assert tokenizer.token_text(unknown) == tokenizer.decode([unknown]) == ""
 
 
-def test_part_of_a_character_is_a_replacement_character() -> None:
+def test_part_of_a_character_decodes_to_a_replacement_character() -> None:
     assert spelled().token_text(BYTE_TOKENS[0x0A]) == "\n"
     assert spelled().token_text(BYTE_TOKENS[0xE6]) == "\ufffd"
 
 
-def test_added_tokens_read_as_they_are_written_and_only_special_ones_are_skipped() -> None:
+def test_added_tokens_decode_as_written_and_only_special_ones_are_skipped() -> None:
     text = "<s><think>two words日本</s>"
     ids = byte_level().encode(text)
     assert len(ids) == 5
@@ -147,12 +147,12 @@ def test_added_tokens_read_as_they_are_written_and_only_special_ones_are_skipped
     assert byte_level().decode(ids) == "<think>two words日本"
 
 
-def test_only_one_space_is_dropped_and_only_at_the_beginning() -> None:
+def test_only_one_leading_space_is_dropped() -> None:
     assert spelled().decode(spelled().encode("  two")) == "  two"
     assert spelled().decode([*spelled().encode("a"), *spelled().encode("b")]) == "a b"
 
 
-def test_facts(tokenizer: Tokenizer) -> None:
+def test_vocab_size_special_tokens_and_chat_template_are_reported(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == len(tokenizer._tokenizer)
     assert tokenizer.token_bytes(tokenizer.bos_token_id or 0) == b"<s>"
     assert tokenizer.eos_token_id == tokenizer.encode("</s>")[-1]
@@ -162,7 +162,7 @@ def test_facts(tokenizer: Tokenizer) -> None:
 # -- decoders -------------------------------------------------------------------------------------
 
 
-def test_a_metaspace_decoder_is_understood() -> None:
+def test_a_metaspace_decoder_is_supported() -> None:
     for scheme, text in (("always", "a b"), ("first", "a b"), ("never", " a b")):
         decoder = decoders.Metaspace(prepend_scheme=scheme)
         assert with_decoder(spelled_backend(), decoder).decode(spelled().encode("a b")) == text
@@ -176,7 +176,7 @@ def test_a_decoder_without_byte_fallback_shows_byte_tokens_as_text() -> None:
 @pytest.mark.parametrize(
     "decoder", [None, decoders.WordPiece(), decoders.Sequence([decoders.Strip("x", 1, 0)])]
 )
-def test_a_decoder_that_is_not_a_matter_of_bytes_is_refused(
+def test_a_decoder_that_cannot_be_computed_from_bytes_is_refused(
     decoder: decoders.Decoder | None,
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=r"^toy: the tokenizer.*decoder"):
@@ -198,7 +198,7 @@ def test_chat_renders_the_template_and_adds_no_special_tokens_of_its_own() -> No
     assert chat_text(HELLO, add_generation_prompt=False) == "<s>user: Hello!</s>"
 
 
-def test_options_reach_the_template() -> None:
+def test_template_options_reach_the_template() -> None:
     assert chat_text(HELLO, mood="Gladly").endswith("assistant: Gladly")
     assert "1 tools" in chat_text(HELLO, tools=[{"type": "function"}])
     open_ended = chat_text(HELLO, add_generation_prompt=False, continue_final_message=True)
@@ -206,14 +206,14 @@ def test_options_reach_the_template() -> None:
 
 
 @pytest.mark.parametrize("option", ["chat_template", "tokenize", "return_tensors", "conversation"])
-def test_options_that_are_not_the_callers_are_refused(option: str) -> None:
+def test_reserved_template_options_are_refused(option: str) -> None:
     options: dict[str, Any] = {option: "{{ 1 }}"}
     with pytest.raises(InvalidRequestError, match=f"{option} cannot be set") as caught:
         byte_level().chat(HELLO, **options)
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_content_parts_are_joined_as_they_stand() -> None:
+def test_text_content_parts_are_joined_without_a_separator() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo!"}]
     assert chat_text([{"role": "user", "content": parts}]) == chat_text(HELLO)
 
@@ -226,12 +226,12 @@ def test_content_parts_are_joined_as_they_stand() -> None:
         ("Hello!", "content part"),
     ],
 )
-def test_other_content_parts_are_refused(part: object, reason: str) -> None:
+def test_content_parts_other_than_text_are_refused(part: object, reason: str) -> None:
     with pytest.raises(InvalidRequestError, match=reason):
         byte_level().chat([{"role": "user", "content": [part]}])
 
 
-def test_developer_is_system_unless_the_template_knows_it() -> None:
+def test_the_developer_role_becomes_system_unless_the_template_knows_it() -> None:
     message = {"role": "developer", "content": "Be brief."}
     assert chat_text([message]).startswith("<s>system: Be brief.</s>")
     template = "{% for m in messages %}{{ m.role }}{% endfor %}{# developer #}"
@@ -240,7 +240,7 @@ def test_developer_is_system_unless_the_template_knows_it() -> None:
     assert message["role"] == "developer"
 
 
-def test_the_templates_own_reason_is_passed_on() -> None:
+def test_the_error_message_of_a_template_is_reported() -> None:
     with pytest.raises(InvalidRequestError, match=r"refuses them: no role tool$") as caught:
         byte_level().chat([{"role": "tool", "content": "42"}])
     assert caught.value.param == "messages"
@@ -248,7 +248,7 @@ def test_the_templates_own_reason_is_passed_on() -> None:
         byte_level().chat([])
 
 
-def test_a_message_is_left_open_or_not_quoted_in_the_refusal() -> None:
+def test_a_message_that_cannot_be_continued_is_refused_without_quoting_it() -> None:
     assert chat_text(HELLO, continue_final_message=True) == "<s>user: Hello!"
     assert chat_text(HELLO, continue_final_message=False).endswith("</s><s>assistant: ")
     with pytest.raises(InvalidRequestError, match="add_generation_prompt: true") as caught:
@@ -261,7 +261,7 @@ def test_a_message_is_left_open_or_not_quoted_in_the_refusal() -> None:
     assert "Hel" not in str(caught.value) and caught.value.__cause__ is None
 
 
-def test_a_model_without_a_template_says_so() -> None:
+def test_a_model_without_a_chat_template_is_refused() -> None:
     tokenizer = Tokenizer(wrap(byte_level_backend(), None), "base-model")
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match=r"base-model has no chat .*/v1/completions"):
@@ -271,7 +271,7 @@ def test_a_model_without_a_template_says_so() -> None:
 # -- threads and files ----------------------------------------------------------------------------
 
 
-def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
+def test_concurrent_threads_get_the_same_results(tokenizer: Tokenizer) -> None:
     def work(index: int) -> tuple[list[int], list[int], str]:
         text = TEXTS[index % len(TEXTS)] * 20
         ids = tokenizer.encode(text)
@@ -285,7 +285,7 @@ def test_threads_do_not_disturb_each_other(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("way", ["encode", "chat"])
 def test_other_threads_run_while_a_long_text_is_tokenized(way: str) -> None:
-    """Such as an event loop that has other requests to serve."""
+    """The GIL is released, so that the event loop can serve other requests."""
     tokenizer = byte_level()
     text = "Hello, you! " * 50_000
     began = time.perf_counter()

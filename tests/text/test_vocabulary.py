@@ -1,4 +1,4 @@
-"""A length alone proves that a text does not fit only where the proof holds for every text."""
+"""Bounds on the number of tokens of a text from its length alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DENSE = st.lists(
 
 @settings(max_examples=60)
 @given(DENSE)
-def test_no_text_has_fewer_tokens_than_its_length_says(text: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound_of_its_length(text: str) -> None:
     for backend in BOUNDED:
         longest = longest_token(backend)
         assert longest is not None
@@ -81,7 +81,7 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("backend", UNBOUNDED.values(), ids=UNBOUNDED)
-def test_without_a_bound_there_is_no_proof(backend: Backend) -> None:
+def test_tokenizers_with_unbounded_tokens_have_no_longest_token(backend: Backend) -> None:
     assert longest_token(backend) is None
 
 
@@ -110,7 +110,7 @@ def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_only_the_beginning_of_a_text_with_too_many_tokens_is_encoded(
+def test_a_text_with_too_many_tokens_is_encoded_only_in_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer = Tokenizer(wrap(byte_level_backend()))
@@ -122,13 +122,13 @@ def test_only_the_beginning_of_a_text_with_too_many_tokens_is_encoded(
 
 
 @pytest.mark.parametrize("text", [" " * 400_000 + "<mask>", "<mask>" + " " * 400_000])
-def test_a_long_text_of_few_tokens_is_encoded(text: str) -> None:
+def test_a_long_text_of_few_tokens_is_encoded_whole(text: str) -> None:
     """The white space that a token takes in does not count, whichever side it is on."""
     backend = with_token(byte_level_backend(), lstrip=True, rstrip=True)
     assert Tokenizer(wrap(backend)).encode(text, max_tokens=10) == backend.encode("<mask>").ids
 
 
-def test_a_text_that_fits_has_the_tokens_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_fits_has_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = Tokenizer(wrap(byte_level_backend()))
     lengths = watched(tokenizer, monkeypatch)
     text = "日本 two words" * 20_000

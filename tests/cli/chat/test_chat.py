@@ -1,229 +1,37 @@
-"""`minisgl chat`: the tokens of a conversation, the loop on a fake engine, a real terminal."""
+"""`minisgl chat`: the loop on a fake engine, and the bundled model in a real terminal."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pexpect
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from prompt_toolkit.completion import CompleteEvent
-from prompt_toolkit.document import Document
 from support.fake_chat_ui import FakeChatUI
 from support.screens import at_prompt, left
+from support.toy_chat_engine import FakeEngine, ToyTokenizer, decode, spelled
 
-from minisgl.config import Capacity, EngineConfig
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
-from minisgl.errors import ContextLengthError, InvalidRequestError
+from minisgl.errors import InvalidRequestError
 from minisgl.models.hub import DEMO_NOTE
 from minisgl.printable import printable
-from minisgl.request import FinishReason, OutputDelta, SamplingParams
+from minisgl.request import FinishReason, OutputDelta
 from minisgl.runner.facts import device_name
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
 from minisgl_cli.chat.model import ReplyDelta
-from minisgl_cli.chat.parameters import NAMES
-from minisgl_cli.chat.prompt_reuse import keep_seen
 from minisgl_cli.chat.repl import COMMANDS, MAKE_ROOM, Repl
 from minisgl_cli.chat.reply import ReplyRecord
-from minisgl_cli.chat.text_format import as_command, is_open, unquoted, unquoted_argument
-from minisgl_cli.chat.ui.prompt import ARGUMENTS, CommandCompleter, PrivateHistory, history_file
-
-# -- a tokenizer that a person can follow ---------------------------------------------------------
-
-PIECES = ("<user>", "<model>", "<end>", "<stop>", "ab", "abc", "cd", *"abcdefgh !")
-END, STOP = PIECES.index("<end>"), PIECES.index("<stop>")
-
-
-def encode(text: str) -> list[int]:
-    """The longest piece that fits, again and again."""
-    ids = []
-    while text:
-        piece = max((piece for piece in PIECES if text.startswith(piece)), key=len)
-        ids.append(PIECES.index(piece))
-        text = text.removeprefix(piece)
-    return ids
-
-
-def decode(token_ids: Sequence[int]) -> str:
-    return "".join(PIECES[token_id] for token_id in token_ids)
-
-
-def spelled(text: str) -> list[int]:
-    """Letter by letter, as a model may generate what the tokenizer would not."""
-    return [PIECES.index(letter) for letter in text]
-
-
-@dataclass
-class ToyTokenizer:
-    trims: bool = False  # answers, as some templates do
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        text = ""
-        for message in messages:
-            content = message["content"]
-            if message["role"] == "user":
-                if "!" in content:
-                    raise InvalidRequestError("messages", "the template does not shout.")
-                text += f"<user>{content}<end>"
-            else:
-                text += f"<model>{content.strip() if self.trims else content}<end>"
-        return encode(text + "<model>")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return PIECES[token_id].encode()
-
-
-# -- the conversation's tokens --------------------------------------------------------------------
-
-
-class Said:
-    """A model that has been asked "ab" and has answered with some tokens."""
-
-    def __init__(self, tokenizer: ToyTokenizer, token_ids: list[int], text: str) -> None:
-        self.conversation = Conversation()
-        engine: Any = FakeEngine([])
-        engine.deltas = [OutputDelta(token_ids, text, 0, 0, finish_reason=FinishReason.STOP)]
-        self.model = EngineModel(engine, tokenizer)
-
-        async def ask() -> None:
-            self.conversation.ask("ab")
-            answer = ReplyRecord(asked_at=0.0)
-            async for delta in self.model.reply(self.conversation.messages, {}):
-                answer.add(delta, 0.0)
-            self.conversation.answer(answer.message)
-
-        asyncio.run(ask())
-
-    def prompt(self, question: str) -> list[int]:
-        self.conversation.ask(question)
-        return self.model.prompt(self.conversation.messages)
-
-
-def second_prompt(answer_ids: list[int], answer: str, *, trims: bool = False) -> list[int]:
-    return Said(ToyTokenizer(trims), answer_ids, answer).prompt("cd")
-
-
-def test_an_answer_in_the_tokenizers_own_tokens_is_part_of_the_next_prompt() -> None:
-    prompt = second_prompt([*encode("abc d"), END], "abc d")
-    assert prompt == encode("<user>ab<end><model>abc d<end><user>cd<end><model>")
-
-
-def test_an_answer_in_other_tokens_keeps_them() -> None:
-    prompt = second_prompt([*spelled("abcabc"), END], "abcabc")
-    first = encode("<user>ab<end><model>")
-    assert prompt == [*first, *spelled("abcabc"), END, *encode("<user>cd<end><model>")]
-
-
-def test_the_template_ends_the_answer_its_own_way() -> None:
-    prompt = second_prompt([*spelled("abc"), STOP], "abc")
-    first = encode("<user>ab<end><model>")
-    assert prompt == [*first, *spelled("abc"), *encode("<end><user>cd<end><model>")]
-
-
-def test_an_answer_that_the_template_changes_is_the_templates() -> None:
-    prompt = second_prompt([*spelled(" abc "), END], " abc ", trims=True)
-    assert prompt == encode("<user>ab<end><model>abc<end><user>cd<end><model>")
-
-
-@given(st.lists(st.sampled_from(range(len(PIECES)))), st.booleans(), st.integers(0, 3))
-def test_the_prompt_always_reads_as_the_template_has_it(
-    generated: list[int], trims: bool, num_held_back: int
-) -> None:
-    """Whatever the model generated, special tokens in wrong places included."""
-    tokenizer = ToyTokenizer(trims)
-    answer = decode(generated[: max(0, len(generated) - num_held_back)])
-    said = Said(tokenizer, generated, answer)
-    prompt = said.prompt("cd")
-    assert decode(prompt) == decode(tokenizer.chat(said.conversation.messages))
-
-
-@pytest.mark.parametrize(
-    ("seen", "templated", "prompt"),
-    [
-        ([], [b"ab"], [b"ab"]),
-        ([b"ab"], [], []),
-        ([b"ab"], [b"ab"], [b"ab"]),
-        ([b"a", b"b"], [b"ab", b"cd"], [b"a", b"b", b"cd"]),
-        ([b"abc", b"d"], [b"ab", b"cd"], [b"abc", b"d"]),
-        ([b"a", b"b", b"c"], [b"ab", b"d"], [b"a", b"b", b"d"]),
-        ([b"a", b"b", b"c"], [b"a", b"c"], [b"a", b"c"]),
-        ([b"a", b"b", b"c"], [b"ab"], [b"a", b"b"]),
-        # Ids beyond the tokenizer's vocabulary have no text.
-        ([b"a", b"", b"b"], [b"ab", b"c"], [b"a", b"", b"b", b"c"]),
-        # A character in several tokens is cut at its ends only.
-        ([b"a", b"\xe2\x82", b"\xac"], ["a€".encode(), b"!"], [b"a", b"\xe2\x82", b"\xac", b"!"]),
-        ([b"a", b"\xe2\x82"], ["a€".encode()], ["a€".encode()]),
-        # What is no character at all was shown, and comes back, as U+FFFD.
-        ([b"a", b"\x88", b"b"], ["a\ufffdb".encode(), b"c"], [b"a", b"\x88", b"b", b"c"]),
-        ([b"\xe2", b"b"], ["\ufffdb".encode(), b"c"], [b"\xe2", b"b", b"c"]),
-    ],
-)
-def test_seen_tokens_are_kept_as_far_as_both_read_the_same(
-    seen: list[bytes], templated: list[bytes], prompt: list[bytes]
-) -> None:
-    """Tokens are given as their bytes here."""
-    vocabulary = sorted({*seen, *templated})
-    ids = [[vocabulary.index(token) for token in tokens] for tokens in (seen, templated)]
-    kept = keep_seen(*ids, token_bytes=vocabulary.__getitem__)
-    assert [vocabulary[token_id] for token_id in kept] == prompt
-
-
-def contents(conversation: Conversation) -> list[str]:
-    return [message["content"] for message in conversation.messages]
-
-
-def test_a_question_without_an_answer_stays_apart_until_it_is_asked_again() -> None:
-    conversation = Conversation("Be kind.")
-    assert not conversation.ask_again()
-    conversation.ask("ab")
-    conversation.answer("abc")
-    conversation.ask("cd")
-    assert not conversation.give_up()
-    assert [turn.question for turn in conversation.turns] == ["ab"]
-    assert conversation.undo() is not None and conversation.undo() is None
-    assert conversation.ask_again()
-    assert contents(conversation) == ["Be kind.", "cd"]
-    conversation.answer("d")
-    assert contents(conversation) == ["Be kind.", "cd", "d"]
-    conversation.ask("ef")
-    conversation.reset()
-    assert not conversation.ask_again()
-    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
-
-
-def test_an_answer_dropped_comes_back_if_no_other_comes() -> None:
-    conversation = Conversation()
-    conversation.ask("ab")
-    conversation.answer("abc", 7)
-    before = list(conversation.turns)
-    assert conversation.ask_again()
-    assert contents(conversation) == ["ab"]
-    assert conversation.give_up()
-    assert conversation.turns == before and contents(conversation) == ["ab", "abc"]
-    assert conversation.ask_again()
-    conversation.answer("cd")
-    assert contents(conversation) == ["ab", "cd"]
-
-
-# -- one answer -----------------------------------------------------------------------------------
-
-
-def delta(text: str, *, cached: int = 0, reason: FinishReason | None = None) -> OutputDelta:
-    return OutputDelta(encode(text), text, 0, cached, finish_reason=reason)
 
 
 def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
@@ -233,7 +41,7 @@ def answered(*deltas: tuple[float, ReplyDelta]) -> ReplyRecord:
     return answer
 
 
-def test_the_summary_tells_how_much_and_how_fast() -> None:
+def test_the_summary_reports_counts_and_speed() -> None:
     answer = answered(
         *((10.25 + 0.1 * step, ReplyDelta("a", "", step + 1, 8, 6)) for step in range(5)),
         (20.0, ReplyDelta("", "", 5, 8, 6, FinishReason.STOP)),
@@ -247,7 +55,7 @@ def test_the_summary_of_one_token_has_no_rate() -> None:
     assert answer.summary() == "1 token · TTFT 250 ms · 0 of 8 prompt tokens cached · stopped"
 
 
-def test_the_summary_says_what_a_server_says() -> None:
+def test_the_summary_reports_the_counts_of_a_server() -> None:
     texts = [(10.25, ReplyDelta(thinking="a")), (10.75, ReplyDelta("b"))]
     ended = (20.0, ReplyDelta(finish_reason=FinishReason.LENGTH))
     assert answered(*texts, ended).summary() == "TTFT 250 ms · cut at the limit"
@@ -257,85 +65,13 @@ def test_the_summary_says_what_a_server_says() -> None:
     )
 
 
-def test_thinking_that_was_stopped_is_closed_for_the_template() -> None:
+def test_interrupted_thinking_is_closed_for_the_template() -> None:
     assert answered((11.0, ReplyDelta("<think>\nHm"))).message == "<think>\nHm\n</think>\n\n"
     assert answered((11.0, ReplyDelta("<think>Hm</think>Yes"))).message == "<think>Hm</think>Yes"
 
 
-def test_a_model_cannot_drive_the_terminal() -> None:
+def test_control_characters_of_a_model_are_not_printed() -> None:
     assert printable("a\x1b[2J\tb\x07\n\x9bé\ud800") == "a[2J\tb\né"
-
-
-# -- the loop, on a fake engine -------------------------------------------------------------------
-
-
-class FakeDefaults:
-    def sampling(self, **chosen: Any) -> SamplingParams:
-        return SamplingParams(**chosen)
-
-
-@dataclass
-class FakeEngine:
-    """Answers every prompt with the next of `answers`, letter by letter; Ctrl-C comes at a `^`."""
-
-    answers: list[str]
-    max_seq_len: int = 1000
-    prompts: list[list[int]] = field(default_factory=list)
-    num_aborted: int = 0
-    deltas: Sequence[OutputDelta] | None = None  # instead of answers
-
-    params: list[SamplingParams] = field(default_factory=list)
-
-    tokenizer = ToyTokenizer()
-    defaults = FakeDefaults()
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(num_pages=2, page_size=1, num_slots=1, max_seq_len=self.max_seq_len)
-
-    def submit(self, prompt: list[int], params: SamplingParams) -> Any:
-        if self.deltas is not None:
-            return GivenStream(self.deltas)
-        room = self.max_seq_len - len(prompt)
-        if room < 1:
-            raise ContextLengthError(len(prompt), None, self.max_seq_len)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise ContextLengthError(len(prompt), params.max_tokens, self.max_seq_len)
-        self.prompts.append(prompt)
-        self.params.append(params)
-        letters = self.answers.pop(0)[:room]
-        reason = FinishReason.LENGTH if len(letters) == room else FinishReason.STOP
-        return FakeStream(self, letters, reason)
-
-
-@dataclass
-class GivenStream:
-    deltas: Sequence[OutputDelta]
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        for delta in self.deltas:
-            yield delta
-
-    def abort(self) -> None:
-        pass
-
-
-@dataclass
-class FakeStream:
-    engine: FakeEngine
-    letters: str
-    reason: FinishReason
-
-    async def __aiter__(self) -> AsyncIterator[OutputDelta]:
-        for letter in self.letters:
-            if letter == "^":
-                os.kill(os.getpid(), signal.SIGINT)
-                await asyncio.sleep(60)
-            yield delta(letter, cached=3)
-        yield delta("", cached=3, reason=self.reason)
-
-    def abort(self) -> None:
-        self.engine.num_aborted += 1
 
 
 async def converse(engine: FakeEngine, *lines: str, **sampling: Any) -> FakeChatUI:
@@ -377,7 +113,7 @@ async def test_help_lists_every_command() -> None:
     ("command", "hint"),
     [("/rest", "Did you mean /reset?"), ("/xyz a b", "no command /xyz. /help"), ("/", "/help")],
 )
-async def test_an_unknown_command_is_a_hint(command: str, hint: str) -> None:
+async def test_an_unknown_command_gives_a_hint(command: str, hint: str) -> None:
     ui = await converse(FakeEngine(["a"]), command, "ab")
     assert hint in ui.said[0]
     assert ui.written == "a\n"
@@ -394,7 +130,7 @@ async def test_ctrl_c_stops_the_answer_and_keeps_what_came() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conversation() -> None:
+async def test_a_question_stopped_before_its_first_token_is_not_kept() -> None:
     engine = FakeEngine(["^abc", "a"])
     ui = await converse(engine, "ab", "h")
     assert ui.written == "a\n"
@@ -403,7 +139,7 @@ async def test_a_question_stopped_before_its_first_token_is_no_part_of_the_conve
     assert decode(engine.prompts[1]) == "<user>h<end><model>"
 
 
-async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
+async def test_a_full_context_is_reported_and_the_loop_continues() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
     ui = await converse(engine, "ab", "cd", "/reset", "ab")
     assert ui.written == "abcdefgh\ncd\n"
@@ -414,14 +150,14 @@ async def test_a_full_context_is_a_sentence_and_the_loop_goes_on() -> None:
     ]
 
 
-async def test_undo_makes_room_for_the_question_that_found_none() -> None:
+async def test_undo_frees_context_for_a_question_that_did_not_fit() -> None:
     engine = FakeEngine(["abcdefgh", "cd"], max_seq_len=12)
     ui = await converse(engine, "ab", "cd", "/undo", "/retry")
     assert ui.written == "abcdefgh\ncd\n"
     assert decode(engine.prompts[1]) == "<user>cd<end><model>"
 
 
-async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
+async def test_a_restored_answer_keeps_its_tokens() -> None:
     engine = FakeEngine(["abcabc", "^", "a"])
     await converse(engine, "ab", "/retry", "h")
     assert engine.prompts[1] == engine.prompts[0]
@@ -429,7 +165,7 @@ async def test_an_answer_that_comes_back_keeps_its_tokens() -> None:
     assert engine.prompts[2][: len(answered)] == answered
 
 
-async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> None:
+async def test_ctrl_c_works_while_a_long_conversation_is_tokenized() -> None:
     class Slow(ToyTokenizer):
         def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
             os.kill(os.getpid(), signal.SIGINT)
@@ -443,7 +179,7 @@ async def test_ctrl_c_works_while_a_long_conversation_is_cut_into_tokens() -> No
     assert fake.prompts == []
 
 
-async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
+async def test_max_tokens_beyond_the_context_means_the_remaining_context() -> None:
     engine = FakeEngine(["abc", "abc", "abcdefgh"], max_seq_len=40)
     ui = await converse(engine, "ab", max_tokens=36)
     ui = await converse(engine, "ab", max_tokens=37, min_tokens=37)
@@ -451,19 +187,19 @@ async def test_a_limit_beyond_the_context_means_the_room_that_is_left() -> None:
     assert [params.max_tokens for params in engine.params] == [36, None]
 
 
-async def test_a_question_that_the_template_refuses_is_a_sentence() -> None:
+async def test_a_template_error_is_reported_in_one_sentence() -> None:
     engine = FakeEngine(["a"])
     ui = await converse(engine, "ab!", "ab")
     assert ui.said == ["messages: the template does not shout."]
     assert decode(engine.prompts[0]) == "<user>ab<end><model>"
 
 
-async def test_a_second_ctrl_c_is_told_to_the_ui() -> None:
+async def test_a_second_ctrl_c_is_reported_to_the_ui() -> None:
     ui = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
     assert ui.interrupted == [False, True, False]
 
 
-async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
+async def test_thinking_is_shown_separately_and_kept_as_generated() -> None:
     fake: Any = FakeEngine([])
     text = "<think>\nab\n</think>\n\ncd"
     fake.deltas = [OutputDelta([0], text, 1, 0, finish_reason=FinishReason.STOP)]
@@ -474,7 +210,7 @@ async def test_thinking_is_shown_apart_and_kept_as_it_was_written() -> None:
     assert conversation.messages[-1]["content"] == text
 
 
-async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so() -> None:
+async def test_thinking_opened_by_the_template_is_recognized() -> None:
     class Opening(ToyTokenizer):
         def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
             return [*super().chat(messages), -1, -2]
@@ -489,100 +225,6 @@ async def test_a_template_that_opens_the_thinking_counts_as_the_model_doing_so()
     assert (ui.thought, ui.written) == ("ab", "cd\n")
 
 
-# -- what a person types --------------------------------------------------------------------------
-
-
-def completions(typed: str) -> list[str]:
-    found = CommandCompleter(COMMANDS).get_completions(Document(typed), CompleteEvent())
-    return [completion.text for completion in found]
-
-
-def test_commands_are_completed_and_nothing_else() -> None:
-    assert completions("/") == list(COMMANDS)
-    assert completions("/re") == ["/retry", "/reset"]
-    assert completions("/reset") == completions("re") == completions("say /re") == []
-    assert completions("/reset ") == completions("/nothing t") == []
-
-
-def test_what_follows_a_command_is_completed(tmp_path: Path) -> None:
-    assert set(ARGUMENTS) <= set(COMMANDS)
-    assert completions("/set  te") == ["temperature"]
-    assert completions("/set ") == list(NAMES)
-    assert completions("/set stop t") == []
-    (tmp_path / "saved.json").touch()
-    for name in ("/save", "/load"):
-        assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [("a\nb ", "a\nb"), ('"""a\nb"""', "a\nb"), ('"""\n a\n"""', " a"), ('"""', '"""')],
-)
-def test_quotes_around_several_lines_are_not_part_of_them(typed: str, meant: str) -> None:
-    assert unquoted(typed) == unquoted_argument(typed) == meant
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [('""', ""), ('"a b"', "a b"), ('"', '"'), ('"a" or "b"', '"a" or "b"'), ('a "b"', 'a "b"')],
-)
-def test_an_argument_may_stand_between_two_quotes(typed: str, meant: str) -> None:
-    assert unquoted_argument(typed) == meant
-    assert unquoted(typed) == typed
-
-
-@pytest.mark.parametrize(
-    ("typed", "is_more_to_come"),
-    [
-        *(('"""', True), ('"""a\n', True), ('"""a\nb"""', False), ('a """', False)),
-        *(('/system """', True), ('/system """a\nb"""', False), ('/system say """', False)),
-        *(("/system", False), ("a", False), ('""""', True), ('/system ""', False)),
-        *(('/system\t"""', True), (' /system """', True), ('/etc/hosts """', False)),
-    ],
-)
-def test_enter_begins_a_line_inside_quotes(typed: str, is_more_to_come: bool) -> None:
-    assert is_open(typed) is is_more_to_come
-
-
-@pytest.mark.parametrize(
-    ("typed", "command"),
-    [
-        *(("/set  top_k 5 ", ("/set", "top_k 5")), (" /help\t", ("/help", "")), ("/", ("/", ""))),
-        ('/system """a\nb"""', ("/system", '"""a\nb"""')),
-        *(
-            (typed, None)
-            for typed in ("", "a /help", "/etc/hosts is a file", "// a", '"""/help"""')
-        ),
-    ],
-)
-def test_a_command_is_a_slash_and_a_word(typed: str, command: tuple[str, str] | None) -> None:
-    assert as_command(typed) == command
-
-
-def test_history_outlives_the_session_and_is_private(tmp_path: Path) -> None:
-    file = tmp_path / "state" / "history"
-    for line in ("first", "second\nline", "half \ud800"):
-        PrivateHistory(file).store_string(line)
-    assert list(PrivateHistory(file).load_history_strings()) == ["half ?", "second\nline", "first"]
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert file.parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_history_that_cannot_be_kept_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for file in (tmp_path / "file" / "history", tmp_path):  # under a file; a folder
-        history = PrivateHistory(file)
-        history.append_string("a line")
-        assert list(history.load_history_strings()) == []
-
-
-def test_history_is_kept_where_state_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", "/elsewhere")
-    assert history_file() == Path("/elsewhere/minisgl/chat_history")
-    monkeypatch.setenv("XDG_STATE_HOME", "relative")  # which the standard says to ignore
-    assert history_file() == Path.home() / ".local/state/minisgl/chat_history"
-
-
 # -- the real thing, with the bundled model -------------------------------------------------------
 
 # With one token a page, the cache's share can be told to the token.
@@ -590,8 +232,8 @@ COMMAND = ["-m", "minisgl", "chat", "--device", "cpu", "--page-size", "1"]
 CTRL_C = "\x03"
 
 
-async def test_a_later_turn_computes_only_what_is_new() -> None:
-    """What the model says at such a temperature is seldom cut as the tokenizer would cut it."""
+async def test_a_later_turn_reuses_the_cached_prefix() -> None:
+    """At a high temperature the generated tokens are seldom the tokenizer's own."""
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=1)) as engine:
         assert engine.tokenizer is not None
         conversation = Conversation()
@@ -612,7 +254,7 @@ async def test_a_later_turn_computes_only_what_is_new() -> None:
             num_seen = num_prompt + num_tokens
 
 
-async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
+async def test_an_engine_model_checks_token_ids_and_reports_its_usage() -> None:
     async with await AsyncEngine.start(EngineConfig(device="cpu", page_size=16)) as engine:
         assert engine.tokenizer is not None
         model = EngineModel(engine, engine.tokenizer)
@@ -635,7 +277,9 @@ async def test_an_engine_says_what_it_cannot_do_and_what_it_has_done() -> None:
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "CPU, 1 thread"), (2, "CPU, 2 threads")])
-def test_the_banner_counts_threads(number: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_banner_shows_the_number_of_cpu_threads(
+    number: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: number)
     assert device_name("cpu") == name
 
@@ -677,7 +321,7 @@ def stop_an_answer(terminal: pexpect.spawn) -> tuple[int, int]:
     return num_cached, num_prompt
 
 
-def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
+def test_a_conversation_works_in_a_real_terminal(terminal: pexpect.spawn) -> None:
     _, num_prompt = stop_an_answer(terminal)
     num_cached, num_second_prompt = stop_an_answer(terminal)
     assert num_second_prompt > num_cached >= num_prompt
@@ -710,10 +354,10 @@ def test_a_conversation_in_a_terminal(terminal: pexpect.spawn) -> None:
     assert left(terminal) == 0
 
 
-def test_what_is_typed_between_prompts_stays_a_line(
+def test_enter_typed_between_two_prompts_ends_a_line(
     terminal: pexpect.spawn, tmp_path: Path
 ) -> None:
-    """There the terminal must not make Ctrl-J of Enter."""
+    """Between two prompts the terminal must not translate Enter to Ctrl-J."""
     file = tmp_path / "long.json"
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     file.write_text(json.dumps(turn * 100_000))
@@ -726,7 +370,7 @@ def test_what_is_typed_between_prompts_stays_a_line(
     assert left(terminal) == 0
 
 
-def test_in_a_pipe_there_are_only_answers() -> None:
+def test_a_pipe_gets_only_the_answers() -> None:
     result = subprocess.run(
         [sys.executable, *COMMAND, "--max-seq-len-override", "96"],
         input="Hello!\n/reset\nHello again!\n",

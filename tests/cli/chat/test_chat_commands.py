@@ -1,4 +1,4 @@
-"""The commands of the REPL, on a model that answers what it is told to."""
+"""The commands of the REPL, on a model with scripted answers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def chat(*lines: str, model: Any = None, system: str = "", **sampling: Any
 
 
 async def refused(*lines: str, model: Any = None) -> str:
-    """What is said to the last line, which changes nothing."""
+    """The reply to the last line, which changes no state."""
     before = await chat(*lines[:-1], model=model and model())
     after = await chat(*lines, model=model and model())
     assert after.session.conversation == before.session.conversation
@@ -149,7 +149,7 @@ async def test_a_system_prompt_may_have_several_lines() -> None:
         ('logit_bias {"7": -5}', "logit_bias", {7: -5}),
     ],
 )
-async def test_a_parameter_is_in_force_from_the_next_answer_on(
+async def test_a_parameter_applies_from_the_next_answer_on(
     typed: str, name: str, value: object
 ) -> None:
     done = await chat("hi", f"/set {typed}", "more")
@@ -159,7 +159,7 @@ async def test_a_parameter_is_in_force_from_the_next_answer_on(
 
 
 @pytest.mark.parametrize("word", ["default", "null"])
-async def test_a_parameter_goes_back_to_the_models_own(word: str) -> None:
+async def test_a_parameter_can_be_reset_to_the_models_default(word: str) -> None:
     done = await chat("/set temperature 0", f"/set temperature {word}", "hi")
     assert done.noted[:2] == ["temperature is 0.", "temperature is 0.75, the model's own."]
     assert done.model.sampling == [{}]
@@ -195,7 +195,7 @@ async def test_a_parameter_goes_back_to_the_models_own(word: str) -> None:
         ("xyz default", "xyz: is no parameter of a chat."),
     ],
 )
-async def test_a_wrong_parameter_is_refused_at_once(typed: str, said: str) -> None:
+async def test_an_invalid_parameter_is_refused_at_once(typed: str, said: str) -> None:
     assert (await refused("/set top_p 0.5", f"/set {typed}")).startswith(said)
 
 
@@ -206,17 +206,17 @@ async def test_a_wrong_parameter_is_refused_at_once(typed: str, said: str) -> No
         *(f"ignore_eos {'x' * 999}", f"{'x' * 999} 1"),
     ],
 )
-async def test_whatever_is_typed_the_reply_is_short(typed: str) -> None:
+async def test_replies_to_any_input_are_short(typed: str) -> None:
     done = await chat(f"/set {typed}")
     assert max(map(len, done.said + done.noted)) < 160
 
 
-async def test_parameters_are_checked_together() -> None:
+async def test_contradicting_parameters_are_refused() -> None:
     said = await refused("/set max_tokens 5", "/set min_tokens 6")
     assert said == "min_tokens: 6 is more than max_tokens 5."
 
 
-async def test_every_parameter_in_force_is_listed_with_where_it_comes_from() -> None:
+async def test_active_parameters_are_listed_with_their_source() -> None:
     done = await chat("/set top_p 0.5", f'/set stop ["{"x" * 99}"]', "/params", max_tokens=9)
     rows = [line.split() for line in done.said]
     assert [row[0] for row in rows] == list(NAMES)
@@ -226,7 +226,7 @@ async def test_every_parameter_in_force_is_listed_with_where_it_comes_from() -> 
     assert max(map(len, done.said)) < 80
 
 
-async def test_of_a_servers_parameters_only_those_chosen_are_known() -> None:
+async def test_with_a_server_only_the_chosen_parameters_are_listed() -> None:
     served = ServerModel("http://host/v1", "", ServedModel("served"))
     done = await chat(
         *("/params", "/set temperature 0", "/set top_a 0.2", "/set format json", "/params"),
@@ -259,7 +259,7 @@ async def test_of_a_servers_parameters_only_those_chosen_are_known() -> None:
         ("n 2", "n: is no parameter of a chat."),
     ],
 )
-async def test_with_a_server_too_what_cannot_be_is_refused(typed: str, said: str) -> None:
+async def test_with_a_server_invalid_parameters_are_refused_too(typed: str, said: str) -> None:
     served = ServerModel("http://host/v1", "", ServedModel("served"))
     assert (await refused(f"/set {typed}", model=lambda: served)).startswith(said)
 
@@ -281,12 +281,12 @@ async def test_a_question_may_begin_with_a_slash(typed: str, asked: str) -> None
 
 
 @pytest.mark.parametrize("typed", ["", " \t", '""" """', '""""""'])
-async def test_nothing_is_no_question(typed: str) -> None:
+async def test_empty_input_is_no_question(typed: str) -> None:
     done = await chat(typed)
     assert done.model.asked == [] and done.said == []
 
 
-async def test_who_meant_a_question_learns_how_to_ask_it() -> None:
+async def test_an_unknown_command_explains_how_to_ask_it_as_a_question() -> None:
     assert await refused("/tmp is full") == (
         'There is no command /tmp. /help lists the commands; between """ and """ it is a question.'
     )
@@ -294,11 +294,11 @@ async def test_who_meant_a_question_learns_how_to_ask_it() -> None:
 
 
 @pytest.mark.parametrize("typed", ['"""hi', '/system """Be brief.'])
-async def test_quotes_that_a_pipe_does_not_close_are_refused(typed: str) -> None:
+async def test_quotes_left_open_in_a_pipe_are_refused(typed: str) -> None:
     assert await refused("hi", typed) == 'What begins with """ has to end with """.'
 
 
-async def test_an_answer_that_breaks_off_is_kept_and_a_failure() -> None:
+async def test_an_answer_that_breaks_off_is_kept_and_counts_as_a_failure() -> None:
     class Breaking(FakeModel):
         async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
             yield ReplyDelta("a")
@@ -310,7 +310,7 @@ async def test_an_answer_that_breaks_off_is_kept_and_a_failure() -> None:
     assert done.num_failed == 1
 
 
-async def test_an_answer_without_anything_is_a_failure() -> None:
+async def test_an_empty_answer_counts_as_a_failure() -> None:
     class Empty(FakeModel):
         async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
             yield ReplyDelta(finish_reason=FinishReason.STOP)
@@ -332,7 +332,7 @@ async def test_retry_asks_the_last_question_again() -> None:
 @pytest.mark.parametrize(
     ("nothing", "why"), [(DOWN, "The server is down."), (CTRL_C, "Stopped before an answer came.")]
 )
-async def test_the_answer_comes_back_if_there_is_no_other(
+async def test_the_answer_is_restored_if_a_retry_gives_none(
     nothing: str | MinisglError, why: str
 ) -> None:
     done = await chat("hi", "/retry", "more", model=FakeModel(["a", nothing, "b"]))
@@ -349,7 +349,7 @@ async def test_a_question_that_failed_can_be_asked_again() -> None:
     assert [turn.answer for turn in done.session.conversation.turns] == ["a", "b"]
 
 
-async def test_another_question_takes_the_place_of_one_that_failed() -> None:
+async def test_a_new_question_replaces_one_that_failed() -> None:
     done = await chat("hi", "more", "/retry", model=FakeModel([DOWN, "a", "b"]))
     assert done.model.questions == [["hi"], ["more"], ["more"]]
 
@@ -360,7 +360,7 @@ async def test_without_a_question_there_is_nothing_to_retry_or_undo(lines: tuple
     assert await refused(*lines, "/undo") == "There is no question to take back."
 
 
-async def test_reset_forgets_the_question_that_failed_and_keeps_how_to_answer() -> None:
+async def test_reset_drops_the_failed_question_and_keeps_the_parameters() -> None:
     done = await chat(
         *("/set top_k 5", "hi", "/reset", "/retry", "/stats", "more"),
         model=FakeModel([DOWN, "a"]),
@@ -371,13 +371,13 @@ async def test_reset_forgets_the_question_that_failed_and_keeps_how_to_answer() 
     assert done.model.sampling[1] == {"top_k": 5}
 
 
-async def test_undo_takes_back_a_question_and_its_answer() -> None:
+async def test_undo_removes_a_question_and_its_answer() -> None:
     done = await chat("hi", "m" * 99 + "\nmore", "/undo", "last")
     assert done.noted[2] == f"Took back “{'m' * 49}…”; 1 turn left."
     assert done.model.questions[2] == ["hi", "one", "last"]
 
 
-async def test_a_full_context_says_how_to_make_room() -> None:
+async def test_a_full_context_names_the_commands_that_help() -> None:
     full = ContextFullError("Too much.")
     done = await chat("hi", "more", "/retry", model=FakeModel(["a", full, full]))
     assert done.said == [f"Too much. {MAKE_ROOM}"] * 2
@@ -407,7 +407,7 @@ async def test_the_stats_are_those_of_the_conversation() -> None:
     ]
 
 
-async def test_a_server_that_counts_nothing_leaves_little_to_say() -> None:
+async def test_without_usage_of_a_server_the_stats_are_short() -> None:
     class Silent(FakeModel):
         async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
             yield ReplyDelta("a")
@@ -416,7 +416,7 @@ async def test_a_server_that_counts_nothing_leaves_little_to_say() -> None:
     assert [line.split("  ")[0] for line in done.said] == ["turns", "mean TTFT", "KV cache"]
 
 
-async def test_answers_that_were_not_counted_are_in_no_sum() -> None:
+async def test_answers_without_usage_are_left_out_of_the_sums() -> None:
     class Mixed(FakeModel):
         async def reply(self, *_: Any) -> AsyncGenerator[ReplyDelta, None]:
             yield ReplyDelta("a")
@@ -430,7 +430,7 @@ async def test_answers_that_were_not_counted_are_in_no_sum() -> None:
 # -- files ----------------------------------------------------------------------------------------
 
 
-async def test_a_conversation_is_saved_and_gone_on_with(tmp_path: Path) -> None:
+async def test_a_saved_conversation_can_be_loaded_and_continued(tmp_path: Path) -> None:
     file = tmp_path / "my chat.json"
     await chat("/set top_k 5", "hi", f'/save "{file}"', system="Be kind, é.")
     assert json.loads(file.read_text()) == {
@@ -456,13 +456,13 @@ async def test_a_conversation_is_saved_and_gone_on_with(tmp_path: Path) -> None:
     assert done.noted[0] == "1 turn loaded, saved with fake."
 
 
-async def test_a_loaded_conversation_has_stats_of_its_own(tmp_path: Path) -> None:
+async def test_a_loaded_conversation_has_its_own_stats(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     done = await chat("hi", f"/save {file}", f"/load {file}", "/stats")
     assert [line.split("  ")[0] for line in done.said] == ["turns", "KV cache"]
 
 
-async def test_a_saved_conversation_is_written_over_and_keeps_its_mode(tmp_path: Path) -> None:
+async def test_saving_again_overwrites_the_file_and_keeps_its_mode(tmp_path: Path) -> None:
     file, link = tmp_path / "chat.json", tmp_path / "link"
     link.symlink_to(file)
     await chat(f"/save {file}")
@@ -473,7 +473,7 @@ async def test_a_saved_conversation_is_written_over_and_keeps_its_mode(tmp_path:
     assert done.noted[-1] == f"1 turn saved to {file}."
 
 
-async def test_the_home_folder_has_its_short_name(
+async def test_a_tilde_means_the_home_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -482,7 +482,9 @@ async def test_the_home_folder_has_its_short_name(
 
 
 @pytest.mark.parametrize("content", ["", "a text", "[]", '{"messages": []}', '{"saved_by": 1}'])
-async def test_no_other_file_is_written_over(tmp_path: Path, content: str) -> None:
+async def test_files_that_are_no_conversations_are_not_overwritten(
+    tmp_path: Path, content: str
+) -> None:
     file = tmp_path / "file"
     file.write_text(content)
     said = await refused(f"/save {file}")
@@ -491,7 +493,7 @@ async def test_no_other_file_is_written_over(tmp_path: Path, content: str) -> No
     assert os.listdir(tmp_path) == [file.name]
 
 
-async def test_where_no_file_can_be_is_said_in_one_line(tmp_path: Path) -> None:
+async def test_an_unwritable_path_is_reported_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     os.mkfifo(tmp_path / "pipe")
@@ -510,13 +512,13 @@ async def test_where_no_file_can_be_is_said_in_one_line(tmp_path: Path) -> None:
         assert await refused(f"/save {target}") == said
 
 
-async def test_more_than_a_name_was_pasted(tmp_path: Path) -> None:
+async def test_a_file_name_of_several_lines_is_refused(tmp_path: Path) -> None:
     said = await refused(f"/save {tmp_path}/chat.json\nAnd a question?")
     assert said.endswith(" is not the name of a file.")
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_write_that_fails_leaves_what_was_there(
+async def test_a_failed_write_leaves_the_existing_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "chat.json"
@@ -549,10 +551,10 @@ SYSTEM = {"role": "system", "content": "Be kind."}
         ({"messages": [], "system": ""}, []),
     ],
 )
-async def test_messages_in_openais_form_are_gone_on_with(
+async def test_a_list_of_openai_messages_can_be_loaded(
     tmp_path: Path, content: object, asked: list[str]
 ) -> None:
-    """What a file does not say stays as it is."""
+    """Settings that are absent from a file keep their values."""
     file = tmp_path / "messages.json"
     file.write_text(json.dumps(content))
     done = await chat(f"/load {file}", "more", system="Mine.", top_k=5)
@@ -561,7 +563,9 @@ async def test_messages_in_openais_form_are_gone_on_with(
     assert done.model.sampling == [{"top_k": 5}]
 
 
-async def test_a_question_at_the_end_waits_for_retry(tmp_path: Path) -> None:
+async def test_a_loaded_conversation_that_ends_with_a_question_can_be_retried(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "messages.json"
     file.write_text(json.dumps([USER, ASSISTANT, {"role": "user", "content": "And then?"}]))
     done = await chat(f"/load {file}", "/retry")
@@ -571,7 +575,7 @@ async def test_a_question_at_the_end_waits_for_retry(tmp_path: Path) -> None:
     assert done.model.questions == [["hi", "hello", "And then?"]]
 
 
-async def test_a_question_that_failed_is_saved_and_waits_for_retry(tmp_path: Path) -> None:
+async def test_a_failed_question_is_saved_and_can_be_retried(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     done = await chat("hi", "more", f"/save {file}", model=FakeModel(["a", DOWN]))
     assert done.noted[-1] == f"1 turn and a question without an answer saved to {file}."
@@ -579,7 +583,7 @@ async def test_a_question_that_failed_is_saved_and_waits_for_retry(tmp_path: Pat
     assert done.model.questions == [["hi", "a", "more"]]
 
 
-async def test_of_a_long_answer_the_end_is_shown(tmp_path: Path) -> None:
+async def test_the_end_of_a_long_loaded_answer_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "messages.json"
     long = {"role": "assistant", "content": f"{'a' * 10**6}The end."}
     file.write_text(json.dumps([{**USER, "content": "a" * 10**6}, long]))
@@ -589,7 +593,7 @@ async def test_of_a_long_answer_the_end_is_shown(tmp_path: Path) -> None:
     assert done.model.questions[0][1] == long["content"]
 
 
-async def test_the_last_answer_is_shown_without_its_thoughts(tmp_path: Path) -> None:
+async def test_the_last_loaded_answer_is_shown_without_its_thinking(tmp_path: Path) -> None:
     file = tmp_path / "messages.json"
     thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nYes."}
     file.write_text(json.dumps([USER, thought]))
@@ -598,7 +602,7 @@ async def test_the_last_answer_is_shown_without_its_thoughts(tmp_path: Path) -> 
     assert done.model.questions[0][1] == thought["content"]
 
 
-async def test_parameters_that_cannot_be_are_left_out_of_a_file(tmp_path: Path) -> None:
+async def test_invalid_parameters_of_a_file_are_skipped_and_reported(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     sampling = {"temperature": 9, "top_a": 1, "ignore_eos": 1, "top_k": 5, "seed": None}
     file.write_text(json.dumps({"messages": [USER, ASSISTANT], "sampling": sampling}))
@@ -641,7 +645,7 @@ TURNS = "after a system message, if any, user and assistant must take turns, the
         ([USER, ASSISTANT, SYSTEM], f": {TURNS}"),
     ],
 )
-async def test_a_file_that_is_no_conversation_is_refused(
+async def test_loading_a_file_that_is_no_conversation_is_refused(
     tmp_path: Path, content: Any, said: str
 ) -> None:
     file = tmp_path / "file"
@@ -650,7 +654,7 @@ async def test_a_file_that_is_no_conversation_is_refused(
     assert (await refused("hi", f"/load {file}")).startswith(f"{file}{said}")
 
 
-async def test_what_cannot_be_read_is_refused(
+async def test_loading_an_unreadable_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing, large = tmp_path / "none", tmp_path / "large"
@@ -672,7 +676,7 @@ async def test_what_cannot_be_read_is_refused(
     st.text(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
-def test_whatever_was_said_comes_back(
+def test_any_conversation_survives_saving_and_loading(
     tmp_path: Path,
     system: str,
     turns: list[Turn],
@@ -687,7 +691,7 @@ def test_whatever_was_said_comes_back(
     )
 
 
-async def test_half_a_character_is_saved_as_a_mark(tmp_path: Path) -> None:
+async def test_a_lone_surrogate_is_saved_as_a_replacement_character(tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     await chat("half \ud800", f"/save {file}")
     assert conversation_file.read(str(file)).turns[0].question == "half ?"
@@ -703,18 +707,18 @@ async def test_help_fits_a_narrow_terminal() -> None:
     assert len(columns) == 1
 
 
-def test_a_command_says_what_it_does_in_a_few_plain_words() -> None:
+def test_the_help_of_each_command_is_short_and_plain() -> None:
     for command in TABLE.values():
         assert command.does.isascii() and command.does[0].islower()
         assert not command.does.endswith(".") and len(command.does.split()) < 12
 
 
 @pytest.mark.parametrize("name", [name for name, row in TABLE.items() if not row.takes])
-async def test_a_command_that_takes_nothing_stands_alone(name: str) -> None:
+async def test_a_command_without_arguments_refuses_any(name: str) -> None:
     assert await refused(f"{name} x") == f"{name} takes no argument."
 
 
-async def test_what_the_model_refuses_is_refused_at_once() -> None:
+async def test_parameters_refused_by_the_model_are_refused_at_once() -> None:
     class Small(FakeModel):
         def check(self, sampling: Mapping[str, Any]) -> None:
             if sampling.get("stop_token_ids"):

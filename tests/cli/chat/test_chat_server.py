@@ -142,7 +142,7 @@ async def asked(server: Server, question: str, **sampling: Any) -> list[ReplyDel
 # -- answers --------------------------------------------------------------------------------------
 
 
-async def test_a_request_says_what_there_is_to_say(server: Server) -> None:
+async def test_a_request_has_messages_and_chosen_parameters_only(server: Server) -> None:
     deltas = await asked(server, "hi", temperature=0.5)
     assert "".join(delta.text for delta in deltas) == "Hello."
     assert deltas[-1].finish_reason is FinishReason.STOP
@@ -158,15 +158,15 @@ async def test_a_request_says_what_there_is_to_say(server: Server) -> None:
     ]
 
 
-async def test_events_may_be_cut_anywhere(server: Server) -> None:
+async def test_events_may_be_split_anywhere(server: Server) -> None:
     assert [delta.text for delta in await asked(server, "chunked")] == ["a", ""]
 
 
-async def test_what_a_server_leaves_empty_is_nothing(server: Server) -> None:
+async def test_null_fields_of_a_server_are_treated_as_absent(server: Server) -> None:
     assert "".join(delta.text for delta in await asked(server, "null")) == "a"
 
 
-async def test_thinking_and_counts_are_told(server: Server) -> None:
+async def test_thinking_and_usage_of_a_server_are_reported(server: Server) -> None:
     answer = ReplyRecord(asked_at=0.0)
     splits = [answer.add(delta, 1.0) for delta in await asked(server, "think")]
     assert "".join(split.thinking for split in splits) == "Well, well."
@@ -196,7 +196,7 @@ async def test_thinking_and_counts_are_told(server: Server) -> None:
         ("other", ServerError, "does not answer in HTTP"),
     ],
 )
-async def test_a_failure_is_one_line(
+async def test_a_server_failure_is_one_line(
     server: Server, question: str, kind: type[MinisglError], said: str
 ) -> None:
     with pytest.raises(kind) as failed:
@@ -205,7 +205,7 @@ async def test_a_failure_is_one_line(
     assert "\n" not in str(failed.value)
 
 
-async def test_to_stop_reading_closes_the_connection(server: Server) -> None:
+async def test_stopping_an_answer_closes_the_connection(server: Server) -> None:
     model = await ServerModel.connect(server.url, "")
     deltas = model.reply([{"role": "user", "content": "stuck"}], {})
     async with contextlib.aclosing(deltas):
@@ -220,14 +220,14 @@ async def test_a_model_is_chosen_by_name(server: Server) -> None:
         await ServerModel.connect(server.url, "", "none")
 
 
-async def test_no_server_is_one_line() -> None:
+async def test_an_unreachable_server_is_reported_in_one_line() -> None:
     for url in ("http://127.0.0.1:9", "http://localhost:9"):
         said = f"{url}/v1/models cannot be reached: no server answers there."
         with pytest.raises(ServerError, match=f"^{re.escape(said)}$"):
             await ServerModel.connect(url, "")
 
 
-async def test_our_own_server_is_one_of_them() -> None:
+async def test_the_chat_works_with_our_own_server() -> None:
     async def start() -> FakeEngine:
         return FakeEngine()
 
@@ -257,13 +257,15 @@ async def test_our_own_server_is_one_of_them() -> None:
         ({"max_tokens": 0}, "--max-tokens 0: allowed: 1 or more"),
     ],
 )
-def test_a_wrong_option_says_what_is_allowed(options: dict[str, Any], said: str) -> None:
+def test_an_invalid_option_is_refused_with_the_allowed_values(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         ChatConfig(**options)
     assert str(refused.value).startswith(said)
 
 
-def test_options_of_an_engine_are_refused_where_there_is_none() -> None:
+def test_engine_options_are_refused_with_a_server() -> None:
     refuse_engine_options(EngineConfig(model="thinker"))
     with pytest.raises(ConfigError, match="--dtype float16: is for an engine of its own"):
         refuse_engine_options(EngineConfig(dtype="float16"))
@@ -272,7 +274,7 @@ def test_options_of_an_engine_are_refused_where_there_is_none() -> None:
 # -- in a pipe and in a terminal ------------------------------------------------------------------
 
 
-def test_in_a_pipe_there_are_only_answers_and_no_torch(server: Server) -> None:
+def test_a_pipe_gets_only_the_answers_and_torch_is_not_imported(server: Server) -> None:
     program = (
         "import sys\n"
         f"sys.argv = ['minisgl', 'chat', '--url', {server.url!r}, '--api-key', 'secret']\n"
@@ -306,7 +308,7 @@ def piped(server: Server, *lines: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_commands_work_in_a_pipe_and_parameters_arrive(server: Server, tmp_path: Path) -> None:
+def test_commands_work_in_a_pipe_and_parameters_are_sent(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "chat.json"
     result = piped(
         server,
@@ -337,7 +339,7 @@ def test_commands_work_in_a_pipe_and_parameters_arrive(server: Server, tmp_path:
     ]
 
 
-def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
+def test_a_failing_command_in_a_pipe_sets_the_exit_code(server: Server) -> None:
     result = piped(server, "/set temperature 9", "hi")
     assert result.stdout == "Hello.\n"
     assert result.stderr == "temperature: must be from 0 to 2, not 9.\n"
@@ -360,7 +362,9 @@ def test_a_command_that_fails_in_a_pipe_is_a_failure(server: Server) -> None:
         ("evil\n", "\x1b[1mA\n", r"http://[0-9.:]+/v1: \[2Jno \.\n"),
     ],
 )
-def test_whatever_comes_through_a_pipe(server: Server, typed: str, answers: str, said: str) -> None:
+def test_any_bytes_through_a_pipe_end_in_order(
+    server: Server, typed: str, answers: str, said: str
+) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "minisgl", "chat", "--url", server.url],
         input=typed.encode(),
@@ -391,7 +395,7 @@ def test_ctrl_c_ends_a_pipe_at_once(server: Server, question: str) -> None:
         assert process.stdout.read() == ("\n" if question else "")
 
 
-def test_a_model_cannot_drive_a_terminal_behind_a_pipe(server: Server) -> None:
+def test_control_characters_of_a_model_are_not_printed_with_piped_input(server: Server) -> None:
     program = f"printf 'think\\n' | {sys.executable} -m minisgl chat --url {server.url}"
     child = pexpect.spawn("sh", ["-c", program], encoding="utf-8", timeout=60)
     child.expect(pexpect.EOF)
@@ -417,7 +421,9 @@ def terminal(server: Server, tmp_path: Path) -> Iterator[pexpect.spawn]:
     child.close(force=True)
 
 
-def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path: Path) -> None:
+def test_a_chat_with_a_server_works_in_a_real_terminal(
+    terminal: pexpect.spawn, server: Server, tmp_path: Path
+) -> None:
     terminal.send("think\r")
     terminal.expect("Thought for ")
     terminal.expect(r"\x1b\[1mYes\x1b\[0m \[31m, \x1b\[36mthis\x1b\[0m")
@@ -455,7 +461,9 @@ def test_a_chat_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path:
     assert "+stuck" in history.read_text()
 
 
-def test_commands_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_path: Path) -> None:
+def test_commands_work_in_a_real_terminal(
+    terminal: pexpect.spawn, server: Server, tmp_path: Path
+) -> None:
     terminal.send("/help\r")
     terminal.expect(r"\n/set NAME VALUE  sets a sampling parameter, such as temperature\r\n")
     terminal.expect(r"/params          lists")
@@ -505,6 +513,6 @@ def test_commands_in_a_terminal(terminal: pexpect.spawn, server: Server, tmp_pat
     assert left(terminal) == 0
 
 
-def test_ctrl_d_leaves(terminal: pexpect.spawn) -> None:
+def test_ctrl_d_exits(terminal: pexpect.spawn) -> None:
     terminal.send(CTRL_D)
     assert left(terminal) == 0

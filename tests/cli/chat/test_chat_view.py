@@ -1,4 +1,4 @@
-"""What a person sees of an answer while it comes: thinking, Markdown, lines drawn again."""
+"""The display of an answer while it streams: thinking, Markdown, redrawn lines."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def split(text: str, cuts: Sequence[int] = ()) -> tuple[str, str]:
 )
 @given(cuts=CUTS)
 @settings(max_examples=20)
-def test_thinking_is_told_from_the_answer(
+def test_thinking_is_separated_from_the_answer(
     text: str, thinking: str, answer: str, cuts: list[int]
 ) -> None:
     told = split(text, cuts)
@@ -114,11 +114,11 @@ def blocks_of(text: str, cuts: Sequence[int] = ()) -> list[Block]:
 
 
 @given(CUTS)
-def test_blocks_are_the_same_however_the_text_comes(cuts: list[int]) -> None:
+def test_blocks_are_the_same_however_the_text_is_split(cuts: list[int]) -> None:
     assert blocks_of(ANSWER, cuts) == blocks_of(ANSWER)
 
 
-def test_a_block_is_what_can_be_drawn_alone() -> None:
+def test_each_markdown_block_can_be_drawn_separately() -> None:
     blocks = blocks_of(ANSWER)
     assert [block.source.split()[0] for block in blocks] == [
         *(
@@ -147,7 +147,7 @@ def test_a_list_may_begin_at_any_number() -> None:
     ]
 
 
-def test_a_block_is_finished_as_soon_as_another_one_begins() -> None:
+def test_a_block_is_complete_as_soon_as_another_one_begins() -> None:
     blocks = Blocks()
     assert blocks.feed("One.\n\n") == []
     assert blocks.feed("-") == []  # a list, a rule, or a mere dash
@@ -166,7 +166,7 @@ def test_a_block_is_finished_as_soon_as_another_one_begins() -> None:
         ("- a\n  ```\n  x", "- a\n  ```\n  x"),
     ],
 )
-def test_an_unfinished_block_looks_as_it_will(source: str, shown: str) -> None:
+def test_an_incomplete_block_looks_as_it_will_when_complete(source: str, shown: str) -> None:
     assert completed(source) == shown
 
 
@@ -228,7 +228,7 @@ def every_frame(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("every_frame")
 @pytest.mark.parametrize(("width", "height"), [(70, 50), (33, 7), (20, 5)])
-def test_the_scrollback_has_the_answer_once_however_it_came(width: int, height: int) -> None:
+def test_the_scrollback_has_the_answer_once_however_it_was_split(width: int, height: int) -> None:
     """Even where a block is higher than the screen."""
     thinking = "First a thought that takes more than a line.\nThen one more.\n"
     whole = shown(ANSWER, (), width=width, height=height, thinking=thinking)
@@ -254,13 +254,13 @@ LONG = "日本語" * 30 + "x" * 100 + "https://example.org/" + "a/" * 100
 
 @pytest.mark.parametrize("frame", ["{}", "```go\n\tf({})\n```", "- {}", "> {}", "# {}", "`{}`"])
 @pytest.mark.parametrize("width", [11, 40])
-def test_nothing_of_a_long_line_is_lost(frame: str, width: int) -> None:
+def test_long_lines_are_wrapped_without_loss(frame: str, width: int) -> None:
     lines = shown(frame.format(LONG), (), width=width, height=9)
     assert LONG in "".join(line.strip("▌• ") for line in lines)
     assert all(cell_len(line) <= width for line in lines)
 
 
-def test_no_character_reference_drives_the_terminal() -> None:
+def test_html_character_references_print_no_control_characters() -> None:
     for text in ("&#27;[2J", "`&#155;2J`", "a&#13;b&#7;&#8;"):
         assert not any(printable(line) != line for line in shown(text, (), width=40, height=9))
 
@@ -270,7 +270,7 @@ def test_no_character_reference_drives_the_terminal() -> None:
 BOUND_S = 20  # where a mistake takes minutes
 
 
-def test_blanks_are_looked_at_once() -> None:
+def test_long_runs_of_blanks_are_scanned_once() -> None:
     began = time.monotonic()
     for line in (" " * 10**5 + "x", "\t" * 10**5 + "x", "```\n" + " \t" * 10**5 + "x"):
         assert completed(line) == line
@@ -281,7 +281,7 @@ def test_blanks_are_looked_at_once() -> None:
 @pytest.mark.parametrize(
     "undecided", [" ", "\t ", "  -", "- = |", "``", " ```py", "1", " 12) ", "~~"]
 )
-def test_the_beginning_of_a_line_may_become_anything(undecided: str) -> None:
+def test_the_beginning_of_a_line_may_become_any_block(undecided: str) -> None:
     assert UNDECIDED.match(undecided)
     assert not UNDECIDED.match(undecided + "x") or "`" in undecided
     assert not UNDECIDED.match("x" + undecided)
@@ -291,8 +291,8 @@ def test_the_beginning_of_a_line_may_become_anything(undecided: str) -> None:
 @pytest.mark.parametrize(
     "unit", ["[", "*a_", "`", "![a](", "<", ">", "|", "&#", "a\n", "- a\n  ", "- ", " ", "x"]
 )
-def test_no_more_is_parsed_than_can_be_drawn(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one block that does not end; it is shown nevertheless, as it is."""
+def test_only_as_much_is_parsed_as_can_be_drawn(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that does not end is shown as plain text."""
     monkeypatch.setattr(view, "MAX_SIZE", 2000)
     monkeypatch.setattr(view, "MAX_CODE_SIZE", 4000)
     parsed: list[int] = []
@@ -313,7 +313,7 @@ def test_no_more_is_parsed_than_can_be_drawn(unit: str, monkeypatch: pytest.Monk
         assert shown.endswith(text[-35_000:])
 
 
-def test_what_comes_at_once_is_drawn_or_shown_as_it_is() -> None:
+def test_text_that_arrives_at_once_is_drawn_or_shown_plain() -> None:
     terminal, output = console(80, 24)
     text = "".join(f"**{number}**\n\n" for number in range(2000))
     assert size(text) > MAX_SIZE
@@ -323,7 +323,7 @@ def test_what_comes_at_once_is_drawn_or_shown_as_it_is() -> None:
     assert lines[2:] == [f"**{number}**" for number in range(1, 2000)]
 
 
-def test_code_of_which_the_colours_take_too_long_is_shown_without() -> None:
+def test_code_that_takes_too_long_to_highlight_is_shown_plain() -> None:
     began = time.monotonic()
     for name, unit in (("perl", "s{"), ("python", "x = (1,\n"), ("none", "a\tb")):
         code = unit * (60_000 // len(unit))
@@ -332,14 +332,14 @@ def test_code_of_which_the_colours_take_too_long_is_shown_without() -> None:
     assert highlighted("x = 1", "python").spans
 
 
-def test_blanks_without_end_are_no_beginning_of_thinking() -> None:
+def test_endless_blanks_are_not_held_back_as_thinking() -> None:
     splitter = ThinkingSplitter()
     text = "".join(splitter.feed(" ").text for _ in range(MAX_HELD_CHARS + 1))
     assert text == " " * (MAX_HELD_CHARS + 1)
     assert splitter.feed("<think>").text == "<think>"
 
 
-async def test_ctrl_c_helps_also_where_the_loop_is_busy() -> None:
+async def test_ctrl_c_works_while_the_loop_is_busy() -> None:
     pressed = asyncio.Event()
     with on_interrupt(pressed.set):
         os.kill(os.getpid(), signal.SIGINT)
@@ -361,7 +361,7 @@ def test_only_what_changes_is_drawn_again() -> None:
     assert output.screen.lines == [*(line.plain for line in lines), "new"]
 
 
-def test_lines_are_replaced_by_fewer_and_more() -> None:
+def test_drawn_lines_can_be_replaced_by_fewer_or_more() -> None:
     terminal, output = console(40, 20)
     live = LiveLines(terminal)
     for plain in (["a", "b", "c"], ["a"], ["a", "x"], [], ["y"], ["z", "y"]):
@@ -372,7 +372,7 @@ def test_lines_are_replaced_by_fewer_and_more() -> None:
     assert output.screen.lines == ["z", "end", "next"]
 
 
-def test_after_a_resize_the_rest_is_drawn_once() -> None:
+def test_a_resize_redraws_the_rest_once() -> None:
     """A terminal wraps what it has; here the screen is cleared instead, as if it were wrapped."""
     terminal, output = console(20, 4)
     live = LiveLines(terminal)
@@ -405,9 +405,7 @@ def test_thinking_is_folded_into_one_line() -> None:
     ("show", "lines"),
     [(True, ["Thinking…", "Hm.", "", "**Yes**"]), (False, ["Thinking…", "", "**Yes**"])],
 )
-def test_a_terminal_that_can_do_little_gets_the_text_as_it_comes(
-    show: bool, lines: list[str]
-) -> None:
+def test_a_dumb_terminal_gets_the_plain_text(show: bool, lines: list[str]) -> None:
     terminal, output = console(40, 20)
     answer = PlainView(terminal, show_thinking=show)
     answer.think("Hm.")
@@ -420,7 +418,7 @@ def test_a_terminal_that_can_do_little_gets_the_text_as_it_comes(
 @pytest.mark.parametrize(
     ("show", "text"), [(True, "<think>\nHm.\n</think>\n\nYes\n"), (False, "Yes\n")]
 )
-def test_a_pipe_gets_the_thinking_only_if_it_wants_it(
+def test_a_pipe_gets_the_thinking_only_on_request(
     show: bool, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipe = Pipe(show_thinking=show)

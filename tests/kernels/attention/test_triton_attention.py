@@ -60,7 +60,7 @@ QKV_SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_decode(shape: Shape) -> None:
+def test_decode_matches_the_reference(shape: Shape) -> None:
     """Shares begin and end at 64, 128 and so on; pages at multiples of their size."""
     check_decode(TritonAttention(TILES), shape, [1, 63, 64, 65, 129, 200])
     check_decode(TritonAttention(), shape, [257, 2, 17, 127, 128, 16], seed=1)
@@ -68,26 +68,28 @@ def test_decode(shape: Shape) -> None:
 
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("shape", QKV_SHAPES, ids=str)
-def test_decode_that_turns_and_stores(shape: Shape, normed: bool) -> None:
+def test_fused_rope_store_decode_matches_the_reference(shape: Shape, normed: bool) -> None:
     """Rows of nothing, of their own token alone, and with it alone in their last share (193)."""
     check_decode_qkv(TritonAttention(TILES), shape, [1, 193, 0, 2, 64, 65, 48], normed=normed)
     check_decode_qkv(TritonAttention(), shape, [0, 257, 17, 128, 16], normed=normed, seed=1)
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 0], [2], [16], [17]], ids=str)
-def test_few_tokens_to_turn(lengths: list[int]) -> None:
+def test_fused_rope_store_decode_of_few_rows_matches_the_reference(lengths: list[int]) -> None:
     check_decode_qkv(TritonAttention(), Shape(2, 64, 16, device=DEVICE), lengths, normed=True)
 
 
 @pytest.mark.parametrize("programs_per_sm", [1, 64])
-def test_any_number_of_splits_that_turn(programs_per_sm: int) -> None:
+def test_fused_rope_store_decode_matches_the_reference_for_any_number_of_splits(
+    programs_per_sm: int,
+) -> None:
     tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     shape = Shape(3, 64, 16, device=DEVICE)
     for normed, lengths in ((True, [200, 1, 0, 129]), (False, [257])):
         check_decode_qkv(TritonAttention(tiles), shape, lengths, normed=normed)
 
 
-def test_scores_far_below_zero() -> None:
+def test_fused_decode_is_right_where_all_scores_are_far_below_zero() -> None:
     """Where all keys point away from the query, the own one too, a share that has no own key must
     not take its score for 0."""
     shape = Shape(1, 64, 16, num_kv_heads=1, device=DEVICE)
@@ -104,13 +106,13 @@ def test_scores_far_below_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prefill(shape: Shape) -> None:
+def test_prefill_matches_the_reference(shape: Shape) -> None:
     """Whole prompts, prefixes in the cache, and single tokens, around pages and tiles."""
     check_prefill(TritonAttention(), shape, [(0, 1), (0, 17), (63, 2), (64, 1), (15, 16)])
     check_prefill(TritonAttention(), shape, [(130, 33), (0, 65)], seed=1)
 
 
-def test_float16() -> None:
+def test_float16_matches_the_reference() -> None:
     shape = Shape(2, 64, 16, dtype=torch.float16, device=DEVICE)
     check_decode(TritonAttention(), shape, [1, 33, 300])
     for normed in (False, True):
@@ -119,19 +121,19 @@ def test_float16() -> None:
 
 
 @pytest.mark.parametrize("programs_per_sm", [1, 2, 64])
-def test_any_number_of_splits(programs_per_sm: int) -> None:
+def test_decode_matches_the_reference_for_any_number_of_splits(programs_per_sm: int) -> None:
     """A whole row each, and at last shares of the least size, more than are merged at once."""
     tiles = DecodeTiles(16, 4, num_stages=2, programs_per_sm=programs_per_sm, min_split=16)
     check_decode(TritonAttention(tiles), Shape(2, 64, 16, device=DEVICE), [700, 1, 128, 129])
 
 
-def test_a_long_row_beside_many_short_ones() -> None:
+def test_a_long_row_beside_many_short_ones_matches_the_reference() -> None:
     """Rows beyond those that one look finds, and items of all."""
     lengths = [1 + i % 3 for i in range(299)] + [600]
     check_decode(TritonAttention(TILES), Shape(1, 64, 16, num_kv_heads=1, device=DEVICE), lengths)
 
 
-def test_one_backend_serves_any_calls() -> None:
+def test_one_backend_object_serves_calls_of_any_shape() -> None:
     """The workspace grows and is used again."""
     backend = TritonAttention(TILES)
     for seed, (lengths, group) in enumerate([([300], 2), ([150] * 4, 4), ([70, 200], 1)]):
@@ -151,7 +153,9 @@ def test_one_backend_serves_any_calls() -> None:
     ],
     ids=["one", "full", "some empty", "many"],
 )
-def test_chunks_that_only_the_device_knows(chunks: list[tuple[int, int]], block_m: int) -> None:
+def test_prefill_without_host_lengths_matches_the_reference(
+    chunks: list[tuple[int, int]], block_m: int
+) -> None:
     """As in a captured step: with empty chunks, and with rows that belong to none, whose queries
     are not numbers, and whose pages are nowhere."""
     shape = Shape(2, 64, 4, num_kv_heads=1, device=DEVICE)
@@ -167,14 +171,14 @@ def test_chunks_that_only_the_device_knows(chunks: list[tuple[int, int]], block_
     assert_close(out[: known.num_rows], expected, shape)
 
 
-def test_no_chunk_has_rows() -> None:
+def test_prefill_of_empty_chunks_leaves_padding_rows() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5, 5])
     rows = replace(PrefillBatch.of(table, (5, 5), (0, 0)), num_rows=7)
     assert TritonAttention().prefill(shape.queries(7), kv, rows, 0.3).shape[0] == 7
 
 
-def test_rows_without_keys_are_zeros() -> None:
+def test_rows_without_keys_give_zeros() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [100, 5])
     lengths = torch.tensor([100, 0], dtype=torch.int32, device=DEVICE)
@@ -182,7 +186,7 @@ def test_rows_without_keys_are_zeros() -> None:
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 
-def test_a_row_does_not_depend_on_its_place() -> None:
+def test_the_result_of_a_row_is_independent_of_its_place_in_the_batch() -> None:
     """To the bit."""
     shape = Shape(4, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [300, 40, 129])
@@ -194,7 +198,7 @@ def test_a_row_does_not_depend_on_its_place() -> None:
     assert torch.equal(backend.decode(q[order], kv, rows, 0.3), together[order])
 
 
-def test_nothing_to_do() -> None:
+def test_empty_batches_give_empty_results() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5])
     rows = DecodeBatch(table[:0], torch.empty(0, dtype=torch.int32, device=DEVICE), 0)
@@ -204,7 +208,9 @@ def test_nothing_to_do() -> None:
 
 
 @pytest.mark.parametrize("num_chunk_rows", [0, 5])
-def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_pure_decode_steps_fuse_rope_and_store_into_attention(
+    num_chunk_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The backend in a step of decode rows alone, and only there: beside a chunk, all rows are
     turned before. The result is the same."""
     shape = Shape(2, 64, 16, device=DEVICE)
@@ -241,6 +247,6 @@ def test_who_turns_and_stores(num_chunk_rows: int, monkeypatch: pytest.MonkeyPat
     assert_rounded_alike(own_keys, expected_kv.k.flatten(0, 1)[slots].cpu())
 
 
-def test_it_is_made_by_name() -> None:
+def test_the_backend_is_created_by_its_name() -> None:
     attention = make_attention("triton", "torch")
     assert isinstance(attention.prefill_backend, TritonAttention)

@@ -1,5 +1,6 @@
-"""Products that send their rows, and norms that receive them, rank after rank: on a GPU if there is
-one, or else in the interpreter. Kernels that wait for each other are in tests/gpu."""
+"""Products that send rows to peers, and norms that receive them, one rank after the other: on a GPU
+if there is one, else in the interpreter. gpu/ tests kernels that wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ MAX_ROWS = 18
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 112, 200), (17, 70, 96)])
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_sent_is_received(
+def test_products_sent_to_peers_arrive_in_their_norms(
     how: str, num_ranks: int, dtype: torch.dtype, m: int, n: int, k: int, exchanges: int
 ) -> None:
     torch.manual_seed(m + n + num_ranks)

@@ -52,14 +52,14 @@ SIZES = [64, 100, 1000, 1024, 1536]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, *SIZES])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_embed(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_embedding_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_embed(num_rows, size, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rms_norms_match_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_rms_norm(num_rows, size, dtype, DEVICE)
     check_add_rms_norm(num_rows, size, dtype, DEVICE)
 
@@ -67,7 +67,7 @@ def test_norm(num_rows: int, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 96, 1024, 1500])
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
-def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
+def test_silu_mul_matches_the_reference(num_rows: int, size: int, dtype: torch.dtype) -> None:
     check_silu_mul(num_rows, size, dtype, DEVICE)
 
 
@@ -78,7 +78,7 @@ def test_silu_mul(num_rows: int, size: int, dtype: torch.dtype) -> None:
     [(4, 4, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128), (40, 8, 128), (6, 2, 96), (4, 1, 256)],
 )
 @pytest.mark.parametrize(("num_rows", "page_size"), [(1, 16), (3, 1), (17, 4)])
-def test_heads(
+def test_qk_norm_rope_store_matches_the_reference(
     num_rows: int,
     page_size: int,
     num_heads: int,
@@ -91,7 +91,7 @@ def test_heads(
     check_heads(num_rows, heads, page_size, dtype, DEVICE)
 
 
-def test_many_rows() -> None:
+def test_row_counts_above_the_tuned_threshold_match_the_reference() -> None:
     """The programs that take more at a time, with some left over at the end."""
     num_rows = H200.many_rows + 3
     check_embed(num_rows, 100, torch.float16, DEVICE)
@@ -100,13 +100,13 @@ def test_many_rows() -> None:
     check_silu_mul(num_rows, 100, torch.float16, DEVICE)
 
 
-def test_no_rows() -> None:
+def test_empty_batches_are_accepted() -> None:
     check_embed(0, 64, torch.float32, DEVICE)
     check_rms_norm(0, 64, torch.float32, DEVICE)
     check_heads(0, Heads(4, 2, 64, True), 16, torch.float32, DEVICE)
 
 
-def test_launches_overlap_on_no_cpu() -> None:
+def test_the_cpu_never_uses_overlapping_launches() -> None:
     assert pdl_options(torch.device("cpu"), True) == {"pdl": False}
 
 
@@ -115,10 +115,10 @@ def test_launches_overlap_on_no_cpu() -> None:
     ("name", "few_rows"),
     [("llama", False), ("qwen2", False), ("qwen3", False), ("llama-biased", True), ("qwen3", True)],
 )
-def test_a_model_of_these_kernels(
+def test_a_model_on_the_triton_kernels_matches_transformers(
     name: str, few_rows: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With the linear kernels, or without. Steps that only decode norm and turn in attention."""
+    """With or without the linear kernels. Pure decode steps fuse norm and RoPE into attention."""
     case, kernels = make_case(spec_named(name), tmp_path), dispatch.triton_kernels()
     config = read_model_config(tmp_path)
     model = load_model(

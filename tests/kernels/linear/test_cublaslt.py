@@ -1,4 +1,4 @@
-"""How products are chosen, with a library that is made up; the real one is tested on a GPU."""
+"""The choice of cuBLASLt algorithms, with a fake library; gpu/ tests the real one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def rows(m: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("m", "expected"), [(1, 1), (8, 1), (9, 2), (16, 2), (50, 6), (64, 6)])
-def test_the_fastest_for_as_many_rows_or_the_next_more(m: int, expected: int) -> None:
+def test_the_fastest_algorithm_tuned_for_at_least_that_many_rows_is_used(
+    m: int, expected: int
+) -> None:
     products, library = tuned([9, 6, 2, 1])
     out = products(rows(m), weight())
     assert out is not None and out.shape == (m, N)
@@ -87,20 +89,20 @@ def test_more_rows_are_left_to_torch() -> None:
     assert library.used == [6]
 
 
-def test_an_algorithm_that_does_not_run_is_left_out() -> None:
+def test_an_algorithm_that_fails_is_skipped() -> None:
     products, library = tuned([BROKEN, 9])
     assert products(rows(30), weight()) is not None
     assert library.used == [9]
 
 
 @pytest.mark.parametrize("algorithms", [[], [BROKEN], [REFUSED]])
-def test_none_where_there_is_no_algorithm(algorithms: list[int]) -> None:
+def test_without_any_algorithm_the_product_is_left_to_torch(algorithms: list[int]) -> None:
     products, library = tuned(algorithms)
     assert products(rows(40), weight()) is None
     assert not library.used
 
 
-def test_none_for_weights_and_rows_that_do_not_suit() -> None:
+def test_unsuitable_weights_and_rows_are_left_to_torch() -> None:
     products, _ = tuned([1])
     assert products(rows(8), weight()) is not None
     assert products(rows(8), weight(n=2 * N)) is None  # was not tuned for
@@ -112,7 +114,9 @@ def test_none_for_weights_and_rows_that_do_not_suit() -> None:
         assert products(torch.zeros(8, shape[1], dtype=torch.bfloat16), weight(*shape)) is None
 
 
-def test_without_the_library_there_are_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cublaslt_library_no_products_are_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -60,7 +60,7 @@ def workspace(m: int, n: int, k: int, how: LinearTiles, *, gated: bool = False) 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
-def test_linear(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
+def test_linear_matches_torch(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     bias = torch.randn(n, device=DEVICE) if biased else None
     room = workspace(m, n, k, how)
@@ -72,7 +72,7 @@ def test_linear(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize(("m", "size", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250)])
-def test_linear_silu_mul(m: int, size: int, k: int, how: LinearTiles) -> None:
+def test_linear_silu_mul_matches_the_reference(m: int, size: int, k: int, how: LinearTiles) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(2 * size, k, device=DEVICE)
     weight /= k**0.5
     room = workspace(m, 2 * size, k, how, gated=True)
@@ -86,7 +86,9 @@ def test_linear_silu_mul(m: int, size: int, k: int, how: LinearTiles) -> None:
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 33, 250), (40, 1, 17)])
-def test_linear_add(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> None:
+def test_linear_add_matches_the_reference_and_returns_squares(
+    m: int, n: int, k: int, biased: bool, how: LinearTiles
+) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     bias = torch.randn(n, device=DEVICE) if biased else None
     residual = torch.randn(m, n, device=DEVICE)
@@ -98,7 +100,7 @@ def test_linear_add(m: int, n: int, k: int, biased: bool, how: LinearTiles) -> N
         torch.testing.assert_close(squares.sum(1), expected.square().sum(1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_rounding_of_linear_add() -> None:
+def test_linear_add_rounds_like_linear_then_add() -> None:
     """The product is rounded before it is added: to 4096, 4100 or 4104 and their like."""
     x, weight = torch.full((1, 16), 16, device=DEVICE).half(), torch.zeros(48, 16, device=DEVICE)
     weight[:, 0] = 256 + torch.arange(48, device=DEVICE) / 16
@@ -118,7 +120,9 @@ def squares_of(x: torch.Tensor, num_parts: int) -> torch.Tensor:
     ("m", "n", "k", "num_parts"),
     [(1, 64, 256, 16), (3, 70, 100, 5), (17, 34, 250, 40), (40, 2, 17, 1)],
 )
-def test_norm(m: int, n: int, k: int, num_parts: int, how: LinearTiles) -> None:
+def test_linear_of_a_norm_matches_the_reference(
+    m: int, n: int, k: int, num_parts: int, how: LinearTiles
+) -> None:
     """Rows of very different sizes, of which one is 0."""
     x = torch.randn(m, k, device=DEVICE) * torch.arange(m, device=DEVICE)[:, None] * 0.1
     weight, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
@@ -134,7 +138,9 @@ def test_norm(m: int, n: int, k: int, num_parts: int, how: LinearTiles) -> None:
 
 @pytest.mark.parametrize("how", [how for how in HOW.values() if how.burst])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 256), (3, 70, 100), (17, 34, 250)])
-def test_a_norm_that_is_left(m: int, n: int, k: int, how: LinearTiles) -> None:
+def test_the_stored_norm_is_the_one_that_was_multiplied(
+    m: int, n: int, k: int, how: LinearTiles
+) -> None:
     x, weight = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE) / k**0.5
     norm = FusedNorm(torch.randn(k, device=DEVICE), EPS, squares_of(x, 7))
     room = torch.full((m + 1, k), torch.nan, device=DEVICE)
@@ -146,7 +152,7 @@ def test_a_norm_that_is_left(m: int, n: int, k: int, how: LinearTiles) -> None:
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_rounding_of_norm(how: LinearTiles) -> None:
+def test_the_fused_norm_rounds_like_the_reference(how: LinearTiles) -> None:
     """Seen through the identity: what is multiplied is the norm as by itself, to the bit."""
     m, k = 5, 250
     x, weight = torch.randn(m, k, device=DEVICE).half(), torch.randn(k, device=DEVICE).half()
@@ -159,7 +165,7 @@ def test_the_rounding_of_norm(how: LinearTiles) -> None:
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_rounding_of_silu_mul(how: LinearTiles) -> None:
+def test_linear_silu_mul_rounds_like_linear_then_silu_mul(how: LinearTiles) -> None:
     """Small integers, so that the products are exact, and the rounding behind them can be seen."""
     x = torch.randint(-2, 3, (5, 200), device=DEVICE).half() / 4
     weight = torch.randint(-2, 3, (2 * 40, 200), device=DEVICE).half() / 4
@@ -170,13 +176,13 @@ def test_the_rounding_of_silu_mul(how: LinearTiles) -> None:
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_rows_that_lie_apart(how: LinearTiles) -> None:
+def test_strided_rows_match_torch(how: LinearTiles) -> None:
     x, weight = torch.randn(5, 300, device=DEVICE)[:, 40:160], torch.randn(48, 120, device=DEVICE)
     out = linear(x, weight, workspace=workspace(5, 48, 120, how), tiles=how)
     torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-5, atol=1e-4)
 
 
-def test_no_rows() -> None:
+def test_empty_batches_give_empty_results() -> None:
     x, weight = torch.randn(0, 64, device=DEVICE), torch.randn(32, 64, device=DEVICE)
     assert linear(x, weight).shape == (0, 32)
     assert linear_silu_mul(x, weight).shape == (0, 16)
@@ -192,7 +198,7 @@ SHARED_BYTES = [99 << 10, 163 << 10, H200.shared_bytes]
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (1024, 3072)])
-def test_a_workspace_is_large_enough_for_any_call(
+def test_the_allocated_workspace_is_large_enough_for_any_call(
     n: int, k: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuning = replace(H200, shared_bytes=shared_bytes)
@@ -230,7 +236,9 @@ def shared_bytes_of(how: LinearTiles, k: int, *, gated: bool) -> int:
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize(("n", "k", "gated"), OF_MODELS)
-def test_tiles_fit_into_shared_memory(n: int, k: int, gated: bool, shared_bytes: int) -> None:
+def test_linear_tiles_fit_into_shared_memory(
+    n: int, k: int, gated: bool, shared_bytes: int
+) -> None:
     for m in range(1, MAX_ROWS + 1):
         for may_split in (False, True):
             tuning = replace(H200, shared_bytes=shared_bytes)
@@ -239,7 +247,7 @@ def test_tiles_fit_into_shared_memory(n: int, k: int, gated: bool, shared_bytes:
             assert how.num_stages >= 2  # one at work, one under way
 
 
-def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
+def test_linear_tiles_on_an_h200_are_the_measured_ones() -> None:
     burst = LinearTiles(16, 16, 1024, groups=8, num_warps=8, burst=True)
     measured = {
         (8, 4096, 1024, False): replace(burst, block_m=8),

@@ -32,18 +32,22 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (5, 5), (128, 8)])
-def test_choose(num_experts: int, top_k: int, normalize: bool, dtype: torch.dtype) -> None:
+def test_routing_matches_the_reference(
+    num_experts: int, top_k: int, normalize: bool, dtype: torch.dtype
+) -> None:
     check_choose(3, num_experts, Routing(top_k, normalize), dtype=dtype, device=DEVICE, pdl=False)
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), [(3, 8, 3), (40, 6, 2)])
-def test_nan(num_rows: int, num_experts: int, top_k: int, normalize: bool) -> None:
+def test_a_nan_row_routes_to_valid_experts_and_harms_no_other_row(
+    num_rows: int, num_experts: int, top_k: int, normalize: bool
+) -> None:
     check_nan(num_rows, num_experts, Routing(top_k, normalize), device=DEVICE, pdl=False)
 
 
-def test_of_equals_the_lower_expert_comes_first() -> None:
+def test_routing_prefers_the_lower_expert_among_equal_logits() -> None:
     check_equals(DEVICE, pdl=False)
 
 
@@ -53,7 +57,7 @@ def test_of_equals_the_lower_expert_comes_first() -> None:
     ("num_rows", "num_experts", "top_k", "hidden_size", "size"),
     [(1, 8, 2, 64, 32), (5, 60, 4, 48, 24), (40, 16, 4, 64, 48), (70, 6, 2, 40, 72)],
 )
-def test_mix(
+def test_fused_experts_match_the_reference(
     num_rows: int,
     num_experts: int,
     top_k: int,
@@ -89,7 +93,7 @@ def weights_of(dtype: torch.dtype) -> ExpertWeights:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, H200.shared_bytes])
-def test_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> None:
+def test_expert_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> None:
     """What Triton 3.6 compiles for sm_80, sm_89, sm_90 and sm_120 takes no more than the tiles in
     flight, and for sm_100 up to 32 bytes more, for barriers. The other kernels take 50 KB at most.
     """
@@ -103,7 +107,7 @@ def test_tiles_fit_into_shared_memory(shared_bytes: int, dtype: torch.dtype) -> 
             assert product.num_stages >= 2  # one at work, one under way
 
 
-def test_tiles_on_an_h200_are_those_that_were_measured() -> None:
+def test_expert_tiles_on_an_h200_are_the_measured_ones() -> None:
     measured = {
         1: FewTiles(ExpertTiles(32, 16, 128, num_warps=4, num_stages=4), block_n=8, block_k=256),
         64: ManyTiles(ExpertTiles(64, 16, 128, 4, 3), ExpertTiles(64, 16, 128, 4, 3)),

@@ -33,7 +33,7 @@ KNOWN_ANSWERS = [
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
-def test_known_answers(counter, key, result):
+def test_philox_gives_the_published_vectors(counter, key, result):
     assert tuple(philox_of_ints(counter, key)) == result
     words = philox4x32(
         tuple(torch.tensor([word]) for word in counter), tuple(torch.tensor([word]) for word in key)
@@ -63,7 +63,7 @@ def test_uniform_never_reaches_0_or_1(word, monkeypatch):
     assert ((numbers > 0) & (numbers < 1)).all()
 
 
-def test_a_row_is_a_function_of_its_seed_and_index_only():
+def test_a_row_depends_only_on_its_seed_and_index():
     seeds, indices = torch.arange(40) * 12_345_678_901, torch.arange(40) % 7
     together = uniform(seeds, indices, 101)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
@@ -74,7 +74,7 @@ def test_a_row_is_a_function_of_its_seed_and_index_only():
 
 
 @pytest.mark.parametrize("axis", ["seed", "index"])
-def test_uniform_is_uniform(axis):
+def test_uniform_passes_chi_square_and_correlation_tests(axis):
     steps, zeros = torch.arange(64), torch.zeros(64, dtype=torch.int64)
     numbers = uniform(*((steps, zeros) if axis == "seed" else (zeros, steps)), 4096)
     counts = torch.histc(numbers, bins=64, min=0, max=1)

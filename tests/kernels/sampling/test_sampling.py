@@ -45,21 +45,21 @@ def kept(logits: list[float], temperature: float = 1.0, **filters: float) -> lis
 
 
 class TestFilters:
-    def test_top_k_takes_the_lower_id_of_equals(self):
+    def test_top_k_prefers_the_lower_id_among_equal_logits(self):
         assert kept([1, 3, 2, 3, 3], top_k=2) == [1, 3]
         assert kept([0, 0, 0, 0], top_k=1) == [0]
 
-    def test_top_k_off_or_wider_than_the_vocabulary(self):
+    def test_top_k_off_or_above_the_vocabulary_size_keeps_every_token(self):
         assert kept([1, 2, 3], top_k=0) == kept([1, 2, 3], top_k=99) == [0, 1, 2]
 
-    def test_top_p_is_the_smallest_prefix_that_reaches_it(self):
+    def test_top_p_keeps_the_smallest_prefix_that_reaches_it(self):
         logits = [math.log(p) for p in (0.1, 0.5, 0.15, 0.25)]
         assert kept(logits, top_p=0.49) == [1]
         assert kept(logits, top_p=0.51) == [1, 3]
         assert kept(logits, top_p=0.76) == [1, 2, 3]
         assert kept(logits, top_p=0.95) == [0, 1, 2, 3]
 
-    def test_top_p_reached_exactly_among_equals(self):
+    def test_top_p_reached_exactly_among_equals_keeps_no_further_token(self):
         assert kept([2, 2, 2, 2], top_p=0.5) == [0, 1]
         assert kept([2, 2, 2, 2], top_p=0.51) == [0, 1, 2]
 
@@ -80,7 +80,7 @@ class TestFilters:
         assert kept(logits, top_k=2, top_p=0.5) == [0]  # 0.4 of 0.7 reaches it
         assert kept(logits, min_p=0.7, top_p=0.5) == [0]
 
-    def test_masked_tokens_stay_out(self):
+    def test_masked_tokens_are_never_kept(self):
         assert kept([-INF, 1, -INF, 2], top_k=3, top_p=0.999, min_p=0.01) == [1, 3]
 
     def test_a_long_flat_tail_keeps_its_weight(self):
@@ -95,7 +95,7 @@ def test_a_filter_that_is_off_changes_no_bit():
     assert torch.equal(perturb(logits, off), perturb(logits, plain))
 
 
-def test_a_row_is_the_same_alone_and_in_any_batch():
+def test_a_row_is_filtered_the_same_alone_and_in_any_batch():
     count = 24
     logits = random_logits(count, 1003)
     rows = SamplingRows(
@@ -142,7 +142,7 @@ def test_samples_follow_the_softmax():
         assert (((counts - expected) ** 2 / expected)[possible]).sum() < 22.5  # 6 degrees
 
 
-def test_penalties_look_at_prompt_and_output_as_they_should():
+def test_each_penalty_counts_the_tokens_of_prompt_or_output_that_it_should():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 2.0]]).repeat(2, 1)
     seen = torch.tensor([[True, True, False, False, False]] * 2)
     counts = torch.tensor([[0, 0, 3, 1, 0]] * 2, dtype=torch.int32)
@@ -166,7 +166,7 @@ def test_bias_adds_up_with_padding_and_masks():
 
 
 class TestTopLogprobs:
-    def test_values_are_those_of_log_softmax(self):
+    def test_top_logprobs_equal_log_softmax(self):
         logits, tokens = random_logits(6, 97), torch.arange(6) * 13
         scores = top_logprobs(logits, tokens, 5)
         wanted = logits.double().log_softmax(-1)
@@ -177,21 +177,21 @@ class TestTopLogprobs:
             scores.top_logprobs.double(), wanted.topk(5).values, atol=1e-5, rtol=0
         )
 
-    def test_of_equals_the_lower_id_comes_first(self):
+    def test_top_logprobs_prefer_the_lower_id_among_equals(self):
         logits = random_logits(8, 500).round()
         order = logits.sort(dim=-1, descending=True, stable=True).indices
         for k in (0, 1, 20, 500):
             assert torch.equal(top_logprobs(logits, order[:, 0], k).top_ids, order[:, :k])
 
-    def test_ranks_every_kind_of_float(self):
+    def test_top_logprobs_order_every_kind_of_float(self):
         logits = torch.tensor([[-INF, 0.0, -0.0, 1e-40, -1e-40, -3e38, 3e38, -INF, 0.0]])
         ids = top_logprobs(logits, torch.tensor([0]), 9).top_ids
         assert ids.tolist() == [[6, 3, 1, 2, 8, 4, 5, 0, 7]]
 
-    def test_a_vocabulary_smaller_than_k(self):
+    def test_top_logprobs_of_a_vocabulary_smaller_than_k_list_all_tokens(self):
         assert top_logprobs(torch.zeros(1, 3), torch.tensor([1]), 20).top_ids.shape == (1, 3)
 
-    def test_no_rivals(self):
+    def test_top_logprobs_of_count_0_have_no_alternatives(self):
         scores = top_logprobs(random_logits(2, 9), torch.tensor([0, 1]), 0)
         assert scores.top_ids.shape == scores.top_logprobs.shape == (2, 0)
         assert scores.top_ids.dtype == torch.int64

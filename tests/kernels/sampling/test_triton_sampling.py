@@ -59,7 +59,9 @@ def _most_kernel(words, gumbel, most, SIZE: tl.constexpr):  # noqa: N803
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF])
 @pytest.mark.parametrize(("index", "first"), [(0, 0), (7, 128), (2**31 - 1, 37_000)])
-def test_words_and_noise_are_those_of_the_reference(seed: int, index: int, first: int) -> None:
+def test_random_words_and_gumbel_noise_equal_the_reference(
+    seed: int, index: int, first: int
+) -> None:
     count = 256
     words = torch.empty(count, dtype=torch.int64, device=DEVICE)
     gumbel, most = torch.empty(2, count, device=DEVICE)
@@ -76,7 +78,7 @@ def test_words_and_noise_are_those_of_the_reference(seed: int, index: int, first
     assert torch.equal(ids.cpu(), torch.arange(count, dtype=torch.int32))
 
 
-def test_the_bound_holds_and_is_tight_for_the_largest_words() -> None:
+def test_the_noise_bound_holds_and_is_tight_for_the_largest_words() -> None:
     size = 4096
     for top in (0, 2**32 - size * 512, 2**32 - 1 - size, 2**31):
         step = 512 if top in (0, 2**32 - size * 512) else 1
@@ -88,7 +90,7 @@ def test_the_bound_holds_and_is_tight_for_the_largest_words() -> None:
             assert (most[:-64] - gumbel[:-64]).max() < 0.08
 
 
-def test_weights_are_those_of_the_reference() -> None:
+def test_filter_weights_equal_the_reference() -> None:
     gaps = torch.cat([-torch.rand(4092) * 29, torch.tensor([0.0, -0.0, -torch.inf, -1e30])])
     weights = torch.empty(4096, dtype=torch.int64, device=DEVICE)
     _weight_kernel[(1,)](gaps.to(DEVICE), weights, SIZE=4096)
@@ -100,7 +102,7 @@ def test_weights_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_tokens_are_those_of_the_reference(kind: str, vocab_size: int) -> None:
+def test_sampled_tokens_equal_those_of_the_reference(kind: str, vocab_size: int) -> None:
     logits = random_logits(9, vocab_size, seed=vocab_size).to(DEVICE)
     batch = Batch.of(PLAIN[kind], 9, logits)
     assert batch.check(batch.run()) == 0
@@ -113,7 +115,7 @@ def test_half_precision_logits_are_read_as_they_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("rows", "vocab_size"), [(1, 5000), (3, 97), (17, 2100)])
-def test_a_row_is_the_same_alone_and_in_any_batch(rows: int, vocab_size: int) -> None:
+def test_a_row_samples_the_same_token_alone_and_in_any_batch(rows: int, vocab_size: int) -> None:
     batch = Batch.of(MIXED, rows, random_logits(rows, vocab_size, seed=3, scale=1.0).to(DEVICE))
     tokens = batch.run()
     assert batch.check(tokens) == 0
@@ -123,7 +125,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(rows: int, vocab_size: int) ->
     assert torch.equal(batch.run(rows=order), tokens[order])
 
 
-def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_part_size_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program may have one tile or all of a row."""
     batch = Batch.of(MIXED, 6, random_logits(6, 9000, seed=5).to(DEVICE))
     tokens = batch.run()
@@ -134,7 +136,7 @@ def test_long_parts_draw_what_short_ones_do(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 50.0])
-def test_equal_logits_are_taken_by_their_ids(value: float) -> None:
+def test_equal_logits_are_ordered_by_token_id(value: float) -> None:
     logits = torch.full((len(MIXED), 1000), value, device=DEVICE)
     batch = Batch.of(MIXED, len(MIXED), logits)
     assert batch.check(batch.run()) == 0
@@ -142,7 +144,7 @@ def test_equal_logits_are_taken_by_their_ids(value: float) -> None:
     assert greedy.run().tolist() == [0, 0]
 
 
-def test_two_values_with_the_cut_among_the_equals() -> None:
+def test_a_cutoff_among_equal_logits_keeps_the_lower_ids() -> None:
     """The k-th token, and the one that reaches top_p, have hundreds of equals."""
     logits = torch.zeros(12, 4500, device=DEVICE)
     logits[:, 1234::1500] = 2.0
@@ -159,7 +161,7 @@ def test_two_values_with_the_cut_among_the_equals() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
-def test_top_k_in_the_thousands(scale: float) -> None:
+def test_top_k_in_the_thousands_samples_the_reference_tokens(scale: float) -> None:
     """More than there are groups, and more than can be gathered; some or all have equals."""
     logits = random_logits(15, 9000, seed=21, scale=scale).to(DEVICE)
     params = [
@@ -176,7 +178,7 @@ def test_top_k_in_the_thousands(scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.5])
-def test_refused_draws_are_drawn_again(scale: float) -> None:
+def test_rejected_draws_are_repeated(scale: float) -> None:
     """Over flat logits a small top_p refuses often, and what is left lies in every group."""
     logits = random_logits(30, 9000, seed=22, scale=scale).to(DEVICE)
     params = [SamplingParams(top_p=p) for p in (0.5, 0.2, 0.04, 0.001)]
@@ -185,7 +187,7 @@ def test_refused_draws_are_drawn_again(scale: float) -> None:
     assert batch.check(batch.run()) == 0
 
 
-def test_all_but_one_token_masked() -> None:
+def test_with_one_token_unmasked_it_is_sampled() -> None:
     logits = torch.full((len(MIXED), 300), -torch.inf, device=DEVICE)
     logits[:, 250] = -5.0
     assert Batch.of(MIXED, len(MIXED), logits).run().tolist() == [250] * len(MIXED)
@@ -193,13 +195,13 @@ def test_all_but_one_token_masked() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("value", [-torch.inf, torch.nan])
-def test_nothing_to_choose_from_is_never_an_id_beyond(value: float) -> None:
+def test_a_row_without_candidates_gives_an_id_within_the_vocabulary(value: float) -> None:
     logits = torch.full((len(MIXED), 300), value, device=DEVICE)
     tokens = Batch.of(MIXED, len(MIXED), logits).run()
     assert ((tokens >= 0) & (tokens < 300)).all()
 
 
-def test_samples_spread_over_what_is_kept() -> None:
+def test_samples_cover_every_kept_token() -> None:
     """The noise belongs to the seed and index: distinct ones draw distinct tokens."""
     logits = torch.zeros(32, 128, device=DEVICE)
     batch = Batch.of([SamplingParams(top_k=4)], 32, logits)
@@ -210,13 +212,13 @@ def test_samples_spread_over_what_is_kept() -> None:
 
 class TestFull:
     @pytest.mark.parametrize("vocab_size", VOCABS)
-    def test_tokens_history_and_logprobs(self, vocab_size: int) -> None:
+    def test_tokens_history_and_logprobs_equal_the_reference(self, vocab_size: int) -> None:
         batch = Batch.of(FULL, 12, random_logits(12, vocab_size, seed=8).to(DEVICE))
         for step in range(3):
             assert batch.check_full(lambda: batch.sample(ANY_FULL)) == 0, step
             batch.output_index.add_(1)
 
-    def test_plain_rows_are_those_of_the_plain_variant(self) -> None:
+    def test_the_full_variant_samples_plain_rows_like_the_plain_variant(self) -> None:
         """No row has penalties, so there is no history."""
         batch = Batch.of(MIXED, 17, random_logits(17, 700, seed=9).to(DEVICE))
         assert batch.sampler.tables.prompt_seen is None
@@ -231,7 +233,7 @@ class TestFull:
         assert sampled.scores is not None
         batch.check_scores(sampled.scores, sampled.token_ids)
 
-    def test_scores_are_the_same_alone_and_batched(self) -> None:
+    def test_logprobs_are_the_same_alone_and_batched(self) -> None:
         batch = Batch.of(FULL, 6, random_logits(6, 5000, seed=4).to(DEVICE))
         scores = batch.sample(ANY_FULL).scores
         assert scores is not None
@@ -241,7 +243,7 @@ class TestFull:
             assert single is not None
             assert torch.equal(single.top_logprobs[0, :1], scores.top_logprobs[row, :1])
 
-    def test_the_widest_request_and_its_masks(self) -> None:
+    def test_a_request_with_the_most_biases_and_masks_samples_the_reference_tokens(self) -> None:
         vocab_size = 2 * MAX_LOGIT_BIAS
         bias = dict.fromkeys(range(MAX_LOGIT_BIAS), -50.0)
         params = SamplingParams(temperature=0, logit_bias=bias, min_tokens=2)
@@ -254,10 +256,10 @@ class TestFull:
 
 
 class TestSampler:
-    """What the sampler does around the kernels."""
+    """The sampler's use of the kernels."""
 
     @pytest.mark.parametrize("full", [False, True])
-    def test_more_rows_than_fit_the_workspace_come_in_blocks(
+    def test_more_rows_than_fit_the_workspace_are_scored_in_blocks(
         self, full: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         params, logits = FULL if full else MIXED, random_logits(11, 300, seed=6).to(DEVICE)
@@ -272,7 +274,7 @@ class TestSampler:
             assert torch.equal(blocks.history(), whole.history())
             blocks.check_scores(sampled.scores, sampled.token_ids)
 
-    def test_padded_rows_are_greedy_wherever_they_stand(self) -> None:
+    def test_padded_rows_are_greedy_wherever_they_are_in_the_batch(self) -> None:
         logits = random_logits(9, 200, seed=5).to(DEVICE)
         batch = Batch.of(FULL, 9, logits)
         before = batch.history().clone()
@@ -287,7 +289,7 @@ class TestSampler:
 
     @pytest.mark.parametrize("full", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_raw_logits_stay_as_they_are(self, full: bool, dtype: torch.dtype) -> None:
+    def test_sampling_does_not_modify_the_raw_logits(self, full: bool, dtype: torch.dtype) -> None:
         logits = random_logits(18, 500, seed=12, dtype=dtype).to(DEVICE)
         batch = Batch.of(FULL if full else MIXED, 18, logits)
         features, before = batch.sampler.features(range(18)), logits.clone()

@@ -1,4 +1,4 @@
-"""Plans arrive at other ranks as they were sent."""
+"""Decoded step plans equal the encoded ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99)
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[StepPlan]:
-    """As a scheduler makes them: steps count up, and a batch that stays is the same object."""
+    """Plans like a scheduler's: steps count up, and an unchanged batch is the same object."""
     found: list[StepPlan] = []
     batch, longest = draw(IDS), 1
     for step in range(1, draw(st.integers(1, 8)) + 1):
@@ -93,7 +93,7 @@ def without_text(plan: StepPlan) -> StepPlan:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plans())
-def test_what_is_sent_arrives(sent: list[StepPlan]) -> None:
+def test_decoded_plans_equal_the_encoded_ones(sent: list[StepPlan]) -> None:
     encoder, decoder = PlanEncoder(), PlanDecoder()
     before = None
     for plan in sent:
@@ -104,7 +104,7 @@ def test_what_is_sent_arrives(sent: list[StepPlan]) -> None:
         before = plan, found
 
 
-def test_a_plan_that_cannot_be_sent_leaves_no_trace() -> None:
+def test_a_plan_that_fails_to_encode_does_not_change_the_encoder() -> None:
     """Its step fails on rank 0 alone, and the others know nothing of its batch."""
     encoder, decoder = PlanEncoder(), PlanDecoder()
     decoder.decode(encoder.encode(StepPlan(1, (1, 2), longest_decode=5)))
@@ -115,7 +115,7 @@ def test_a_plan_that_cannot_be_sent_leaves_no_trace() -> None:
     assert decoder.decode(encoder.encode(plan)) == plan
 
 
-def test_a_stop_string_may_be_no_text_of_utf_8() -> None:
+def test_a_stop_string_that_is_not_valid_utf_8_is_encoded() -> None:
     join = SlotJoin(0, SamplingParams(stop=("\ud800",)), 1, frozenset(), (1,), ())
     plan = StepPlan(1, (0,), joins=(join,))
     assert as_tuples(PlanDecoder().decode(PlanEncoder().encode(plan))) == without_text(plan)

@@ -1,5 +1,4 @@
-"""Ranks elsewhere are another Launcher and another Channel: here two machines of two ranks, in
-threads and queues."""
+"""A remote Launcher and Channel: two machines of two ranks each, in threads connected by queues."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def reason_of(ranks: RemoteRanks) -> BaseException | None:
     return ranks.lost.exception(timeout=0)
 
 
-def test_each_rank_knows_its_place_and_gets_every_plan_and_the_end() -> None:
+def test_each_rank_has_its_local_and_global_rank_and_receives_every_plan() -> None:
     with remote_ranks() as (ranks, launcher, channel):
         assert {spec.rank: spec.local_rank for spec in launcher.started.values()} == {
             1: 1,
@@ -146,7 +145,7 @@ def test_each_rank_knows_its_place_and_gets_every_plan_and_the_end() -> None:
     assert not ranks.lost.done()
 
 
-def test_a_rank_that_reports_an_error_or_ends_or_is_cut_off_ends_all() -> None:
+def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
     with remote_ranks() as (ranks, launcher, channel):
         channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
         reason = reason_of(ranks)

@@ -1,7 +1,4 @@
-"""What users of such servers complain about most, as far as it shows in requests and answers.
-
-Each test is named after a complaint; the numbers are those of the survey that ranked them.
-"""
+"""What `openai` clients rely on: lengths, finish reasons, usage, ids and refusals by name."""
 
 from __future__ import annotations
 
@@ -49,10 +46,10 @@ def tokenizer(demo: Served[AsyncEngine]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_that_is_too_long_is_dropped_without_a_reply(
+def test_a_prompt_that_is_too_long_is_a_400_with_both_lengths(
     http: httpx.Client, tokenizer: Tokenizer, stream: bool
 ) -> None:
-    """A1: nobody is left waiting, and the answer is no stream that breaks off."""
+    """The answer is an error at once, not a stream that breaks off."""
     messages: Any = [{"role": "user", "content": "Hello! " * 200}]
     length = len(tokenizer.chat(messages))
     response = http.post("/v1/chat/completions", json={"messages": messages, "stream": stream})
@@ -63,8 +60,8 @@ def test_a_prompt_that_is_too_long_is_dropped_without_a_reply(
     assert str(length) in error["message"] and str(MAX_SEQ_LEN) in error["message"]
 
 
-def test_a_long_prompt_is_cut_and_answered_all_the_same(client: openai.OpenAI) -> None:
-    """A1: what fits is read from its first token to its last, and one more does not fit."""
+def test_a_long_prompt_is_read_whole_or_refused(client: openai.OpenAI) -> None:
+    """A prompt that just fits is read from first to last token; one token more is refused."""
     ids = [5] * (MAX_SEQ_LEN - 1)
     answer = client.completions.create(model="demo", prompt=ids, echo=True, logprobs=0)
     scored = answer.choices[0].logprobs
@@ -75,8 +72,10 @@ def test_a_long_prompt_is_cut_and_answered_all_the_same(client: openai.OpenAI) -
         client.completions.create(model="demo", prompt=[*ids, 5])
 
 
-def test_too_many_tokens_are_asked_for_and_silently_fewer_come(client: openai.OpenAI) -> None:
-    """A1: refused, unless the operator chose --clamp-max-tokens; silence means the room left."""
+def test_max_tokens_beyond_the_context_is_refused_or_clamped_by_option(
+    client: openai.OpenAI,
+) -> None:
+    """--clamp-max-tokens reduces max_tokens to the remaining context."""
     asked: dict[str, Any] = {"model": "demo", "prompt": [5] * 100, "max_tokens": 29}
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**asked)
@@ -95,10 +94,10 @@ def test_too_many_tokens_are_asked_for_and_silently_fewer_come(client: openai.Op
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
+def test_finish_reason_and_usage_are_right(
     http: httpx.Client, tokenizer: Tokenizer, stream: bool
 ) -> None:
-    """A8: both reasons are right, and the counts are those of the tokenizer."""
+    """Both finish reasons occur, and the counts equal those of the tokenizer."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "stop"),
         ({"stop": " ="}, "stop"),
@@ -119,7 +118,7 @@ def test_the_finish_reason_is_always_stop_and_the_usage_is_missing(
 
 
 def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
-    """The parts of an answer, however it came."""
+    """The finish reason, usage and tokens of an answer, streamed or not."""
     assert response.status_code == 200
     if not stream:
         body = response.json()
@@ -140,8 +139,7 @@ def read(response: httpx.Response, stream: bool) -> dict[str, Any]:
     return {"finish_reason": reasons[0], "usage": last["usage"], "tokens": tokens}
 
 
-def test_answers_have_no_id_no_model_no_time_and_the_wrong_object(client: openai.OpenAI) -> None:
-    """A8"""
+def test_answers_have_id_object_model_and_created(client: openai.OpenAI) -> None:
     before = int(time.time())
     chat = client.chat.completions.create(model="demo", messages=HELLO)
     text = client.completions.create(model="demo", prompt="Hello")
@@ -157,8 +155,10 @@ def test_answers_have_no_id_no_model_no_time_and_the_wrong_object(client: openai
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": False}, {"stream": None}])
-def test_stream_false_streams_all_the_same(http: httpx.Client, fields: dict[str, Any]) -> None:
-    """A9: one JSON object is the default."""
+def test_answers_are_one_json_object_unless_streaming_is_requested(
+    http: httpx.Client, fields: dict[str, Any]
+) -> None:
+    """One JSON object is the default."""
     for path, body in (
         ("/v1/chat/completions", {"messages": HELLO}),
         ("/v1/completions", {"prompt": "Hello"}),
@@ -170,8 +170,8 @@ def test_stream_false_streams_all_the_same(http: httpx.Client, fields: dict[str,
         assert streamed.headers["content-type"].startswith("text/event-stream")
 
 
-def test_parameters_are_accepted_and_ignored(client: openai.OpenAI) -> None:
-    """A10: the ones that were. Every other is in test_server_fields.py."""
+def test_stop_n_model_and_penalties_take_effect(client: openai.OpenAI) -> None:
+    """test_server_fields.py covers every other field."""
 
     def ask(**fields: Any) -> Any:
         return client.chat.completions.create(model="demo", messages=SUM, **fields)
@@ -192,8 +192,8 @@ def test_parameters_are_accepted_and_ignored(client: openai.OpenAI) -> None:
         assert penalized.choices[0].text != without.choices[0].text
 
 
-def test_greedy_is_refused(client: openai.OpenAI) -> None:
-    """A10: temperature 0, whatever else is asked, is the likeliest token each time."""
+def test_temperature_0_is_greedy_whatever_seed_and_top_p(client: openai.OpenAI) -> None:
+    """Temperature 0 selects the likeliest token each time, whatever the other fields."""
     answers = {
         client.chat.completions.create(
             model="demo", messages=SUM, temperature=temperature, seed=seed, top_p=top_p
@@ -214,17 +214,17 @@ def test_greedy_is_refused(client: openai.OpenAI) -> None:
         ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.type"),
     ],
 )
-def test_a_schema_is_asked_for_and_prose_comes(
+def test_unsupported_response_formats_are_refused_by_name(
     client: openai.OpenAI, format: Any, param: str
 ) -> None:
-    """A17: what is not honoured is refused, by name."""
+    """Neither format is supported."""
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="demo", messages=HELLO, response_format=format)
     assert caught.value.param == param
 
 
-def test_tools_are_offered_and_never_heard_of(client: openai.OpenAI) -> None:
-    """A18: refused by name, in the request and in what came before."""
+def test_tools_and_tool_calls_are_refused_by_name(client: openai.OpenAI) -> None:
+    """Refused in the request and in the history."""
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="demo", messages=HELLO, tools=[tool])
@@ -236,8 +236,8 @@ def test_tools_are_offered_and_never_heard_of(client: openai.OpenAI) -> None:
     assert caught.value.param == "messages.1.tool_calls"
 
 
-def test_there_is_no_openai_server_at_all(client: openai.OpenAI) -> None:
-    """A19: the client's own tour."""
+def test_the_openai_client_lists_models_chats_streams_and_completes(client: openai.OpenAI) -> None:
+    """Every method of the client that the server supports."""
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id) == model
     chat = client.chat.completions.create(model=model.id, messages=SUM, temperature=0)

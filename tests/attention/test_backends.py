@@ -1,0 +1,196 @@
+"""Which attention backends are available, and in which order they are preferred."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.attention_packages import (
+    FLASH,
+    module,
+)
+from torch import Tensor
+
+from minisgl.attention import backends
+from minisgl.attention.backends import (
+    available_backends,
+    choose,
+    flash_page_multiple,
+    make_attention,
+)
+from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+
+
+@pytest.mark.parametrize(
+    ("installed", "multiple"),
+    [
+        (("fa2",), 256),
+        (("fa3",), 1),
+        (("fa4",), 1),
+        (("fa2", "fa3"), 1),
+        (("fa2", "fa3", "fa4"), 1),
+    ],
+    ids=str,
+)
+def test_the_newest_installed_flash_attn_is_used(
+    packages: Callable[..., None], installed: tuple[str, ...], multiple: int
+) -> None:
+    packages(*installed)
+    flash_backend = importlib.import_module("minisgl.attention.flash_backend")
+    kernels = flash_backend.load_kernels()
+    assert kernels.generation.number == int(installed[-1][-1])
+    assert flash_backend.FlashAttention().page_multiple == multiple
+
+
+def test_the_preview_of_flash_attn_4_is_not_used(packages: Callable[..., None]) -> None:
+    packages("fa2", "fa4")
+
+    def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor) -> None: ...
+
+    sys.modules["flash_attn.cute"].flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    flash_backend = importlib.import_module("minisgl.attention.flash_backend")
+    assert flash_backend.FlashAttention().page_multiple == 256
+
+
+def test_without_flash_attn_the_error_names_the_packages(packages: Callable[..., None]) -> None:
+    with pytest.raises(ImportError, match=r"flash-attn-4.*flash_attn_3.*flash-attn"):
+        make_attention("fa", "fa")
+
+
+def test_an_unknown_backend_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="no attention backend"):
+        make_attention("slow", "slow")
+
+
+@pytest.mark.parametrize("name", ["fi", "trtllm"])
+def test_flashinfer_without_a_layer_shape_is_refused(
+    packages: Callable[..., None], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        make_attention(name, name)
+
+
+@pytest.fixture
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that all packages and nvcc are installed."""
+    monkeypatch.setattr(backends, "_is_installed", lambda module: True)
+    monkeypatch.setattr(backends, "_finds_nvcc", lambda: True)
+    for name, make in (("flashinfer", lambda: module("flashinfer")), *FLASH.values()):
+        monkeypatch.setitem(sys.modules, name, make())
+    monkeypatch.setitem(sys.modules, "triton", module("triton"))
+
+
+def layers(head_dim: int, group: int, **extra: Any) -> tuple[AttentionSpec, ...]:
+    spec = AttentionSpec(
+        num_heads=2 * group, num_kv_heads=2, head_dim=head_dim, scale=head_dim**-0.5, **extra
+    )
+    return (spec, spec)
+
+
+def test_the_backends_available_on_hopper_are_listed_in_order(everything: None) -> None:
+    found = available_backends((9, 0), layers(128, 2))
+    assert found.prefill == ("fi", "trtllm", "triton", "fa", "torch")
+    assert found.decode == ("triton", "trtllm", "fa", "fi", "torch")
+    assert found.missing == {}
+
+
+def test_the_backends_available_on_ampere_are_listed_in_order(everything: None) -> None:
+    found = available_backends((8, 0), layers(128, 4))
+    assert found.prefill == ("fi", "triton", "fa", "torch")
+    assert found.decode == ("triton", "fa", "fi", "torch")
+    assert found.missing == {"trtllm": "trtllm's kernels are for Hopper and Blackwell"}
+
+
+def test_odd_head_dims_and_group_sizes_exclude_backends(everything: None) -> None:
+    found = available_backends((9, 0), layers(96, 7))
+    assert found.prefill == found.decode == ("triton", "fa", "torch")
+    found = available_backends((7, 5), layers(128, 1))
+    assert found.prefill == found.decode == ("torch",) and "8.0" in found.missing["fi"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"window": 4096}, "sliding windows"),
+        ({"softcap": 50.0, "sinks": True}, "soft caps and no attention sinks"),
+    ],
+)
+@pytest.mark.parametrize("compute_capability", [None, (9, 0)])
+def test_backends_refuse_unsupported_attention_specs(
+    everything: None,
+    compute_capability: tuple[int, int] | None,
+    extra: dict[str, Any],
+    words: str,
+) -> None:
+    """It is enough that one layer asks for it."""
+    found = available_backends(compute_capability, layers(128, 2) + layers(128, 2, **extra))
+    assert found.prefill == found.decode == ()
+    assert found.missing == {name: f"{name} computes no {words}" for name in ATTENTION_BACKENDS}
+
+
+def test_flashinfer_refuses_layers_with_different_heads(everything: None) -> None:
+    found = available_backends((9, 0), layers(128, 2) + layers(128, 4))
+    assert found.prefill == found.decode == ("triton", "fa", "torch")
+    assert "layers with the same heads" in found.missing["fi"]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("compute_capability", [None, (8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("group", [1, 8, 64])
+def test_every_order_of_preference_lists_all_backends(
+    phase: str, compute_capability: tuple[int, int] | None, group: int
+) -> None:
+    order = choose(phase, compute_capability, group)
+    assert sorted(order) == sorted(ATTENTION_BACKENDS) and order[-1] == "torch"
+
+
+def test_without_a_gpu_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} was imported")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    found = available_backends(None, layers(128, 2))
+    assert found.prefill == found.decode == ("torch",)
+    assert found.missing["fi"] == "fi needs a GPU" and len(found.missing) == 4
+
+
+def test_each_missing_backend_has_a_reason(
+    everything: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_finds_nvcc", lambda: False)
+    installed = {"flashinfer", "triton", "flash_attn"}
+    monkeypatch.setattr(backends, "_is_installed", lambda module: module in installed)
+    assert "nvcc" in available_backends((9, 0), layers(128, 2)).missing["fi"]
+    installed.add("flashinfer_jit_cache")  # kernels that come compiled
+    assert "fi" in available_backends((9, 0), layers(128, 2)).prefill
+
+    for name, _ in FLASH.values():
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    found = available_backends((9, 0), layers(128, 2))
+    assert found.prefill == found.decode == ("triton", "torch")
+    assert found.missing["fa"].startswith("flash-attn does not import: no generation")
+    assert found.missing["fi"].startswith("flashinfer-python does not import: ")
+
+    installed.clear()
+    found = available_backends((9, 0), layers(128, 2))
+    assert found.prefill == found.decode == ("torch",)
+    assert found.missing == {
+        "fa": "flash-attn is not installed",
+        "fi": "flashinfer-python is not installed",
+        "trtllm": "flashinfer-python is not installed",
+        "triton": "triton is not installed",
+    }
+
+
+@pytest.mark.parametrize(
+    ("installed", "multiple"), [((), 1), (("fa2",), 256), (("fa2", "fa3"), 1)], ids=str
+)
+def test_the_page_multiple_is_that_of_the_installed_flash_attn(
+    packages: Callable[..., None], installed: tuple[str, ...], multiple: int
+) -> None:
+    packages(*installed)
+    assert flash_page_multiple() == multiple

@@ -1,0 +1,119 @@
+"""The benchmark scripts: what they print, not how fast they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.folders import SCRIPTS
+
+BENCH_SCRIPTS = SCRIPTS / "bench"
+
+
+def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("clock", [("--step-ms", 2), ()])
+def test_bench_server_compares_server_and_engine(clock: tuple[object, ...]) -> None:
+    options = ("--num", 6, "--input", 5, 9, "--output", 10, 12, "--repeat", 1)
+    done = run_script("bench_serve.py", "--device", "cpu", "--num-pages", 300, *options, *clock)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "6 requests, 5 to 9 tokens in, 10 to 12 out, all at once" in done.stdout
+    assert ("a clock takes the place of the model: 2 ms a step" in done.stdout) == bool(clock)
+    rows = [line.strip("│").split("│") for line in done.stdout.splitlines() if line[0] == "│"]
+    figures = {name.strip(): float(value.strip(" %").replace(",", "")) for name, value in rows}
+    ratio = 100 * figures["served tok/s"] / figures["offline tok/s"]
+    assert figures["served / offline"] == pytest.approx(ratio, rel=0.01)
+    assert 0 < figures["ITL p50 ms"] <= figures["ITL p99 ms"]
+    assert 0 < figures["TTFT p50 ms"] <= figures["TTFT p99 ms"]
+    assert 0 <= figures["one token"] <= 100
+
+
+def test_bench_server_reports_why_the_engine_does_not_start() -> None:
+    done = run_script("bench_serve.py", "/no/such/folder", "--num", 1)
+    assert done.returncode == 2
+    assert done.stderr.startswith("bench_serve.py: ") and "/no/such/folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_short_soak_run_leaves_nothing_behind() -> None:
+    done = run_script("soak.py", "--minutes", 0.05)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "passed"
+    assert "Traceback" not in done.stderr
+
+
+def bench(script: str, *options: object) -> list[str]:
+    """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
+    result = run_script(script, "--device", "cpu", "--num-pages", 300, *options)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "demo with random weights in float32, on CPU" in result.stdout
+    return result.stdout.splitlines()
+
+
+def figures(lines: list[str]) -> dict[str, list[str]]:
+    """The cells of a table's rows, without commas in numbers, by the first of each."""
+    rows = [line.strip("│").replace(",", "").split("│") for line in lines if line.startswith("│")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+def test_the_prefill_benchmark_counts_operations() -> None:
+    lines = bench("bench_prefill.py", "--num", 3, "--length", 50, "--peak", 2)
+    assert "prefix cache naive" in lines[1]
+    assert "3 requests, 50 tokens in, 1 out, greedy, all at once, repetition 2" in lines[-6]
+    assert [line[:13].strip() for line in lines[-5:]] == [
+        *("seconds", "prompt tok/s", "TFLOP", "TFLOP/s", "share of peak")
+    ]
+    assert lines[-1].endswith("of 2.000 TFLOP/s, as given")
+
+
+def test_the_prefill_benchmark_measures_the_peak_unless_given() -> None:
+    assert bench("bench_prefill.py", "--num", 1, "--length", 9)[-1].endswith("measured here")
+
+
+def test_the_shared_prefix_benchmark_compares_the_caches() -> None:
+    options = ("--num", 6, "--prefix", 64, "--unique", 10, "--output", 2)
+    lines = bench("bench_shared_prefix.py", *options, "--max-prefill-length", 74)
+    table = figures(lines)
+    assert list(table) == ["radix", "naive"]
+    # One request a step: the later ones find four pages of the first one.
+    assert table["radix"][3] != "0.0%" and table["naive"][3] == "0.0%"
+    radix, naive = (float(row[1]) for row in table.values())
+    assert lines[-1].startswith("radix has ") and lines[-1].endswith("throughput of naive")
+    assert float(lines[-1].split()[2]) == pytest.approx(radix / naive, abs=0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("arrivals", [(), ("--poisson",)])
+def test_the_mixed_benchmark_compares_the_times_between_tokens(arrivals: tuple[str, ...]) -> None:
+    steady = ("--streams", 2, "--steady-input", 8, "--steady-output", 60, "--seconds", 0.5)
+    arriving = ("--rate", 50, "--input", 5, 30, "--output", 3, *arrivals)
+    lines = bench("bench_mixed.py", *steady, *arriving)
+    table = figures(lines)
+    assert list(table) == ["without", "with"]
+    for p50, p99, longest, *_ in table.values():
+        assert 0 < float(p50) <= float(p99) <= float(longest)
+    assert table["without"][-1] == "0" and int(table["with"][-1]) > 0
+    ratio = float(table["with"][1]) / float(table["without"][0])
+    assert lines[-1].endswith("times the median without")
+    assert float(lines[-1].split()[5]) == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("bench_prefill.py", ("--attn", "oh"), "bench_prefill.py: --attn oh: allowed: auto"),
+        ("bench_shared_prefix.py", ("--num", "0"), "0: allowed: a number above 0"),
+        ("bench_mixed.py", ("--input", "5", "4"), "LOW is above HIGH"),
+        ("bench_mixed.py", ("--rate", "often"), "invalid number value: 'often'"),
+    ],
+)
+def test_a_benchmark_script_refuses_an_invalid_value(
+    script: str, options: tuple[str, ...], said: str
+) -> None:
+    result = run_script(script, *options)
+    assert result.returncode == 2
+    assert said in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
