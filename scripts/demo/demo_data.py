@@ -1,7 +1,7 @@
-"""Prints conversations as the demo model is trained on: `python scripts/demo/demo_data.py [SKILL]`.
+"""Prints training conversations of the demo model: `python scripts/demo/demo_data.py [SKILL]`.
 
-SKILL is one of demo_model/skills.py, 'recall' or 'system'; without it everything comes, as often as
-in the training. `--evaluation` prints the questions of the held-out evaluation instead.
+SKILL is one of demo_model/skills.py, 'recall' or 'system'; without it, all skills are drawn with
+their training weights. `--evaluation` prints the questions of the held-out evaluation instead.
 """
 
 from __future__ import annotations

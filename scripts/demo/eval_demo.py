@@ -1,7 +1,7 @@
 """Evaluates the demo model on held-out questions: `python scripts/demo/eval_demo.py`.
 
-Asks it the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
-counts only if it is right letter for letter.
+Asks the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
+counts only if it equals the right one exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from demo_model.evaluation import FROZEN_HASH, SPLITS, Case, cases, evaluation_hash
 from minisgl import LLM, SamplingParams
 
-MAX_ANSWER_TOKENS = 512  # of one that runs on
+MAX_ANSWER_TOKENS = 512  # enough for every right answer
 
 
 def main() -> int:
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def ask(questions: Sequence[Case], model: str = "", **engine_options: object) -> list[str]:
-    """The model's answers, all asked at once."""
+    """Ask all questions in one batch; returns the answers."""
     with LLM(model, **engine_options) as llm:
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None
@@ -54,7 +54,7 @@ def ask(questions: Sequence[Case], model: str = "", **engine_options: object) ->
 
 
 def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[str, str], float]:
-    """The share of right answers by (skill, split), and for 'all' skills."""
+    """The fraction of right answers by (skill, split), and for 'all' skills."""
     right: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
         for skill in (question.skill, "all"):
@@ -63,7 +63,7 @@ def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[st
 
 
 def table(questions: Sequence[Case], answers: Sequence[str]) -> str:
-    """One row a skill, one column a split, in Markdown."""
+    """Format a Markdown table with a row per skill and a column per split."""
     shares = accuracy(questions, answers)
     skills = [*dict.fromkeys(question.skill for question in questions), "all"]
     rows = [f"| skill | {' | '.join(SPLITS)} |", f"|---{'|---' * len(SPLITS)}|"]

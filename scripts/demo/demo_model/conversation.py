@@ -1,4 +1,4 @@
-"""Whole conversations: exchanges of all skills, facts to remember, system prompts to follow."""
+"""Makes whole conversations: exchanges of all skills, facts to recall, system prompts to follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from demo_model.skills import Exchange, draw, listed
 from demo_model.world import World, word_list, words
 
-# How often each skill is drawn.
+# Relative frequency of each skill.
 WEIGHTS = {
     "smalltalk": 8,
     "identity": 6,
@@ -24,9 +24,9 @@ WEIGHTS = {
     "refusal": 8,
     "passage": 7,
 }
-# Skills whose answers hold no word that only the user knows, so that their case can be changed.
+# Skills whose answers repeat no word of the user, so that their case can be changed.
 CLOSED = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
-LONGEST_TOKENS = 2030  # a conversation, by the estimate
+LONGEST_TOKENS = 2030  # estimated tokens of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Conversation:
     system: str = ""
 
     def messages(self) -> list[dict[str, str]]:
-        """The messages in the API's form, with all answers."""
+        """The messages in the form of the API, answers included."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             messages.append({"role": "user", "content": exchange.question})
@@ -55,7 +55,7 @@ def any_exchange(world: World) -> Exchange:
 
 
 def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
-    """A conversation under a system prompt: 'neutral', 'upper', 'lower', 'begin' or 'end'."""
+    """Make a conversation with a system prompt. manner: neutral, upper, lower, begin or end."""
     word = world.closing()
     follow: Callable[[str], str] = {
         "neutral": str,
@@ -74,12 +74,12 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
 
 # -- recall ---------------------------------------------------------------------------------------
 
-Topic = tuple[str, str]  # a kind of fact, and which of its kind
+Topic = tuple[str, str]  # (kind of fact, instance of the kind)
 
 
 @dataclass
 class Memory:
-    """What the user has told, and the exchanges that tell or ask it."""
+    """The facts that the user has stated, and the exchanges that state or ask for them."""
 
     world: World
     known: dict[Topic, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Memory:
         return Exchange(question.text, answer, None)
 
     def tell_both(self) -> Exchange:
-        """The user's name and city in one sentence."""
+        """State the user's name and city in one sentence."""
         name, city = self.world.name(), self.world.city()
         self.known["name", ""], self.known["city", ""] = name, city
         question = self.world.phrase("recall.both_tell", name=name, city=city)
@@ -155,7 +155,7 @@ class Memory:
 
 
 def _slots(topic: Topic, value: str) -> dict[str, object]:
-    """The slots that phrases of this kind of fact have."""
+    """The fields of phrases for this kind of fact."""
     kind, which = topic
     match kind:
         case "name" | "city":
@@ -183,15 +183,15 @@ def _missing(topic: Topic) -> str:
 
 
 def remembering(world: World, num_tokens: int) -> Conversation:
-    """Facts told, other exchanges between, and at the end a question for one of the facts.
+    """Make a conversation that states facts, goes on, and ends with a question for one of them.
 
-    It is as long as `num_tokens` by the estimate, or as short as that can be.
+    num_tokens: its estimated length, if enough for a conversation.
     """
     rng = world.rng
     memory = Memory(world)
     both = rng.random() < 0.1
     exchanges = [memory.tell_both() if both else memory.tell(memory.any_topic())]
-    if num_tokens < 60 and rng.random() < 0.2:  # told and asked in one breath
+    if num_tokens < 60 and rng.random() < 0.2:  # state and ask in one message
         topic = world.pick(list(memory.known))
         asked = memory.ask(topic)
         return Conversation(
@@ -203,7 +203,7 @@ def remembering(world: World, num_tokens: int) -> Conversation:
         if rng.random() < chatter:
             exchange = any_exchange(world)
             if estimated_tokens(exchange) > room + 60:
-                continue  # it would go far beyond
+                continue  # too long
             exchanges.append(exchange)
         elif rng.random() < 0.45:
             exchanges.append(memory.tell(memory.any_topic()))

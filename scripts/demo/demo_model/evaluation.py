@@ -1,8 +1,8 @@
-"""The held-out evaluation: questions that training never saw, each with its one right answer.
+"""The held-out evaluation: questions that are not in the training, each with one right answer.
 
-Split 'instances' asks in phrasings of the training for names, cities, words, numbers, sums and
-lists that it never saw, and for known facts in questions that it never saw word for word. Split
-'phrasings' asks for all of that in phrasings that it never saw.
+Split 'instances' uses phrasings of the training with held-out names, cities, words, numbers, sums
+and lists, and asks for known facts in held-out questions. Split 'phrasings' asks for the same in
+held-out phrasings.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from demo_model.world import World, plain
 SEED = 20261121
 SPLITS = ("instances", "phrasings")
 MANNERS = ("upper", "lower", "begin", "end")
-# Tokens of the conversations that end with a question for something told in them.
+# Lengths, in tokens, of the recall conversations.
 RECALL_TOKENS = (40, 80, 150, 300, 500, 800, 1300, 1800)
 NUM_CASES = {"recall": 64, "copy": 48, "arithmetic": 48, "option": 96, "command": 36}
 NUM_CASES_OF_OTHERS = 24
 
-# Of the cases that the bundled model was trained beside. They were frozen before it was trained:
-# with other cases, or other options, it has to be trained again.
+# Hash of the cases held out from the training of the bundled model. Other cases or other options
+# require a new training.
 FROZEN_HASH = "e8032f87969a6ee9666fe73efe5cec237e555384ee21b8a3deae1ed87a6e47e9"
 
 
@@ -38,7 +38,7 @@ FROZEN_HASH = "e8032f87969a6ee9666fe73efe5cec237e555384ee21b8a3deae1ed87a6e47e9"
 class Case:
     split: str
     skill: str
-    messages: list[dict[str, str]]  # up to the question
+    messages: list[dict[str, str]]  # ending with the question
     answer: str
 
 
@@ -47,7 +47,7 @@ class TokenizedCase:
     split: str
     skill: str
     ids: np.ndarray  # the prompt, the right answer and <|im_end|>
-    num_answer: int  # how many ids at the end are the answer and <|im_end|>
+    num_answer: int  # number of ids of the answer and <|im_end|>, at the end
 
 
 @cache
@@ -61,7 +61,7 @@ def evaluation_hash() -> str:
 
 
 def tokenized_cases(folder: Path) -> list[TokenizedCase]:
-    """The cases as token ids; `folder` holds tokenizer.json."""
+    """The cases as token ids. folder: contains tokenizer.json."""
     drawn = _drawn()
     tokenized = tokenize(folder, [whole for _, whole in drawn])
     found = []
@@ -84,7 +84,7 @@ def _drawn() -> list[tuple[Case, Conversation]]:
                 whole = _conversation(world, skill, len(found))
                 *messages, last = whole.messages()
                 case = Case(split, skill, messages, last["content"])
-                # Two that differ in case and marks alone are one.
+                # Duplicates up to case and punctuation are dropped.
                 found["\n".join(plain(message["content"]) for message in messages)] = case, whole
             drawn += found.values()
     return drawn
