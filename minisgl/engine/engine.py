@@ -127,11 +127,11 @@ class AsyncEngine:
         """
         cancelled = threading.Event()
 
-        def report(phase: str, share: float) -> None:
+        def report(phase: str, fraction: float) -> None:
             if cancelled.is_set():
                 raise asyncio.CancelledError
             if progress is not None:
-                progress(phase, share)
+                progress(phase, fraction)
 
         try:
             return cls(await asyncio.to_thread(load, config, report))

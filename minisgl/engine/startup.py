@@ -45,7 +45,7 @@ class Loaded(Generic[Handle]):
 
 def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     """Locate, read and load the model. Blocks. Raises MinisglError."""
-    report = progress or (lambda phase, share: None)
+    report = progress or (lambda phase, fraction: None)
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name

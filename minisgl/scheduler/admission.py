@@ -13,7 +13,7 @@ MAX_FUTURE_TOKENS = 4096
 # SGLang's values: assume at first that requests use 70 % of their max_tokens, and decay to 14 % of
 # that over 600 steps without a retraction.
 INITIAL_RATIO = 0.7
-LOWEST_SHARE = 0.14
+LOWEST_FRACTION = 0.14
 DECAY_STEPS = 600
 
 
@@ -22,7 +22,7 @@ class NewTokenRatio:
 
     def __init__(self, conservativeness: float) -> None:
         self._initial = min(INITIAL_RATIO * conservativeness, 1.0)
-        self._lowest = self._initial * LOWEST_SHARE
+        self._lowest = self._initial * LOWEST_FRACTION
         self._decay = (self._initial - self._lowest) / DECAY_STEPS
         self.value = self._initial
 

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from demo_model.evaluation import FROZEN_HASH, SPLITS, Case, cases, evaluation_hash
+from demo_model.evaluation import FROZEN_HASH, SPLITS, HeldOutCase, cases, evaluation_hash
 from minisgl import LLM, SamplingParams
 
 MAX_ANSWER_TOKENS = 512  # enough for every right answer
@@ -39,7 +39,7 @@ def main() -> int:
     return 0
 
 
-def ask(questions: Sequence[Case], model: str = "", **engine_options: object) -> list[str]:
+def ask(questions: Sequence[HeldOutCase], model: str = "", **engine_options: object) -> list[str]:
     """Ask all questions in one batch; returns the answers."""
     with LLM(model, **engine_options) as llm:
         tokenizer = llm.engine.tokenizer
@@ -53,7 +53,9 @@ def ask(questions: Sequence[Case], model: str = "", **engine_options: object) ->
         return [output.text for output in llm.generate(prompts, params)]
 
 
-def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[str, str], float]:
+def accuracy(
+    questions: Sequence[HeldOutCase], answers: Sequence[str]
+) -> dict[tuple[str, str], float]:
     """The fraction of right answers by (skill, split), and for 'all' skills."""
     right: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
@@ -62,7 +64,7 @@ def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[st
     return {group: sum(found) / len(found) for group, found in right.items()}
 
 
-def table(questions: Sequence[Case], answers: Sequence[str]) -> str:
+def table(questions: Sequence[HeldOutCase], answers: Sequence[str]) -> str:
     """Format a Markdown table with a row per skill and a column per split."""
     shares = accuracy(questions, answers)
     skills = [*dict.fromkeys(question.skill for question in questions), "all"]

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo_model.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo_model.batches import BATCH_UNIT, DataShard, make_batches, plan_rows
 from demo_model.data import END_ID, END_OF_TEXT_ID
 from demo_model.evaluation import (
     FROZEN_HASH,
@@ -37,7 +37,7 @@ from demo_model.evaluation import (
     evaluation_hash,
     tokenized_cases,
 )
-from demo_model.model import Model, Shape, hugging_face_config, named_weights
+from demo_model.model import DemoModel, ModelSizes, hugging_face_config, named_weights
 from demo_model.muon import Muon
 from demo_model.tables import SNAPSHOT, snapshot
 from demo_model.tokenizer import make_tokenizer
@@ -66,11 +66,11 @@ class Settings:
     shards: int
     shard_tokens: int
     batch_tokens: int
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelSizes = field(default_factory=ModelSizes)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     next_shard: int = 0
     num_tokens: int = 0
     # spent on training, excluding evaluation
@@ -94,7 +94,7 @@ class ShardQueue:
         self.folder = folder
         self.settings = settings
         self.indices = iter(range(first, settings.shards))
-        self.pending: deque[AsyncResult[Shard]] = deque()
+        self.pending: deque[AsyncResult[DataShard]] = deque()
         for _ in range(num_ahead):
             self.request_next()
 
@@ -107,7 +107,7 @@ class ShardQueue:
             self.pending.append(self.pool.apply_async(make_batches, arguments))
             return
 
-    def get(self) -> Shard:
+    def get(self) -> DataShard:
         self.request_next()
         return self.pending.popleft().get(SHARD_TIMEOUT_S)
 
@@ -126,10 +126,10 @@ class Trainer:
     def __init__(self, settings: Settings, device: torch.device, compiles: bool = False) -> None:
         self.settings = settings
         self.device = device
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         # bfloat16 is slow on most CPUs. The weights stay in float32 either way.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = Model(settings.shape, settings.seed, dtype, compiles).to(device)
+        self.model = DemoModel(settings.shape, settings.seed, dtype, compiles).to(device)
         # Muon optimizes the matrices of the layers, the only parameters with three dimensions.
         self.muon = Muon([p for p in self.model.parameters() if p.ndim == 3])
         self.others = [p for p in self.model.parameters() if p.ndim < 3]
@@ -143,7 +143,7 @@ class Trainer:
         self.model.loss(nothing, nothing, self.settings.shape.max_positions).backward()
         self.model.zero_grad()
 
-    def train(self, shard: Shard) -> float:
+    def train(self, shard: DataShard) -> float:
         """Run all steps of a shard; returns the mean loss. Synchronizes only at the end."""
         ids, targets = self.upload(shard.ids), self.upload(shard.targets)
         total = torch.zeros((), device=self.device)
@@ -193,7 +193,7 @@ class Trainer:
                 f"{path} is of a run with other settings; go on with those, or train in another "
                 f"folder: {state['settings']}"
             )
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         self.model.load_state_dict(state["model"])
         self.muon.momenta = state["muon"]
         self.adam.load_state_dict(state["adam"])
@@ -235,7 +235,7 @@ def train_until(
             return
 
 
-def report(progress: Progress, num_shards: int) -> None:
+def report(progress: TrainingProgress, num_shards: int) -> None:
     print(
         f"shard {progress.next_shard:4d}/{num_shards}"
         f"  {progress.num_tokens / 1e6:7.1f} M tokens"
@@ -250,7 +250,7 @@ def report(progress: Progress, num_shards: int) -> None:
 # Evaluation.
 
 
-def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
+def evaluate(model: DemoModel, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
     """Compute the accuracy by (skill, split), and for all skills together."""
     right: dict[tuple[str, str], list[bool]] = defaultdict(list)
     right_of_all: dict[tuple[str, str], list[bool]] = defaultdict(list)
@@ -263,7 +263,7 @@ def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) ->
 
 
 def predicted_answers(
-    model: Model, cases: Sequence[TokenizedCase], batch_tokens: int
+    model: DemoModel, cases: Sequence[TokenizedCase], batch_tokens: int
 ) -> list[npt.NDArray[np.int64]]:
     """The likeliest token at each position of each answer, given the right ones before it.
 
@@ -292,7 +292,7 @@ def print_scores(scores: Scores) -> None:
 
 
 @torch.no_grad()
-def round_weights(model: Model) -> None:
+def round_weights(model: DemoModel) -> None:
     """Round to bfloat16, as saved, so that the last evaluation is that of the saved model."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())

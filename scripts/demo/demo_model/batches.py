@@ -28,7 +28,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataShard:
     """The batches of a data shard in training order. Row i of the arrays is one flattened batch."""
 
     # [num_batches, batch_tokens] int16
@@ -58,7 +58,7 @@ def plan_rows(lengths: Sequence[int], batch_tokens: int) -> list[Rows]:
 
 def make_batches(
     folder: Path, seed: int, index: int, shard_tokens: int, batch_tokens: int
-) -> Shard:
+) -> DataShard:
     """Make shard number `index`, deterministically."""
     conversations = make_shard(folder, seed, index, shard_tokens)
     plan = plan_rows([len(ids) for ids, _ in conversations], batch_tokens)
@@ -75,7 +75,7 @@ def make_batches(
             all_targets[batch, start : end - 1] = np.where(
                 learned[1:], ids[1:].astype(np.int16), NOT_LEARNED
             )
-    return Shard(
+    return DataShard(
         ids=all_ids,
         targets=all_targets,
         lengths=[rows.length for rows in plan],

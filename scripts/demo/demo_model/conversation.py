@@ -30,7 +30,7 @@ LONGEST_TOKENS = 2030  # estimated tokens of a conversation
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     exchanges: list[Exchange]
     system: str = ""
 
@@ -54,7 +54,7 @@ def any_exchange(world: World) -> Exchange:
 # -- system prompts -------------------------------------------------------------------------------
 
 
-def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
+def instructed(world: World, manner: str, num_exchanges: int) -> Dialogue:
     """Make a conversation with a system prompt. manner: neutral, upper, lower, begin or end."""
     word = world.closing()
     follow: Callable[[str], str] = {
@@ -69,7 +69,7 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
         keeps_case = manner in ("upper", "lower")
         exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
         exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
-    return Conversation(exchanges, world.phrase(f"system.{manner}", word=word).text)
+    return Dialogue(exchanges, world.phrase(f"system.{manner}", word=word).text)
 
 
 # -- recall ---------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Memory:
                 answer = f"I will remember your {which} list."
         intent = f"{kind}_update" if old and kind in ("name", "city") else f"{kind}_tell"
         self.known[topic] = value
-        question = world.phrase(f"recall.{intent}", old=old, **_slots(topic, value))
+        question = world.phrase(f"recall.{intent}", old=old, **_fields(topic, value))
         return Exchange(question.text, answer, None)
 
     def tell_both(self) -> Exchange:
@@ -135,7 +135,7 @@ class Memory:
 
     def ask(self, topic: Topic) -> Exchange:
         kind, which = topic
-        question = self.world.phrase(f"recall.{kind}_ask", **_slots(topic, "")).text
+        question = self.world.phrase(f"recall.{kind}_ask", **_fields(topic, "")).text
         if topic not in self.known:
             return Exchange(question, f"You have not told me {_missing(topic)}.", None)
         value = self.known[topic]
@@ -154,7 +154,7 @@ class Memory:
         return ", ".join(items) if self.world.rng.random() < 0.5 else listed(items)
 
 
-def _slots(topic: Topic, value: str) -> dict[str, object]:
+def _fields(topic: Topic, value: str) -> dict[str, object]:
     """The fields of phrases for this kind of fact."""
     kind, which = topic
     match kind:
@@ -182,7 +182,7 @@ def _missing(topic: Topic) -> str:
     }[kind]
 
 
-def remembering(world: World, num_tokens: int) -> Conversation:
+def remembering(world: World, num_tokens: int) -> Dialogue:
     """Make a conversation that states facts, goes on, and ends with a question for one of them.
 
     num_tokens: its estimated length, if enough for a conversation.
@@ -194,9 +194,7 @@ def remembering(world: World, num_tokens: int) -> Conversation:
     if num_tokens < 60 and rng.random() < 0.2:  # state and ask in one message
         topic = world.pick(list(memory.known))
         asked = memory.ask(topic)
-        return Conversation(
-            [Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)]
-        )
+        return Dialogue([Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)])
     chatter = rng.choice((0.2, 0.5, 0.9))
     room = num_tokens - estimated_tokens(exchanges[0]) - 30
     while room > 0:
@@ -214,20 +212,20 @@ def remembering(world: World, num_tokens: int) -> Conversation:
         room -= estimated_tokens(exchanges[-1])
     untold = rng.random() < 0.1
     last = memory.any_topic() if untold else world.pick(list(memory.known))
-    return Conversation([*exchanges, memory.ask(last)])
+    return Dialogue([*exchanges, memory.ask(last)])
 
 
 # -- what training sees ---------------------------------------------------------------------------
 
 
-def conversation(world: World) -> Conversation:
+def conversation(world: World) -> Dialogue:
     """Any conversation: half of them are one exchange, some fill the context."""
     rng = world.rng
     kind = rng.random()
     if kind < 0.45:
-        return Conversation([any_exchange(world)])
+        return Dialogue([any_exchange(world)])
     if kind < 0.55:
-        return Conversation([any_exchange(world) for _ in range(rng.randint(2, 5))])
+        return Dialogue([any_exchange(world) for _ in range(rng.randint(2, 5))])
     if kind < 0.70:
         manner = rng.choice(("neutral", "upper", "lower", "begin", "end"))
         return instructed(world, manner, rng.choice((1, 1, 2, 3)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from demo_model.conversation import Conversation, conversation
+from demo_model.conversation import Dialogue, conversation
 from demo_model.world import World
 
 END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # as demo_model/tokenizer.py orders them
@@ -43,7 +43,7 @@ def make_shard(folder: Path, seed: int, index: int, num_tokens: int) -> list[Tok
     return shard
 
 
-def tokenize(folder: Path, conversations: Iterable[Conversation]) -> list[Tokenized]:
+def tokenize(folder: Path, conversations: Iterable[Dialogue]) -> list[Tokenized]:
     """Tokenize conversations in the format of the chat template, up to the last <|im_end|>."""
     tokenizer = load_tokenizer(folder)
     whole = [item.messages() for item in conversations]

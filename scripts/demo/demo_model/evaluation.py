@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from demo_model.conversation import Conversation, instructed, remembering
+from demo_model.conversation import Dialogue, instructed, remembering
 from demo_model.data import tokenize
 from demo_model.skills import SKILLS, draw
 from demo_model.world import World, plain
@@ -35,7 +35,7 @@ FROZEN_HASH = "e8032f87969a6ee9666fe73efe5cec237e555384ee21b8a3deae1ed87a6e47e9"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class HeldOutCase:
     split: str
     skill: str
     messages: list[dict[str, str]]  # ending with the question
@@ -51,7 +51,7 @@ class TokenizedCase:
 
 
 @cache
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[HeldOutCase, ...]:
     return tuple(case for case, _ in _drawn())
 
 
@@ -72,27 +72,27 @@ def tokenized_cases(folder: Path) -> list[TokenizedCase]:
 
 
 @cache
-def _drawn() -> list[tuple[Case, Conversation]]:
+def _drawn() -> list[tuple[HeldOutCase, Dialogue]]:
     drawn = []
     for split in SPLITS:
         world = World(
             random.Random(f"{SEED} {split}"), evaluates=True, new_phrases=split == "phrasings"
         )
         for skill in (*SKILLS, "recall", "system"):
-            found: dict[str, tuple[Case, Conversation]] = {}
+            found: dict[str, tuple[HeldOutCase, Dialogue]] = {}
             while len(found) < NUM_CASES.get(skill, NUM_CASES_OF_OTHERS):
                 whole = _conversation(world, skill, len(found))
                 *messages, last = whole.messages()
-                case = Case(split, skill, messages, last["content"])
+                case = HeldOutCase(split, skill, messages, last["content"])
                 # Duplicates up to case and punctuation are dropped.
                 found["\n".join(plain(message["content"]) for message in messages)] = case, whole
             drawn += found.values()
     return drawn
 
 
-def _conversation(world: World, skill: str, index: int) -> Conversation:
+def _conversation(world: World, skill: str, index: int) -> Dialogue:
     if skill == "recall":
         return remembering(world, RECALL_TOKENS[index % len(RECALL_TOKENS)])
     if skill == "system":
         return instructed(world, MANNERS[index % len(MANNERS)], 1 + index % 3)
-    return Conversation([draw(world, skill)])
+    return Dialogue([draw(world, skill)])

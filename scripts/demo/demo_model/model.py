@@ -19,7 +19,7 @@ from demo_model.data import END_ID, END_OF_TEXT_ID
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSizes:
     """The sizes of the model; the defaults are those of the bundled model."""
 
     vocab_size: int = 2048
@@ -61,7 +61,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def before_attention(
-    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, shape: Shape
+    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, shape: ModelSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute query, key and value, each [n, heads, head_dim]."""
     eps = shape.rms_norm_eps
@@ -81,24 +81,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def after_attention(x: Tensor, mixed: Tensor, layer: Layer, shape: Shape) -> Tensor:
+def after_attention(x: Tensor, mixed: Tensor, layer: Layer, shape: ModelSizes) -> Tensor:
     x = x + F.linear(mixed, layer.o)
     gate_up = F.linear(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, layer.down)
 
 
-def head(x: Tensor, norm: Tensor, embed: Tensor, shape: Shape) -> Tensor:
+def head(x: Tensor, norm: Tensor, embed: Tensor, shape: ModelSizes) -> Tensor:
     """Compute the logits [n, vocab_size]."""
     return F.linear(rms_norm(x, norm, shape.rms_norm_eps), embed)
 
 
-def summed_loss(x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, shape: Shape) -> Tensor:
+def summed_loss(
+    x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, shape: ModelSizes
+) -> Tensor:
     logits = head(x, norm, embed, shape).float()
     return F.cross_entropy(logits, targets.long(), ignore_index=NOT_LEARNED, reduction="sum")
 
 
-class Model(nn.Module):
+class DemoModel(nn.Module):
     """Weights in float32, computing in `dtype`.
 
     Each kind of weight is one parameter, stacked over the layers, so that the optimizers update a
@@ -108,7 +110,9 @@ class Model(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape, seed: int, dtype: torch.dtype, compiles: bool = False) -> None:
+    def __init__(
+        self, shape: ModelSizes, seed: int, dtype: torch.dtype, compiles: bool = False
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.dtype = dtype
@@ -208,7 +212,7 @@ LAYER_NAMES = {
 }
 
 
-def named_weights(model: Model) -> dict[str, Tensor]:
+def named_weights(model: DemoModel) -> dict[str, Tensor]:
     """The tensors of the model by their Hugging Face names. The embedding is also the head."""
     weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for ours, theirs in LAYER_NAMES.items():
@@ -217,7 +221,7 @@ def named_weights(model: Model) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def hugging_face_config(shape: Shape) -> dict[str, object]:
+def hugging_face_config(shape: ModelSizes) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,

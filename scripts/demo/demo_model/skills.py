@@ -202,8 +202,8 @@ def fact(world: World) -> Exchange:
         "capital capital capital country country after after before before nth_month month_days "
         "unit opposite opposite legs sound colour".split()
     )
-    slots, answer = FACTS[kind](world)
-    return asked(world.phrase(f"facts.{kind}", **slots), answer)
+    fields, answer = FACTS[kind](world)
+    return asked(world.phrase(f"facts.{kind}", **fields), answer)
 
 
 Fact = tuple[dict[str, object], str]
@@ -261,14 +261,14 @@ def _opposite(world: World) -> Fact:
 
 def _legs(world: World) -> Fact:
     animal, count = world.pick(list(words()["legs"].items()))
-    slots = _with_article(animal)
-    return slots, f"{slots['article_upper']} {animal} has {count} legs."
+    fields = _with_article(animal)
+    return fields, f"{fields['article_upper']} {animal} has {count} legs."
 
 
 def _sound(world: World) -> Fact:
     animal, sound = world.pick(list(words()["sounds"].items()))
-    slots = _with_article(animal)
-    return slots, f"{slots['article_upper']} {animal} says {sound}."
+    fields = _with_article(animal)
+    return fields, f"{fields['article_upper']} {animal} says {sound}."
 
 
 def _colour(world: World) -> Fact:
@@ -302,12 +302,12 @@ FACTS: dict[str, Callable[[World], Fact]] = {
 def arithmetic(world: World) -> Exchange:
     if world.rng.random() < 0.05:
         small = world.rng.random() < 0.4
-        slots = {
+        fields = {
             "a": world.number(min_digits=3),
             "b": world.rng.randrange(100) if small else world.number(),
         }
         question = world.phrase(
-            world.pick(("arithmetic.plus", "arithmetic.minus")), **slots, **_stuff(world)
+            world.pick(("arithmetic.plus", "arithmetic.minus")), **fields, **_stuff(world)
         )
         return asked(question, TOO_LARGE)
     a, b = world.rng.randrange(100), world.rng.randrange(100)
@@ -391,8 +391,8 @@ def _count_range(world: World) -> Exchange:
             first, last, intent = last, first, "down"
     step = 1 if last > first else -1
     numbers = ", ".join(map(str, range(first, last + step, step)))
-    slots = {"first": spoken(world, first), "last": spoken(world, last)}
-    return asked(world.phrase(f"count.{intent}", **slots), f"{numbers}.")
+    fields = {"first": spoken(world, first), "last": spoken(world, last)}
+    return asked(world.phrase(f"count.{intent}", **fields), f"{numbers}.")
 
 
 def _count_items(world: World) -> Exchange:

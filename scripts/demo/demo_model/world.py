@@ -15,7 +15,7 @@ from zlib import crc32
 
 FOLDER = Path(__file__).resolve().parent
 CHOICE = re.compile(r"\[([^\[\]]*)\]")
-SLOT = re.compile(r"\{(\w+)\}")
+FIELD = re.compile(r"\{(\w+)\}")
 
 # Words that can be dropped without loss of meaning.
 LOOSE_WORDS = frozenset(
@@ -41,7 +41,7 @@ AMERICAN = {
     "favourite": "favorite", "colour": "color", "licence": "license", "kilometre": "kilometer",
     "centimetre": "centimeter", "millimetre": "millimeter", "metre": "meter", "litre": "liter",
 }  # fmt: skip
-SPELLED_SLOTS = ("thing", "small", "large", "one")  # fields whose words have two spellings
+SPELLED_FIELDS = ("thing", "small", "large", "one")  # fields whose words have two spellings
 # Parts of invented words.
 ONSETS = (
     "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kh kr ph pl qu sh sl st th tr vl"
@@ -126,20 +126,22 @@ class World:
     new_phrases: bool = False
     noise: float = 0.0
 
-    def phrase(self, intent: str, **slots: object) -> Phrase:
+    def phrase(self, intent: str, **fields: object) -> Phrase:
         """Draw a phrasing of `intent` ('skill.name') and fill in its fields."""
         skill, name = intent.split(".")
         source = held_out()["phrases"] if self.new_phrases else trained_phrases()
         template = expand(self.rng.choice(source[skill][name]), self.rng)
-        unworn = filled(template, slots)
+        unworn = filled(template, fields)
         if self.rng.random() < self.noise:
             worn = wear_down(template, self.rng)
             if plain(worn) not in held_out_texts():
                 template = worn
         if self.rng.random() < self.noise:
             template = american(template)
-            slots |= {name: american(str(slots[name])) for name in SPELLED_SLOTS if name in slots}
-        return Phrase(filled(template, slots), unworn)
+            fields |= {
+                name: american(str(fields[name])) for name in SPELLED_FIELDS if name in fields
+            }
+        return Phrase(filled(template, fields), unworn)
 
     def pick(self, items: Sequence[Any]) -> Any:
         return self.rng.choice(items)
@@ -217,8 +219,8 @@ class World:
                 return word
 
 
-def filled(template: str, slots: dict[str, object]) -> str:
-    return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
+def filled(template: str, fields: dict[str, object]) -> str:
+    return FIELD.sub(lambda field: str(fields[field[1]]), template)
 
 
 def american(text: str) -> str:
