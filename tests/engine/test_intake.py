@@ -126,7 +126,7 @@ async def test_of_long_texts_the_shorter_go_first_but_not_for_ever(
         await asyncio.sleep(0)
         # What came long ago is not passed any more.
         line = intake._long_texts
-        next(job for job in line._waiting if job.number == 2).rank -= 3600
+        next(task for task in line._waiting if task.number == 2).priority -= 3600
         line._waiting.sort()
         tokenizer.gate.set()
         await asyncio.gather(first, *waiting)
