@@ -119,7 +119,7 @@ def choose(phase: str, compute_capability: ComputeCapability | None, group: int)
 
 
 def flash_page_multiple() -> int:
-    """The number of tokens that divides every page size of fa; 1 if fa cannot be imported."""
+    """The page size of fa must be a multiple of this; 1 if fa cannot be imported."""
     from minisgl.attention.flash_backend import load_kernels
 
     try:

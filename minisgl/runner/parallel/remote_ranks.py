@@ -94,8 +94,11 @@ class RemoteRanks:
         return reason
 
     def begin_to_end(self) -> None:
-        """Announce the end to the ranks; `send` fails from now on. They are killed after
-        CLOSE_LIMIT_S: on a GPU, rank 0 cannot leave the group before they do."""
+        """Announce the end to the ranks; `send` fails from now on.
+
+        Unless `end` is called within CLOSE_LIMIT_S, the ranks are killed: on a GPU, leaving the
+        group blocks rank 0 until they take part.
+        """
         late = EngineStoppedError(f"The ranks have not ended within {CLOSE_LIMIT_S:g} s.")
         self._killing = threading.Timer(CLOSE_LIMIT_S, self.fail, (late,))
         self._killing.daemon = True
@@ -105,7 +108,7 @@ class RemoteRanks:
             self._channel.send_close()
 
     def end(self) -> None:
-        """Wait until all ranks have exited, and kill those that do not within CLOSE_LIMIT_S."""
+        """Wait until all ranks have exited, and kill those still running after CLOSE_LIMIT_S."""
         if self._killing is not None:
             self._killing.cancel()
         self._launcher.join(CLOSE_LIMIT_S)

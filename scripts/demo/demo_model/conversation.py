@@ -185,7 +185,7 @@ def _missing(topic: Topic) -> str:
 def remembering(world: World, num_tokens: int) -> Dialogue:
     """Make a conversation that states facts, goes on, and ends with a question for one of them.
 
-    num_tokens: its estimated length, if enough for a conversation.
+    num_tokens: the estimated length, which a minimal conversation may exceed.
     """
     rng = world.rng
     memory = Memory(world)
