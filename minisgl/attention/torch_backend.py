@@ -1,11 +1,11 @@
-"""Paged attention in torch: the reference of all other backends, and the backend of CPUs.
+"""Paged attention in torch: the reference of all other backends, and the backend for CPUs.
 
-Keys and values are gathered into dense tensors and, on a CPU, handed to
-scaled_dot_product_attention. The query heads that share a KV head become queries of one sequence
-(decode) or heads over one broadcast KV head (prefill), so K and V are never repeated.
+Keys and values are gathered into dense tensors and, on a CPU, passed to
+scaled_dot_product_attention. The query heads of a KV head become queries of one sequence (decode)
+or heads over one broadcast KV head (prefill), so K and V are never repeated.
 
-On a GPU the arithmetic is written out. The kernel that torch uses there for masks gives wrong
-results over broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191937).
+On a GPU the arithmetic is written out: torch's kernel for masks gives wrong results there over
+broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191937).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.config import AttentionSpec
 
-# Limits of the dense tensors of one call. A CPU attends four times as fast to keys and values that
-# stay in its caches; a GPU wants few large launches.
+# Maximum size of the dense tensors of one call. A CPU is four times as fast if keys and values fit
+# into its caches; on a GPU, few large launches are faster.
 _CPU_GATHERED_BYTES = 8 << 20
 _GPU_GATHERED_BYTES = 256 << 20
 _MAX_MASK_ELEMENTS = 16 << 20
@@ -26,8 +26,7 @@ _MAX_SCORES = 64 << 20
 
 
 class TorchAttention:
-    """Implements AttentionBackend on any device and in any floating dtype, without waiting for the
-    device."""
+    """Implements AttentionBackend on any device, for any floating dtype. Does not synchronize."""
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
@@ -44,7 +43,7 @@ class TorchAttention:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         starts, lengths = batch.starts, batch.lengths
-        if not lengths:  # known to the device alone, which here is the CPU
+        if not lengths:  # the chunks are only in the tensors, as in a captured step
             lengths = tuple(batch.row_starts.diff().tolist())
             starts = tuple((batch.ends - batch.row_starts.diff()).tolist())
         first = 0
@@ -62,8 +61,8 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     positions = torch.arange(longest, device=q.device)
-    # Past its end a row reads its last token again: the cache may hold another request's values
-    # there, or NaN, which a mask does not keep out.
+    # Columns past the end of a row repeat its last token: the cache may contain NaN there, which a
+    # mask does not exclude.
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
     index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
     k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
@@ -79,7 +78,7 @@ def _decode(
 
 
 def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> None:
-    """Attends from the chunk at position `start` to itself and all earlier tokens, into `out`."""
+    """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     end = start + length
@@ -107,9 +106,9 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """As _attend_fused, but computed in float32 in plain operations."""
+    """Compute `_attend_fused` in float32 with plain operations."""
     shape = q.shape
-    if k.shape[1] == 1:  # the heads become queries, so that k and v are not repeated
+    if k.shape[1] == 1:  # treat heads as queries, so that k and v are not repeated
         mask = mask.expand(shape[:3] + mask.shape[-1:]).flatten(1, 2).unsqueeze(1)
         q = q.flatten(1, 2).unsqueeze(1)
     scores = (q.float() @ k.float().mT).mul_(scale).masked_fill_(~mask, -torch.inf)

@@ -29,9 +29,9 @@ from minisgl.bench.report.tables import print_figures, print_spreads
 from minisgl.bench.roofline import Peak, Work, engine_peak
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.plan import make_plan
 from minisgl.bench.workload.requests import make_offline_request
-from minisgl.bench.workload.trace import TraceRow, read_trace
+from minisgl.bench.workload.schedule import make_schedule
+from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -87,7 +87,7 @@ async def _measure(
     config: BenchConfig,
     workload: WorkloadConfig,
     sizes: Sizes,
-    rows: Sequence[TraceRow],
+    rows: Sequence[TraceEntry],
 ) -> tuple[RunRecord, PointResult]:
     """Measure every repetition; the run and the result are of the last one."""
     peak = engine_peak(engine.config)
@@ -97,7 +97,9 @@ async def _measure(
         # The last one has the seed that was asked for, so that it is the same for any number of
         # them; those before it have others, so that it finds nothing in the prefix cache.
         seed = config.seed + config.repeat - repetition
-        plan = make_plan(workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed)
+        schedule = make_schedule(
+            workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed
+        )
         jobs = [
             make_offline_request(
                 asked.prompt,
@@ -105,7 +107,7 @@ async def _measure(
                 temperature=config.temperature,
                 seed=asked.seed,
             )
-            for asked in plan
+            for asked in schedule
         ]
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:

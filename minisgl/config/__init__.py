@@ -1,7 +1,8 @@
-"""Every option of the engine.
+"""The options of the engine.
 
-An `EngineConfig` is what the user wrote, checked on construction. `resolve` combines it with the
-facts about the model and the device into a `ResolvedConfig`, in which nothing is automatic.
+An `EngineConfig` has the options as the user set them, validated on construction. `resolve`
+combines them with the facts about model and device into a `ResolvedConfig`, which has no automatic
+values.
 """
 
 from minisgl.config.engine import ATTENTION_BACKENDS, EngineConfig, refuse_engine_options

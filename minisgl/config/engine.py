@@ -14,7 +14,7 @@ ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options as the user set them. Raises ConfigError for a value that is never valid."""
+    """The options as the user set them. Raises ConfigError for values that are always invalid."""
 
     model: str = option(
         "",
@@ -126,7 +126,7 @@ class EngineConfig:
 
 
 def refuse_engine_options(config: EngineConfig) -> None:
-    """Raises ConfigError for an option that has no effect with --url, which starts no engine."""
+    """Raise ConfigError for options that have no effect with --url, which starts no engine."""
     for spec in fields(config):
         value = getattr(config, spec.name)
         if spec.name != "model" and value != spec.default:

@@ -1,4 +1,4 @@
-"""What option resolution needs to know about the model and about the device."""
+"""The properties of model and device that option resolution depends on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """What the KV cache of one layer stores per token: a key and a value of each KV head."""
+    """The KV cache of one layer: per token, a key and a value of each KV head."""
 
     num_kv_heads: int
     head_dim: int
@@ -20,7 +20,7 @@ class KVSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of a token's keys, and of its values."""
+        """The shape of the keys of a token, and of its values: (num_kv_heads, head_dim)."""
         return self.num_kv_heads, self.head_dim
 
     @property
@@ -30,8 +30,8 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What the attention of one layer computes: softmax(scale · q kᵀ) v over the tokens up to each
-    query, by heads. Query head h reads KV head h // (num_heads // num_kv_heads)."""
+    """The attention of one layer: softmax(scale · q kᵀ) v over the tokens up to each query, for
+    each head. Query head h reads KV head h // (num_heads // num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +39,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a query sees its last `window` tokens, itself included; None: all
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
-    sinks: bool = False  # each head has a learned logit that takes part in the softmax alone
+    sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
 
     @property
     def group(self) -> int:
@@ -47,7 +47,7 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
     def extras(self) -> tuple[str, ...]:
-        """What it computes beyond plain causal attention, in words."""
+        """The names of its features beyond plain causal attention."""
         found = {
             "sliding windows": self.window is not None,
             "soft caps": self.softcap is not None,
@@ -56,11 +56,11 @@ class AttentionSpec:
         return tuple(name for name, used in found.items() if used)
 
     def kv(self, dtype: str) -> KVSpec:
-        """What the layer's KV cache stores, in `dtype`."""
+        """The KV cache of the layer in `dtype`."""
         return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
-        """The same with the heads of one of `num_ranks` ranks, which must divide the heads."""
+        """The attention of one of `num_ranks` ranks, which must divide the number of heads."""
         return replace(
             self,
             num_heads=self.num_heads // num_ranks,
@@ -97,11 +97,11 @@ class ModelFacts:
     experts: ExpertFacts | None = None
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """What each layer's KV cache stores, in `dtype`."""
+        """The KV cache of each layer in `dtype`."""
         return tuple(spec.kv(dtype) for spec in self.attention)
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes that the KV caches of all layers store per token, in `dtype`."""
+        """Bytes per token of the KV caches of all layers in `dtype`."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype))
 
     def weight_bytes(self, dtype: str) -> int:
@@ -110,7 +110,7 @@ class ModelFacts:
         return (self.num_layer_weights + self.num_head_weights) * DTYPE_BYTES[dtype]
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Whether the model can be sharded over `num_ranks` ranks."""
+        """True if the model can be sharded over `num_ranks` ranks."""
         return all(
             can_divide(
                 num_ranks,
@@ -123,7 +123,7 @@ class ModelFacts:
         )
 
     def on_rank(self, num_ranks: int) -> ModelFacts:
-        """The same facts with the heads of one rank; `num_ranks` must divide the model."""
+        """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
 
 
@@ -137,5 +137,5 @@ class DeviceFacts:
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()
-    missing_backends: dict[str, str] = field(default_factory=dict)  # why the others cannot
+    missing_backends: dict[str, str] = field(default_factory=dict)  # why the other backends cannot
     flash_page_multiple: int = 1  # the page size of fa must be a multiple of this

@@ -1,6 +1,6 @@
-"""Resolution of the automatic options, given the user's and the facts about model and device.
+"""Resolves automatic options from the user's options and the facts about model and device.
 
-What is known only after loading the model is returned by the runner, as a `Capacity`.
+Values known only after loading the model are in the runner's `Capacity`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minisgl.config.facts import DeviceFacts, ModelFacts
 from minisgl.config.options import refuse
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
-# Backends whose decoding needs nothing from the host that changes from step to step.
+# Backends whose decode takes no argument from the host that changes between steps.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
 FLOAT32_BACKENDS = ("triton", "torch")
 LARGEST_AUTO_GRAPH = 512
@@ -25,14 +25,14 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
 MAX_CPU_RANKS = 8
-# Bounds of the KV cache on a CPU, where --num-pages does not set its size.
+# Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The options, none of them automatic any more."""
+    """The options with all automatic values resolved."""
 
     model: str
     device: str
@@ -42,7 +42,7 @@ class ResolvedConfig:
     tp: int
     disable_pynccl: bool
     memory_ratio: float
-    num_pages: int  # 0: as many as memory_ratio leaves room for
+    num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
     max_running_requests: int
@@ -66,11 +66,11 @@ class Capacity:
     page_size: int
     num_slots: int
     max_seq_len: int
-    max_graph_batch: int = 0  # largest batch whose decoding is captured
+    max_graph_batch: int = 0  # largest decode batch that is captured
 
     @staticmethod
     def of(config: ResolvedConfig, num_pages: int) -> Capacity:
-        """The capacity with `num_pages` pages, whose tokens bound the longest sequence."""
+        """The capacity with `num_pages` pages, which limit the length of a sequence."""
         return Capacity(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -80,7 +80,7 @@ class Capacity:
 
 
 def overlap_enabled() -> bool:
-    """Whether the environment leaves overlap scheduling on. Raises ConfigError."""
+    """True unless the environment turns overlap scheduling off. Raises ConfigError."""
     value = os.environ.get(DISABLE_OVERLAP, "")
     if value not in ("", "0", "1"):
         raise ConfigError(DISABLE_OVERLAP, value, one_of((0, 1)))
@@ -90,10 +90,10 @@ def overlap_enabled() -> bool:
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
 ) -> ResolvedConfig:
-    """Settle every automatic option. Pure.
+    """Resolve every automatic option. A pure function.
 
-    Raises ConfigError where an option does not fit the model or the device, UnsupportedModelError
-    where no attention backend computes the model on the device.
+    Raises ConfigError if an option does not fit the model or the device, UnsupportedModelError if
+    no attention backend supports the model on the device.
     """
     notes: list[str] = []
     target = config.device
@@ -135,7 +135,7 @@ def resolve(
 
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
-    """Raises ConfigError where the model cannot be sharded so, or the machine has too few GPUs."""
+    """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
     allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
     if config.tp in allowed:
@@ -206,8 +206,8 @@ def _resolve_page_size(
         return FLASHINFER_PAGE_SIZE
     multiple = device.flash_page_multiple if "fa" in backends else 1
     if wanted is None:
-        # Measured on an H200: triton reads pages of 16 as fast as larger ones, and small pages
-        # share more of a prefix.
+        # Measured on an H200: triton is as fast with pages of 16 as with larger ones, and smaller
+        # pages share more of a prefix.
         by_backend = backends[1] in ("fi", "trtllm")
         return max(multiple, FLASHINFER_PAGE_SIZE if by_backend else DEFAULT_PAGE_SIZE)
     if wanted % multiple:
@@ -220,7 +220,7 @@ def _resolve_page_size(
 def _resolve_graphs(
     config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
 ) -> int:
-    """The largest batch whose decoding is captured, memory permitting; 0: none."""
+    """The largest decode batch to capture if memory permits; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
     if target == "cpu":

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Handle]):
-    """The result of start-up: all that an engine is made of."""
+    """The result of start-up: the parts of an engine."""
 
     runner: Runner[Handle]
     config: ResolvedConfig
@@ -39,19 +39,19 @@ class Loaded(Generic[Handle]):
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     model_name: str
-    ranks: Ranks | None = None  # where there are several
-    max_run: int = 1  # tokens that the runner may sample for a decode row in one step
+    ranks: Ranks | None = None  # None for a single rank
+    max_run: int = 1  # maximum number of tokens sampled per decode row and step
 
 
 def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     """Locate, read and load the model. Blocks. Raises MinisglError."""
-    report = progress or (lambda phase, share: None)
+    report = progress or (lambda phase, fraction: None)
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name
     model_config = read_model_config(folder)
     facts = model_config.facts()
-    # What cannot be divided is refused by resolve.
+    # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     tokenizer = None

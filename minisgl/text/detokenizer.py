@@ -1,4 +1,4 @@
-"""Turns token ids into text as they are generated; final text is returned as early as possible."""
+"""Turns token ids into text as they are generated, returning text as soon as it is final."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import TypeAlias
 
 from minisgl.text.tokenizer import Tokenizer
 
-# Finds where stop strings begin to count. Called with the pieces of the text in their order, until
-# it returns an index into the piece that it was given; None means not yet.
+# Finds the place from which stop strings may match. Called with the pieces of the text in order
+# until it returns an index into the current piece instead of None.
 StopFrom: TypeAlias = Callable[[str], int | None]
 
 
 class Detokenizer:
-    """The text of one request's output. Owned by one thread.
+    """Decodes the output of one request. Not thread-safe.
 
-    `push` each output token, then `flush`; the pieces joined are the decoded output. Do not push a
-    token that ended the request (EOS or a stop token): it has no place in the text. Text is held
-    back only while a character is incomplete or its end may become a stop string, so the cost of a
-    token does not depend on how many came before.
+    `push` each output token, then `flush`; the concatenated pieces are the decoded output. Do not
+    push a token that ended the request (EOS or a stop token): it is not part of the text. Text is
+    held back only while a character is incomplete or a suffix may become a stop string, so the cost
+    of a token is independent of the number of tokens before it.
 
-    A stop string matches when the token that completes it is output token `min_tokens` or a later
-    one, wherever the match began. Of several that the same token completes, the one that begins
-    first wins, then the one listed first. With `stop_from`, a match lies wholly after the place
-    that it finds, and text before that place is never held back for one.
+    A stop string matches if the token that completes it is output token `min_tokens` or a later
+    one, wherever the match began. If one token completes several, the one that begins first wins,
+    then the one listed first. With `stop_from`, a match must lie entirely after the place that it
+    finds, and text before that place is never held back for one.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Detokenizer:
         prompt_token_ids: Iterable[int] = (),
         stop_from: StopFrom | None = None,
     ) -> None:
-        self.stopped: str | None = None  # the stop string that was found; pushes add nothing then
+        self.stopped: str | None = None  # the stop string that was found; later pushes add nothing
         self._byte_table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # The space before the first word belongs to the encoding only where a text begins.
@@ -58,13 +58,13 @@ class Detokenizer:
             self._byte_table[token_id] for token_id in prompt_token_ids
         )
         self._matchers = [_StopMatcher(text) for text in stop]
-        self._stop_from = stop_from  # None once the place is found
+        self._stop_from = stop_from  # None: stop strings may match
         self._include_stop = include_stop
-        self._num_unmatched = min_tokens - 1  # tokens yet to come that cannot complete a match
-        self._held = ""  # the longest end of the text that is the beginning of a stop string
+        self._num_unmatched = min_tokens - 1  # number of future tokens that cannot complete a match
+        self._held = ""  # the longest suffix of the text that is a prefix of a stop string
 
     def push(self, token_id: int) -> str:
-        """Take the next output token; return the text that is final now."""
+        """Add the next output token; returns the text that became final."""
         data = self._byte_table[token_id]
         if self._drops_first_space and data:
             self._drops_first_space = False
@@ -73,7 +73,7 @@ class Detokenizer:
         return self._match(text) if self._matchers else text
 
     def flush(self) -> str:
-        """The output is over: return what was held back, a broken character as U+FFFD."""
+        """Return the rest of the text at the end of the output; a broken character is U+FFFD."""
         if self.stopped is not None:
             return ""
         held, self._held = self._held, ""
@@ -109,7 +109,7 @@ class Detokenizer:
 
 
 class _StopMatcher:
-    """Looks for one string in a text that arrives in pieces, and looks at each character once.
+    """Searches for one string in a text that arrives in pieces, reading each character once.
 
     Knuth, Morris, Pratt: Fast Pattern Matching in Strings, SIAM J. Comput. 6 (1977).
     """
@@ -118,21 +118,21 @@ class _StopMatcher:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = 0  # the longest beginning of `stop` that the text so far ends with
-        # Where `stop[: n + 1]` goes on after a mismatch: its longest proper beginning that is also
-        # its end.
+        self.num_matched = 0  # length of the longest prefix of `stop` that ends the text so far
+        # The failure function: for `stop[: n + 1]`, the length of its longest proper prefix that is
+        # also a suffix.
         borders = [0]
         self._borders: Sequence[int] = borders
         for char in stop[1:]:
             borders.append(self._advance(borders[-1], char))
-        # The garbage collector, which stops everyone, goes through lists but not such tuples.
+        # The garbage collector, which pauses all threads, traverses lists but untracks such tuples.
         self._borders = tuple(borders)
 
     def find(self, text: str, start: int) -> int | None:
-        """The end of the next match in `text`, where what is before `start` has been seen."""
+        """The end of the next match in `text`, of which the part before `start` has been read."""
         position, num_matched = start, self.num_matched
         while position < len(text):
-            if num_matched == 0:  # let the C code of `find` go over what cannot begin a match
+            if num_matched == 0:  # skip with str.find, in C, to the next possible beginning
                 position = text.find(self.stop[0], position)
                 if position < 0:
                     break

@@ -23,18 +23,18 @@ class ThinkingSplitter:
     def __init__(self) -> None:
         self._inside: bool | None = None  # None: only white space so far
         self._held = ""
-        self._at_start = True  # of the thinking or the answer: white space there is dropped
+        self._at_start = True  # of the thinking or the answer, where white space is dropped
 
     @property
     def inside(self) -> bool:
-        """Whether a block has been opened and not closed."""
+        """True while a thinking block is open."""
         return bool(self._inside)
 
     def feed(self, piece: str) -> Split:
         text, self._held = self._held + piece, ""
         if self._inside is None:
             begun = text.lstrip()
-            # Or nothing yet; after this many blanks it is an answer.
+            # Still undecided; beyond MAX_HELD_CHARS it is an answer.
             if OPEN.startswith(begun) and len(text) <= MAX_HELD_CHARS:
                 self._inside = True if begun == OPEN else None
                 self._held = "" if self._inside else text

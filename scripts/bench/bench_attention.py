@@ -67,7 +67,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     num_rows: int
     context: int
     heads: Heads
@@ -93,7 +93,7 @@ class Case:
 
 
 DECODE_CASES = [
-    Case(num_rows, context, heads, page_size)
+    AttentionCase(num_rows, context, heads, page_size)
     for (num_rows, context), heads in [
         ((256, 800), Heads(16, 8)),
         ((256, 800), Heads(32, 8)),
@@ -110,24 +110,24 @@ DECODE_CASES = [
     for page_size in (1, 16, 64)
 ]
 PREFILL_CASES = [
-    Case(8, 2048, Heads(num_heads, 8), page_size)
+    AttentionCase(8, 2048, Heads(num_heads, 8), page_size)
     for num_heads in (16, 32, 40)
     for page_size in (1, 16, 64)
 ]
 TUNED_HEADS = [Heads(num_heads, 8) for num_heads in (16, 32, 40)]
 TUNED_DECODES = [
-    Case(num_rows, context, heads, page_size)
+    AttentionCase(num_rows, context, heads, page_size)
     for heads in TUNED_HEADS
     for page_size in (16, 64)
     for num_rows, context in [*((n, 640) for n in (1, 8, 32, 64, 128, 256)), (1, 32768)]
 ]
-TUNED_PREFILLS = [Case(8, 2048, heads, 16) for heads in TUNED_HEADS]
+TUNED_PREFILLS = [AttentionCase(8, 2048, heads, 16) for heads in TUNED_HEADS]
 
 
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def random_layers(case: Case, num_layers: int) -> tuple[list[LayerKV], Tensor]:
+def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[LayerKV], Tensor]:
     """Caches of as many layers, and the page table, whose pages are scattered."""
     pages_per_row = -(-case.context // case.page_size)
     num_pages = 1 + case.num_rows * pages_per_row
@@ -140,7 +140,7 @@ def random_layers(case: Case, num_layers: int) -> tuple[list[LayerKV], Tensor]:
     return layers, table.view(case.num_rows, pages_per_row).int()
 
 
-def random_queries(case: Case, num_rows: int) -> Tensor:
+def random_queries(case: AttentionCase, num_rows: int) -> Tensor:
     size = (num_rows, case.heads.num_heads, case.heads.head_dim)
     return torch.randn(size, dtype=DTYPE, device=DEVICE)
 
@@ -181,7 +181,7 @@ def median_s(work: Callable[[], object], replays: int) -> float:
 class DecodeClock:
     """Times one layer's decode of a case."""
 
-    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+    def __init__(self, case: AttentionCase, replays: int = REPLAYS) -> None:
         self._case, self._replays = case, replays
         num_layers = min(max(-(-ROTATED_BYTES // case.kv_bytes), 2), 64)
         self._layers, table = random_layers(case, num_layers)
@@ -208,7 +208,7 @@ class DecodeClock:
 class PrefillClock:
     """Times one layer's prefill of a case."""
 
-    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+    def __init__(self, case: AttentionCase, replays: int = REPLAYS) -> None:
         self._case, self._replays = case, replays
         [self._layer], table = random_layers(case, 1)
         self._rows = PrefillBatch.of(table, (0,) * case.num_rows, (case.context,) * case.num_rows)
@@ -223,7 +223,9 @@ class PrefillClock:
 # -- reports ---------------------------------------------------------------------------------------
 
 
-def report(cases: list[Case], names: list[str], measure: Callable[[Attention, Case], str]) -> None:
+def report(
+    cases: list[AttentionCase], names: list[str], measure: Callable[[Attention, AttentionCase], str]
+) -> None:
     for case, name in itertools.product(cases, names):
         try:
             attention = make_attention(name, name, case.heads.shape(case.page_size))
@@ -233,19 +235,19 @@ def report(cases: list[Case], names: list[str], measure: Callable[[Attention, Ca
         print(f"{case!s:42} {name:8} {result}", flush=True)
 
 
-def measure_decode(attention: Attention, case: Case) -> str:
+def measure_decode(attention: Attention, case: AttentionCase) -> str:
     return describe_decode(case, DecodeClock(case).seconds(attention))
 
 
-def measure_prefill(attention: Attention, case: Case) -> str:
+def measure_prefill(attention: Attention, case: AttentionCase) -> str:
     return describe_prefill(case, PrefillClock(case).seconds(attention))
 
 
-def describe_decode(case: Case, seconds: float) -> str:
+def describe_decode(case: AttentionCase, seconds: float) -> str:
     return f"{seconds * 1e6:8.1f} µs {case.kv_bytes / seconds / 1e12:7.2f} TB/s"
 
 
-def describe_prefill(case: Case, seconds: float) -> str:
+def describe_prefill(case: AttentionCase, seconds: float) -> str:
     pairs = case.num_rows * case.context * (case.context + 1) / 2
     flops = 4 * pairs * case.heads.num_heads * case.heads.head_dim
     return f"{seconds * 1e6:8.1f} µs {flops / seconds / 1e12:7.0f} TFLOP/s"
@@ -301,7 +303,7 @@ def decode_candidates() -> list[DecodeTiles]:
     ]
 
 
-def num_splits(case: Case, tiles: DecodeTiles, num_sms: int) -> int:
+def num_splits(case: AttentionCase, tiles: DecodeTiles, num_sms: int) -> int:
     """Of each row, as the kernel comes to them."""
     target_splits = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
     share = max(-(-case.num_rows * case.context // target_splits), tiles.min_split)
@@ -316,7 +318,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
     heads, page_size, tiles = kind
     # What is used now has one way of working for few rows and one for many.
     for num_rows in (1,) if tiles else (1, 256):
-        case = Case(num_rows, 1, heads, page_size)
+        case = AttentionCase(num_rows, 1, heads, page_size)
         [layer], table = random_layers(case, 1)
         rows = DecodeBatch(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
         with suppress_too_large():
@@ -363,7 +365,7 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
     from minisgl.attention.triton_backend import TritonAttention
 
     heads, tiles = kind
-    case = Case(1, 16, heads, 16)
+    case = AttentionCase(1, 16, heads, 16)
     [layer], table = random_layers(case, 1)
     rows = PrefillBatch.of(table, (0,), (16,))
     with suppress_too_large():
@@ -397,10 +399,10 @@ def suppress_too_large() -> Iterator[None]:
 
 
 def report_best(
-    case: Case,
+    case: AttentionCase,
     times: dict[str, float | None],
     now: float,
-    describe: Callable[[Case, float], str],
+    describe: Callable[[AttentionCase, float], str],
 ) -> None:
     print(f"{case}: now {describe(case, now).strip()}")
     timed = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)

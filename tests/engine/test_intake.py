@@ -128,7 +128,7 @@ async def test_shorter_long_texts_go_first_without_starving_longer_ones(
         await asyncio.sleep(0)
         # What came long ago is not passed any more.
         line = intake._long_texts
-        next(job for job in line._waiting if job.number == 2).rank -= 3600
+        next(task for task in line._waiting if task.number == 2).priority -= 3600
         line._waiting.sort()
         tokenizer.gate.set()
         await asyncio.gather(first, *waiting)

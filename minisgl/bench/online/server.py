@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from minisgl.bench.online.target import Target
+from minisgl.bench.online.target import Endpoint
 from minisgl.bench.roofline import Peak, engine_peak
 from minisgl.bench.run_info import RunInfo, describe
 from minisgl.client.errors import ServerError
@@ -78,7 +78,7 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedSe
         if isinstance(said, StartFailure):
             raise ServerStartError(said)
         url = f"http://{HOST}:{port}"
-        await _until_ready(Target(url=url), server)
+        await _until_ready(Endpoint(url=url), server)
         yield f"{url}/v1", said
     finally:
         ours.close()
@@ -89,7 +89,7 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedSe
             server.kill()
 
 
-async def _until_ready(target: Target, server: Any) -> None:
+async def _until_ready(target: Endpoint, server: Any) -> None:
     while True:
         try:
             await target.get(f"{target.url}/health")
