@@ -2,7 +2,8 @@
 
 A short text is encoded on the event loop, in under a millisecond. Everything else is done by a few
 daemon threads, which the end of the process does not wait for. Long texts and chat templates that
-do not end do not delay short texts.
+do not end do not delay short texts: a rendering that takes longer than others is ended, and done
+again beside them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.text.rendering import Renderer, encode_call
+from minisgl.text.rendering import RENDER_SECONDS, EndlessTemplateError, Renderer, encode_call
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # No text of a human language has as many for each token that fits, nor has code.
@@ -37,9 +38,10 @@ SHORT_BYTES = 16 << 10
 PLACE_BYTES = 32 << 10
 # A text lets shorter ones pass, for one second per this many bytes that it is longer.
 BYTES_PER_SECOND = 64 << 10
-# A line has a thread, and others while it renders what takes longer than this.
-OVERDUE_S = 1.0
-NUM_SPARE = 3
+# What takes longer to render is slow. Others take some milliseconds of a processor, and a line in
+# front of them moves on at this pace at least.
+SLOW_SECONDS = 0.25
+NUM_SLOW = 4  # slow ones rendered at once
 # The time that callers have to submit the tokens that they have just got, before a drain goes on.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
@@ -99,15 +101,13 @@ class _Worker:
 class _WorkQueue:
     """A queue of work, short before long, with the threads that do it. For one event loop."""
 
-    def __init__(self, make_renderer: Callable[[], Renderer], num_spare: int = 0) -> None:
-        """`num_spare` more threads may take over while a rendering is overdue."""
+    def __init__(self, make_renderer: Callable[[], Renderer], num_threads: int = 1) -> None:
         self._make_renderer = make_renderer
-        self._num_spare = num_spare
+        self._num_threads = num_threads
         self._waiting: list[_Task] = []  # a heap
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, _Task] = {}
         self._num_jobs = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -130,25 +130,16 @@ class _WorkQueue:
                 continue
             worker = self._find_worker()
             if worker is None:
-                if self._timer is None and len(self._busy) <= self._num_spare:
-                    self._timer = self._loop.call_later(OVERDUE_S, self._look_again)
                 return
             self._busy[worker] = job = heapq.heappop(self._waiting)
             worker.begin(job)
 
-    def _look_again(self) -> None:
-        self._timer = None
-        self._dispatch()
-
     def _find_worker(self) -> _Worker | None:
         if self._idle:
             return self._idle.pop()
-        if len(self._busy) > self._num_spare:
-            return None
-        overdue_s = time.monotonic() - OVERDUE_S
-        if any(worker.renderer.began_s > overdue_s for worker in self._busy):
-            return None
-        return _Worker(self._make_renderer(), self._on_done)
+        if len(self._busy) < self._num_threads:
+            return _Worker(self._make_renderer(), self._on_done)
+        return None
 
     def _on_done(self, worker: _Worker, job: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
@@ -166,8 +157,6 @@ class _WorkQueue:
     def end(self) -> list[threading.Thread]:
         """Accept nothing more, without failing what waits; returns the threads, which will end."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.end()
@@ -190,7 +179,7 @@ class Intake:
         *,
         max_seq_len: int,
         num_places: int,
-        make_renderer: Callable[[], Renderer] = Renderer,
+        make_renderer: Callable[[float], Renderer] = Renderer,
     ) -> None:
         """`num_places`: short texts that may be here at once; a long one takes several."""
         self._tokenizer = tokenizer
@@ -202,10 +191,17 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        self._short = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_renderings = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_texts = _WorkQueue(make_renderer)  # one at a time, for their memory
-        self._lines = (self._short, self._long_renderings, self._long_texts)
+        make_quick = partial(make_renderer, SLOW_SECONDS)
+        self._short = _WorkQueue(make_quick)
+        self._long_renderings = _WorkQueue(make_quick)
+        self._slow_renderings = _WorkQueue(partial(make_renderer, RENDER_SECONDS), NUM_SLOW)
+        self._long_texts = _WorkQueue(make_quick)  # one at a time, for their memory
+        self._lines = (
+            self._short,
+            self._long_renderings,
+            self._slow_renderings,
+            self._long_texts,
+        )
         self._threads: list[threading.Thread] = []  # that end
         self._warming: asyncio.Future[None] | None = None
 
@@ -238,9 +234,18 @@ class Intake:
         """Token ids of a conversation under the model's chat template; raises as `encode` does."""
         call = encode_call(self._tokenizer.template_call(messages, **options))
         with self._places(len(call)):
-            line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
-            text = await line.run(lambda renderer: renderer.render(call), len(call))
+            text = await self._render(call)
             return await self._encode(text, "messages", False, any_length)
+
+    async def _render(self, call: bytes) -> str:
+        def render(renderer: Renderer) -> str:
+            return renderer.render(call)
+
+        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
+        try:
+            return await line.run(render, len(call))
+        except EndlessTemplateError:
+            return await self._slow_renderings.run(render, len(call))
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool

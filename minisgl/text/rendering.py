@@ -1,32 +1,32 @@
 """Renders chat templates in a process of their own.
 
 A template is the code of the model's author. It may loop for ever, or ask for more memory than
-there is, in the middle of an operation that no thread can be stopped in. A process can.
+there is, in the middle of an operation that no thread can be stopped in. A process can. It takes a
+second to load what a rendering needs, so that is done once, by a process that renders nothing: it
+forks the one that does, and another when that has to be ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
 from pathlib import Path
 from struct import Struct
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import msgspec
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 
-RENDER_SECONDS = 10.0
+RENDER_SECONDS = 10.0  # of a processor, so that a busy machine ends nothing
 # That a rendering may take beyond what the process has when it is ready.
 MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; a body has a quarter of that at most
@@ -82,11 +82,19 @@ def _plain(value: object) -> object:
     return f"<{type(value).__name__}>"
 
 
+class EndlessTemplateError(InvalidRequestError):
+    """A rendering was ended because it took too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("messages", f"the model's chat template did not end within {seconds:g} s.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     """The answer of the process: a text, or the reason why there is none."""
 
     text: str | None = None
+    is_ended: bool = False  # as it took too long
     reason: str = ""
     param: str = "messages"
 
@@ -95,8 +103,8 @@ class Renderer:
     """A process that renders, one conversation after the other. Starts when it is first needed."""
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        self._seconds = seconds
-        self.began_s = math.inf  # the rendering that it is at, on the monotonic clock
+        """`seconds` of a processor are what each rendering may take."""
+        self.seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = threading.Event()
@@ -112,22 +120,23 @@ class Renderer:
         self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.text.rendering import serve; serve({self._seconds!r})"
+            f"from minisgl.text.rendering import serve; serve({self.seconds!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for us
+            process_group=0,  # Ctrl-C is for us; and ended together with the process it forks
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
         if self._closed.is_set():  # meanwhile, by another thread
-            self._process.kill()
+            self._kill(self._process)
 
     def render(self, call: bytes) -> str:
         """The text of a conversation. Blocks; called by one thread at a time.
 
-        Raises InvalidRequestError where the template refuses, asks for too much or does not end.
+        Raises InvalidRequestError where the template refuses or asks for too much, and
+        EndlessTemplateError where it does not end.
         """
         self.start()
         process = self._process
@@ -135,16 +144,15 @@ class Renderer:
         try:
             if not self._ready:
                 self._ready = _receive(process.stdout) is not None
-            self.began_s = time.monotonic()
             _send(process.stdin, call)
             answer = _receive(process.stdout)
         except (OSError, ValueError):  # a broken pipe
             answer = None
-        finally:
-            self.began_s = math.inf
         if answer is None:
             raise self._why_it_ended()
         reply = msgspec.json.decode(answer, type=_Rendered)
+        if reply.is_ended:
+            raise EndlessTemplateError(self.seconds)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
@@ -154,7 +162,13 @@ class Renderer:
         self._closed.set()
         process = self._process
         if process is not None:
-            process.kill()
+            self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def wait(self) -> int | None:
         """Until the process has ended; returns its exit code, or None where there is none.
@@ -174,10 +188,6 @@ class Renderer:
         code = self.wait()
         if self._closed.is_set():
             return EngineStoppedError(STOPPED)
-        if code == -signal.SIGALRM:
-            return InvalidRequestError(
-                "messages", f"the model's chat template did not end within {self._seconds:g} s."
-            )
         return MinisglError(f"The process that renders chat templates ended with {code}.")
 
 
@@ -198,22 +208,44 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def serve(seconds: float) -> None:
-    """Run the process: answer calls until its parent has gone."""
+    """Run the process: have calls answered until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything may print is no answer
     render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
     _limit_memory(MEMORY_BYTES)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
         _send(answers, b"")  # it is ready
+        while True:
+            child = os.fork()
+            if child == 0:
+                _serve_calls(calls, answers, seconds)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code != -signal.SIGPROF:
+                break
+            _send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
+    except BrokenPipeError:
+        code = 0
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # without another try to write
+
+
+def _serve_calls(calls: IO[bytes], answers: IO[bytes], seconds: float) -> NoReturn:
+    """Answer calls, in the process that a rendering which takes longer than `seconds` ends."""
+    code = 1
+    try:
         while (call := _receive(calls)) is not None:
             # Nothing in this process has to agree to its end.
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             answer = msgspec.json.encode(_answer(call))
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(answers, answer)
+        code = 0
     except BrokenPipeError:
-        os._exit(0)  # without another try to write
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _answer(call: bytes) -> _Rendered:
