@@ -26,7 +26,7 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.text.rendering import RENDER_SECONDS, EndlessTemplateError, Renderer, encode_call
+from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # No text of a human language has as many for each token that fits, nor has code.
@@ -38,10 +38,11 @@ SHORT_BYTES = 16 << 10
 PLACE_BYTES = 32 << 10
 # A text lets shorter ones pass, for one second per this many bytes that it is longer.
 BYTES_PER_SECOND = 64 << 10
-# What takes longer to render is slow. Others take some milliseconds of a processor, and a line in
-# front of them moves on at this pace at least.
-SLOW_SECONDS = 0.25
+# What takes more of a processor to render is slow. Others take some milliseconds, and those whose
+# template does not end hold up the line no longer than this.
+SLOW_SECONDS = 0.15
 NUM_SLOW = 4  # slow ones rendered at once
+SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
 # The time that callers have to submit the tokens that they have just got, before a drain goes on.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
@@ -179,7 +180,7 @@ class Intake:
         *,
         max_seq_len: int,
         num_places: int,
-        make_renderer: Callable[[float], Renderer] = Renderer,
+        make_renderer: Callable[..., Renderer] = Renderer,
     ) -> None:
         """`num_places`: short texts that may be here at once; a long one takes several."""
         self._tokenizer = tokenizer
@@ -191,10 +192,11 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        make_quick = partial(make_renderer, SLOW_SECONDS)
+        make_quick = partial(make_renderer, processor_seconds=SLOW_SECONDS)
+        make_slow = partial(make_renderer, niceness=SLOW_NICENESS)
         self._short = _WorkQueue(make_quick)
         self._long_renderings = _WorkQueue(make_quick)
-        self._slow_renderings = _WorkQueue(partial(make_renderer, RENDER_SECONDS), NUM_SLOW)
+        self._slow_renderings = _WorkQueue(make_slow, NUM_SLOW)
         self._long_texts = _WorkQueue(make_quick)  # one at a time, for their memory
         self._lines = (
             self._short,

@@ -26,11 +26,12 @@ import msgspec
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 
-RENDER_SECONDS = 10.0  # of a processor, so that a busy machine ends nothing
+RENDER_SECONDS = 10.0
 # That a rendering may take beyond what the process has when it is ready.
 MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; a body has a quarter of that at most
 MAX_REASON_CHARS = 1000
+TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 LENGTH = Struct("!Q")  # in front of every message between the processes
 
 CONTINUE = "continue_final_message"
@@ -102,9 +103,20 @@ class _Rendered:
 class Renderer:
     """A process that renders, one conversation after the other. Starts when it is first needed."""
 
-    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        """`seconds` of a processor are what each rendering may take."""
+    def __init__(
+        self,
+        seconds: float = RENDER_SECONDS,
+        *,
+        processor_seconds: float = 0,
+        niceness: int = 0,
+    ) -> None:
+        """A rendering may take `seconds`, and `processor_seconds` of a processor if that is not 0.
+
+        The process gets less of a processor than others, as `niceness` says to the system.
+        """
         self.seconds = seconds
+        self.processor_seconds = processor_seconds
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = threading.Event()
@@ -120,7 +132,8 @@ class Renderer:
         self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.text.rendering import serve; serve({self.seconds!r})"
+            f"import os; os.nice({self._niceness}); from minisgl.text.rendering import serve; "
+            f"serve({self.seconds!r}, {self.processor_seconds!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -152,7 +165,7 @@ class Renderer:
             raise self._why_it_ended()
         reply = msgspec.json.decode(answer, type=_Rendered)
         if reply.is_ended:
-            raise EndlessTemplateError(self.seconds)
+            raise EndlessTemplateError(self.processor_seconds or self.seconds)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
@@ -207,21 +220,22 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == length else None
 
 
-def serve(seconds: float) -> None:
+def serve(seconds: float, processor_seconds: float) -> None:
     """Run the process: have calls answered until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything may print is no answer
     render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
     _limit_memory(MEMORY_BYTES)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in TIME_IS_UP:
+        signal.signal(number, signal.SIG_DFL)
     try:
         _send(answers, b"")  # it is ready
         while True:
             child = os.fork()
             if child == 0:
-                _serve_calls(calls, answers, seconds)
+                _serve_calls(calls, answers, seconds, processor_seconds)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if code != -signal.SIGPROF:
+            if -code not in TIME_IS_UP:
                 break
             _send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
     except BrokenPipeError:
@@ -231,14 +245,18 @@ def serve(seconds: float) -> None:
     os._exit(code)  # without another try to write
 
 
-def _serve_calls(calls: IO[bytes], answers: IO[bytes], seconds: float) -> NoReturn:
-    """Answer calls, in the process that a rendering which takes longer than `seconds` ends."""
+def _serve_calls(
+    calls: IO[bytes], answers: IO[bytes], seconds: float, processor_seconds: float
+) -> NoReturn:
+    """Answer calls, in the process that a rendering which takes too long ends."""
     code = 1
     try:
         while (call := _receive(calls)) is not None:
             # Nothing in this process has to agree to its end.
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             answer = msgspec.json.encode(_answer(call))
+            signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _send(answers, answer)
         code = 0

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -30,7 +31,7 @@ from minisgl.errors import (
     StepError,
     TextTooLongError,
 )
-from minisgl.text.rendering import RENDER_SECONDS, EndlessTemplateError, Renderer, render
+from minisgl.text.rendering import EndlessTemplateError, Renderer, render
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -49,8 +50,8 @@ class FakeRenderer(Renderer):
     def render(self, call: bytes) -> str:
         arguments = json.loads(call)
         if arguments["conversations"][0][0]["content"] == "stuck":
-            if self.seconds < RENDER_SECONDS:
-                raise EndlessTemplateError(self.seconds)
+            if self.processor_seconds:
+                raise EndlessTemplateError(self.processor_seconds)
             self._closed.wait(60)
         return render(arguments)
 
@@ -87,7 +88,7 @@ async def intake_of(
     *,
     num_places: int = 1000,
     max_seq_len: int = 1 << 20,
-    make_renderer: Callable[[float], Renderer] = FakeRenderer,
+    make_renderer: Callable[..., Renderer] = FakeRenderer,
 ) -> AsyncIterator[Intake]:
     intake = Intake(
         tokenizer, max_seq_len=max_seq_len, num_places=num_places, make_renderer=make_renderer
@@ -163,14 +164,9 @@ class SometimesEndless(GatedTokenizer):
         self._tokenizer.chat_template = endless + "{{ messages[0].content }}"
 
 
-def make_patient_renderer(seconds: float) -> Renderer:
-    """What is slow has all the time."""
-    return Renderer(seconds if seconds < RENDER_SECONDS else 3600)
-
-
 async def test_chats_pass_six_whose_template_does_not_end() -> None:
     tokenizer = SometimesEndless()
-    async with intake_of(tokenizer, make_renderer=make_patient_renderer) as intake:
+    async with intake_of(tokenizer, make_renderer=partial(Renderer, 3600)) as intake:
         endless = [asyncio.ensure_future(intake.chat(say("endless"), False, {})) for _ in range(6)]
         await asyncio.sleep(0)
         for text in ("Hello", "Good morning"):
@@ -185,8 +181,8 @@ async def test_chats_pass_six_whose_template_does_not_end() -> None:
 async def test_what_is_slow_to_render_gets_its_time(tokenizer: GatedTokenizer) -> None:
     class SlowRenderer(FakeRenderer):
         def render(self, call: bytes) -> str:
-            if self.seconds < RENDER_SECONDS:
-                raise EndlessTemplateError(self.seconds)
+            if self.processor_seconds:
+                raise EndlessTemplateError(self.processor_seconds)
             return super().render(call)
 
     async with intake_of(tokenizer, make_renderer=SlowRenderer) as intake:

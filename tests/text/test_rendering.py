@@ -63,8 +63,12 @@ def test_a_text_is_what_the_library_makes(
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_template_that_does_not_end_is_ended_and_the_next_one_rendered_at_once() -> None:
-    renderer = Renderer(0.5)
+@pytest.mark.parametrize(
+    "renderer", [Renderer(0.5), Renderer(3600, processor_seconds=0.5, niceness=1)]
+)
+def test_a_template_that_does_not_end_is_ended_and_the_next_one_rendered_at_once(
+    renderer: Renderer,
+) -> None:
     renderer.start()
     process = renderer._process
     for template in (
