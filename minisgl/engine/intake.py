@@ -38,8 +38,8 @@ SHORT_BYTES = 16 << 10
 PLACE_BYTES = 32 << 10
 # A text lets shorter ones pass, for one second per this many bytes that it is longer.
 BYTES_PER_SECOND = 64 << 10
-# What takes more of a processor to render is slow. Others take some milliseconds, and those whose
-# template does not end hold up the line no longer than this.
+# A rendering that takes more of a processor is slow; most take some milliseconds. A template that
+# does not end holds up its line no longer than this.
 SLOW_SECONDS = 0.15
 NUM_SLOW = 4  # slow ones rendered at once
 SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine

@@ -166,7 +166,7 @@ class ServerConnection(HttpToolsProtocol):
         self._num_unread = 0  # bytes of the body that came after the answer
         self._num_unparsed = 0  # bytes in the parser that it has not reported yet
         self._num_untaken = 0  # bytes that the client's system had not taken a second ago
-        self._has_taken = False  # much, within this second
+        self._has_taken = False  # within this second, so much that more may be written
         self._unread_seconds = 0  # in which the client took nothing
         self._is_silent = True  # nothing has arrived since it was opened
         self._is_deaf = False  # further input is ignored
@@ -335,7 +335,9 @@ class ServerConnection(HttpToolsProtocol):
 
     @property
     def _has_answered(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        """Whether nothing more is written until the next request."""
+        is_ending = self._phase is Phase.LINGER or self.transport.is_closing()
+        return is_ending or self.cycle is None or self.cycle.response_complete
 
     @property
     def has_sent_all(self) -> bool:
@@ -499,7 +501,7 @@ def _num_unacknowledged(transport: asyncio.BaseTransport) -> int:
 
     What a slow client takes shows here early: our buffer moves on in pieces of some KiB.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # of another kind, or closed
         answer = fcntl.ioctl(transport.get_extra_info("socket"), termios.TIOCOUTQ, INT.pack(0))
         return int(INT.unpack(answer)[0])
     return 0

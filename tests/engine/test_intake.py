@@ -41,8 +41,7 @@ MIDDLING = "x" * (MAX_SHORT_CHARS + 1)
 
 
 class FakeRenderer(Renderer):
-    """Renders at once, in this process; what says "stuck" takes all its time, and ends if that is
-    much when it is closed."""
+    """Renders at once, in this process; what says "stuck" is slow, and then lasts until closed."""
 
     def start(self) -> None:
         pass
