@@ -2,7 +2,8 @@
 
 A short text is encoded on the event loop, in under a millisecond. Everything else runs on a few
 daemon threads, which do not keep the process alive. Neither long texts nor chat templates that
-never finish delay short texts.
+never finish delay short texts: a rendering that takes longer than others is killed, and repeated
+in a line of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.text.rendering import Renderer, encode_call
+from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # Above the ratio of any natural language or code.
@@ -37,9 +38,11 @@ SHORT_BYTES = 16 << 10
 PLACE_BYTES = 32 << 10
 # Work is ordered by arrival plus one second per this many bytes: short texts overtake long ones.
 BYTES_PER_SECOND = 64 << 10
-# A spare thread takes over while a rendering takes longer than this.
-OVERDUE_S = 1.0
-NUM_SPARE = 3
+# Processor time of a rendering; most take some milliseconds. One that needs more is slow, and holds
+# up its line no longer than this.
+SLOW_SECONDS = 0.15
+NUM_SLOW = 4  # slow ones rendered at once
+SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
 # A drain gives callers this long to submit token ids that they have just received.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
@@ -99,15 +102,13 @@ class _Worker:
 class _WorkQueue:
     """A priority queue of work, short before long, and its threads. Used by one event loop."""
 
-    def __init__(self, make_renderer: Callable[[], Renderer], num_spare: int = 0) -> None:
-        """num_spare: maximum number of extra threads while renderings are overdue."""
+    def __init__(self, make_renderer: Callable[[], Renderer], num_threads: int = 1) -> None:
         self._make_renderer = make_renderer
-        self._num_spare = num_spare
+        self._num_threads = num_threads
         self._waiting: list[_Task] = []  # a heap
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, _Task] = {}
         self._num_tasks = 0
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -130,25 +131,16 @@ class _WorkQueue:
                 continue
             worker = self._find_worker()
             if worker is None:
-                if self._timer is None and len(self._busy) <= self._num_spare:
-                    self._timer = self._loop.call_later(OVERDUE_S, self._look_again)
                 return
             self._busy[worker] = task = heapq.heappop(self._waiting)
             worker.begin(task)
 
-    def _look_again(self) -> None:
-        self._timer = None
-        self._dispatch()
-
     def _find_worker(self) -> _Worker | None:
         if self._idle:
             return self._idle.pop()
-        if len(self._busy) > self._num_spare:
-            return None
-        overdue_s = time.monotonic() - OVERDUE_S
-        if any(worker.renderer.began_s > overdue_s for worker in self._busy):
-            return None
-        return _Worker(self._make_renderer(), self._on_done)
+        if len(self._busy) < self._num_threads:
+            return _Worker(self._make_renderer(), self._on_done)
+        return None
 
     def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
@@ -166,8 +158,6 @@ class _WorkQueue:
     def end(self) -> list[threading.Thread]:
         """Accept no more work; returns the threads, which are about to end."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.end()
@@ -190,7 +180,7 @@ class Intake:
         *,
         max_seq_len: int,
         num_places: int,
-        make_renderer: Callable[[], Renderer] = Renderer,
+        make_renderer: Callable[..., Renderer] = Renderer,
     ) -> None:
         """num_places: maximum number of short texts in progress; a long text occupies several."""
         self._tokenizer = tokenizer
@@ -202,10 +192,18 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        self._short = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_renderings = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_texts = _WorkQueue(make_renderer)  # one at a time, to bound memory
-        self._lines = (self._short, self._long_renderings, self._long_texts)
+        make_quick = partial(make_renderer, processor_seconds=SLOW_SECONDS)
+        make_slow = partial(make_renderer, niceness=SLOW_NICENESS)
+        self._short = _WorkQueue(make_quick)
+        self._long_renderings = _WorkQueue(make_quick)
+        self._slow_renderings = _WorkQueue(make_slow, NUM_SLOW)
+        self._long_texts = _WorkQueue(make_quick)  # one at a time, to bound memory
+        self._lines = (
+            self._short,
+            self._long_renderings,
+            self._slow_renderings,
+            self._long_texts,
+        )
         self._threads: list[threading.Thread] = []  # that are about to end
         self._warming: asyncio.Future[None] | None = None
 
@@ -238,9 +236,18 @@ class Intake:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         call = encode_call(self._tokenizer.template_call(messages, **options))
         with self._places(len(call)):
-            line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
-            text = await line.run(lambda renderer: renderer.render(call), len(call))
+            text = await self._render(call)
             return await self._encode(text, "messages", False, any_length)
+
+    async def _render(self, call: bytes) -> str:
+        def render(renderer: Renderer) -> str:
+            return renderer.render(call)
+
+        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
+        try:
+            return await line.run(render, len(call))
+        except EndlessTemplateError:
+            return await self._slow_renderings.run(render, len(call))
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool

@@ -1,26 +1,26 @@
 """Renders chat templates in a separate process.
 
 A template is code of the model's author. It may loop for ever or allocate without bound inside a
-single operation, where a thread cannot be interrupted. A process can be killed.
+single operation, where a thread cannot be interrupted. A process can be killed. Loading what a
+rendering needs takes a second, so a process that renders nothing does it once: it forks the one
+that renders, and another one when that has been killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
 from pathlib import Path
 from struct import Struct
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -31,6 +31,7 @@ RENDER_SECONDS = 10.0
 MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; four times the limit of a request body
 MAX_REASON_CHARS = 1000
+TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
 LENGTH = Struct("!Q")  # precedes every message between the processes
 
 CONTINUE = "continue_final_message"
@@ -80,11 +81,19 @@ def _plain(value: object) -> object:
     return f"<{type(value).__name__}>"
 
 
+class EndlessTemplateError(InvalidRequestError):
+    """A rendering was ended because it took too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("messages", f"the model's chat template did not end within {seconds:g} s.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     """The result of the process: a text, or the reason why there is none."""
 
     text: str | None = None
+    is_ended: bool = False  # as it took too long
     reason: str = ""
     param: str = "messages"
 
@@ -92,9 +101,20 @@ class _Rendered:
 class Renderer:
     """A process that renders one conversation at a time, started when first needed."""
 
-    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        self._seconds = seconds
-        self.began_s = math.inf  # of the current rendering, time.monotonic; infinite if idle
+    def __init__(
+        self,
+        seconds: float = RENDER_SECONDS,
+        *,
+        processor_seconds: float = 0,
+        niceness: int = 0,
+    ) -> None:
+        """A rendering may take `seconds`, and `processor_seconds` of a processor if that is not 0.
+
+        The process gets less of a processor than others, as `niceness` says to the system.
+        """
+        self.seconds = seconds
+        self.processor_seconds = processor_seconds
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = threading.Event()
@@ -110,22 +130,24 @@ class Renderer:
         self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.text.rendering import serve; serve({self._seconds!r})"
+            f"import os; os.nice({self._niceness}); from minisgl.text.rendering import serve; "
+            f"serve({self.seconds!r}, {self.processor_seconds!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C must reach only this process
+            process_group=0,  # Ctrl-C must not reach it; killed together with the process it forks
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
         if self._closed.is_set():  # by another thread in the meantime
-            self._process.kill()
+            self._kill(self._process)
 
     def render(self, call: bytes) -> str:
         """Render a conversation. Blocks; called by one thread at a time.
 
-        Raises InvalidRequestError if the template raises, or exceeds the limits of time or memory.
+        Raises InvalidRequestError if the template raises, or exceeds the limits of time or memory;
+        EndlessTemplateError if it exceeds `processor_seconds`.
         """
         self.start()
         process = self._process
@@ -133,16 +155,15 @@ class Renderer:
         try:
             if not self._ready:
                 self._ready = _receive(process.stdout) is not None
-            self.began_s = time.monotonic()
             _send(process.stdin, call)
             answer = _receive(process.stdout)
         except (OSError, ValueError):  # a broken pipe
             answer = None
-        finally:
-            self.began_s = math.inf
         if answer is None:
             raise self._why_it_ended()
         reply = msgspec.json.decode(answer, type=_Rendered)
+        if reply.is_ended:
+            raise EndlessTemplateError(self.processor_seconds or self.seconds)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
@@ -152,7 +173,13 @@ class Renderer:
         self._closed.set()
         process = self._process
         if process is not None:
-            process.kill()
+            self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def wait(self) -> int | None:
         """Wait until the process has ended; returns its exit code, None if it was never started.
@@ -172,10 +199,6 @@ class Renderer:
         code = self.wait()
         if self._closed.is_set():
             return EngineStoppedError(STOPPED)
-        if code == -signal.SIGALRM:
-            return InvalidRequestError(
-                "messages", f"the model's chat template did not end within {self._seconds:g} s."
-            )
         return MinisglError(f"The process that renders chat templates ended with {code}.")
 
 
@@ -195,23 +218,50 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == length else None
 
 
-def serve(seconds: float) -> None:
-    """Run the process: answer calls until its parent has gone."""
+def serve(seconds: float, processor_seconds: float) -> None:
+    """Run the process: have calls answered until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     render({"conversations": [[{}]], "chat_template": ""})  # load everything first
     _limit_memory(MEMORY_BYTES)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in TIME_IS_UP:
+        signal.signal(number, signal.SIG_DFL)
     try:
         _send(answers, b"")  # report that it is ready
+        while True:
+            child = os.fork()
+            if child == 0:
+                _serve_calls(calls, answers, seconds, processor_seconds)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if -code not in TIME_IS_UP:
+                break
+            _send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
+    except BrokenPipeError:
+        code = 0
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # skip the flush of stdout at exit
+
+
+def _serve_calls(
+    calls: IO[bytes], answers: IO[bytes], seconds: float, processor_seconds: float
+) -> NoReturn:
+    """Answer calls, in the process that is killed when a rendering takes too long."""
+    code = 1
+    try:
         while (call := _receive(calls)) is not None:
             # The default action of SIGALRM kills the process, whatever it executes.
             signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             answer = msgspec.json.encode(_answer(call))
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(answers, answer)
+        code = 0
     except BrokenPipeError:
-        os._exit(0)  # skip the flush of stdout at exit
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _answer(call: bytes) -> _Rendered:
