@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts
+from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts, QuantScheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class ModelConfig:
     max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
     notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
+    quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
