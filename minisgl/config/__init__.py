@@ -13,6 +13,7 @@ from minisgl.config.facts import (
     ExpertFacts,
     KVSpec,
     ModelFacts,
+    Quantized,
 )
 from minisgl.config.options import (
     HIDDEN,
@@ -74,6 +75,7 @@ __all__ = [
     "KVSpec",
     "ModelFacts",
     "QuantScheme",
+    "Quantized",
     "ResolvedConfig",
     "Storage",
     "check_at_least",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from minisgl.config import Activations, Storage
+from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError
 from minisgl.kernels.linear.quantized import (
@@ -46,6 +47,7 @@ from minisgl.shards import Shard
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+GIB = 1 << 30
 _DUMMY_SEED = 0
 _DUMMY_FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
 _DUMMY_INPUT_SCALE = 1 / 32  # inputs up to 14
@@ -79,7 +81,30 @@ def load_model(
         _fill_from_files(model, files, progress or (lambda done, total: None))
     else:
         _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
+    if isinstance(format, QuantizedFormat):
+        _log_quantized(model, replace(format.scheme, activations=format.activations))
     return model
+
+
+def _log_quantized(model: CausalLM, scheme: QuantScheme) -> None:
+    """Which weights are quantised how, and the memory of this rank's."""
+    num_maps = num_quantized = num_bytes = 0
+    for module in model.layers.modules():
+        if isinstance(module, Linear | FusedExperts):
+            size = len(module.parts) if isinstance(module, Linear) else 3 * module.num_experts
+            num_maps += size
+            if _quantized_weights(module):
+                num_quantized += size
+                num_bytes += sum(weight.nbytes for weight in module.parameters(recurse=False))
+    others = sum(weight.nbytes for weight in model.parameters()) - num_bytes
+    logger.info(
+        "Weights: %s, in %d of the %d linear maps of the layers: %.2f GiB; all others %.2f GiB",
+        scheme,
+        num_quantized,
+        num_maps,
+        num_bytes / GIB,
+        others / GIB,
+    )
 
 
 def _weight_format(
