@@ -277,6 +277,13 @@ class _Matrix:
                     "use the model quantised with desc_act: false, or as AWQ"
                 )
 
+        def check_no_bias(_: Tensor, bias: Tensor) -> None:
+            if bias.any():
+                raise CheckpointError("is not zero, and the model has no such bias")
+
+        # AutoGPTQ wrote one for every map; where the model has one, that takes its place.
+        cut = (whole(outputs.whole),)
+        found["bias"] = Target(None, cut, store=check_no_bias, is_required=False)
         found["qweight"] = Target(
             weights.data,
             (covering(inputs, PER_INT32), outputs),
