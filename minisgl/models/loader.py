@@ -47,7 +47,7 @@ from minisgl.shards import Shard
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 _DUMMY_SEED = 0
 _DUMMY_FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
 _DUMMY_INPUT_SCALE = 1 / 32  # inputs up to 14
@@ -98,13 +98,17 @@ def _log_quantized(model: CausalLM, scheme: QuantScheme) -> None:
                 num_bytes += sum(weight.nbytes for weight in module.parameters(recurse=False))
     others = sum(weight.nbytes for weight in model.parameters()) - num_bytes
     logger.info(
-        "Weights: %s, in %d of the %d linear maps of the layers: %.2f GiB; all others %.2f GiB",
+        "Weights: %s, in %d of the %d linear maps of the layers, %s; all others take %s",
         scheme,
         num_quantized,
         num_maps,
-        num_bytes / GIB,
-        others / GIB,
+        _shown(num_bytes),
+        _shown(others),
     )
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _weight_format(

@@ -46,11 +46,6 @@ def numbers(packed: Tensor, order: list[int] | None = None) -> Tensor:
     return (packed[..., None] >> (4 * places) & 15).to(torch.uint8).flatten(-2)
 
 
-def awq_numbers(packed: Tensor) -> Tensor:
-    """As `numbers`, in the order of AWQ's kernels."""
-    return numbers(packed, _AWQ_ORDER)
-
-
 def numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
     """Those of the range `outputs` of the last dimension, which was packed."""
     return numbers(packed)[..., _within(outputs, PER_INT32)]
@@ -58,7 +53,7 @@ def numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
 
 def awq_numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
     """As `numbers_of`, in the order of AWQ's kernels."""
-    return awq_numbers(packed)[..., _within(outputs, PER_INT32)]
+    return numbers(packed, _AWQ_ORDER)[..., _within(outputs, PER_INT32)]
 
 
 def block_scales(

@@ -31,7 +31,7 @@ from minisgl.kernels.linear.quantized import (
 from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
-from minisgl.models import packing, targets
+from minisgl.models import packing, quantized_matrix
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.transformer import CausalLM
@@ -157,7 +157,7 @@ def test_mistakes_of_a_rank_show(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(packing, "_spread", from_the_start)
         assert any(name.startswith("1: ") for name in wrong_parts(case, 2))
-    monkeypatch.setattr(targets, "covering", of_rank_0)
+    monkeypatch.setattr(quantized_matrix, "covering", of_rank_0)
     assert any(name.startswith("1: ") for name in wrong_parts(case, 2))
 
 
@@ -204,7 +204,7 @@ def test_the_log_says_what_is_quantised_and_its_memory(caplog: pytest.LogCapture
     [line] = [record.getMessage() for record in caplog.records if "Weights:" in record.getMessage()]
     assert line.startswith(
         "Weights: FP8 with blocks of 128x128, inputs rounded per token and 128 columns, in 16 of "
-        "the 17 linear maps of the layers: 0.00 GiB"
+        "the 17 linear maps of the layers, 0.4 MiB; all others take 0.5 MiB"
     )
 
 
