@@ -19,7 +19,9 @@ from support.quantized import FORMATS, Quantized, Tensors, edit_config, edit_ten
 from support.ranks import Rank
 from torch import Tensor
 
-from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
+from minisgl.config import FP8_WHILE_LOADING, EngineConfig
+from minisgl.engine.startup import load as start
+from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
 from minisgl.kernels.linear.quantized import (
     E4M3,
     Fp8Product,
@@ -285,10 +287,10 @@ def rows_of(name: str, size: int, rank: int, num_rows: int) -> Tensor:
     sizes = [4 * 64, 2 * 64, 2 * 64] if "qkv" in name else [num_rows // 2] * 2
     starts = [0, *itertools.accumulate(sizes)]
     found = []
-    for place, (start, length) in enumerate(zip(starts, sizes, strict=False)):
+    for place, (begin, length) in enumerate(zip(starts, sizes, strict=False)):
         parts = min(size, 2) if "qkv" in name and place else size  # KV heads are shared
         part = length // parts
-        first = start + rank * parts // size * part
+        first = begin + rank * parts // size * part
         found.append(torch.arange(first, first + part))
     return torch.cat(found)
 
@@ -541,3 +543,24 @@ def test_files_of_other_formats_are_named(tmp_path: Path) -> None:
     (gguf / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(MinisglError, match="GGUF files are not read; use"):
         load(gguf)
+
+
+# -- the whole engine -----------------------------------------------------------------------------
+
+
+def test_the_engine_starts_with_the_option(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig(device="cpu", quantization="fp8", num_pages=20, page_size=16)
+    loaded = start(config)
+    try:
+        assert loaded.model.quantized is not None
+        assert loaded.model.quantized.scheme == FP8_WHILE_LOADING
+        assert "Weights: FP8 with one scale per row, inputs rounded per token" in caplog.text
+    finally:
+        loaded.runner.close()
+
+
+def test_the_engine_refuses_the_option_for_int4() -> None:
+    folder = str(case_of("dense", "awq").folder)
+    with pytest.raises(ConfigError, match="--quantization fp8: the checkpoint is quantised"):
+        start(EngineConfig(model=folder, device="cpu", quantization="fp8", load_format="dummy"))
