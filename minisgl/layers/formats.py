@@ -99,7 +99,7 @@ class QuantizedFormat:
             self._fp8(list(parts.values()), inputs),
             b,
             activations=self.activations,
-            input_scale=torch.zeros(()) if static else None,
+            input_scale=torch.zeros((), dtype=torch.float32) if static else None,
         )
 
     def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
@@ -113,11 +113,12 @@ class QuantizedFormat:
                 self._int4(names[2], hidden_size, inner, num_experts),
             )
         static = self.activations == Activations.STATIC
+        scales = torch.zeros(2, num_experts, dtype=torch.float32)
         return Fp8Experts(
             self._fp8(gate_up, hidden, num_experts),
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,
-            input_scales=InputScales(*torch.zeros(2, num_experts)) if static else None,
+            input_scales=InputScales(*scales) if static else None,
         )
 
     def _all_quantized(self, names: Sequence[str]) -> bool:

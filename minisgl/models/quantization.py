@@ -47,7 +47,7 @@ _GPTQ_FIELDS = field_names(
     act_group_aware hyb_act model_name_or_path model_file_base_name model_seqlen meta quantizer
     dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block
     modules_in_block_to_quantize cache_block_outputs pad_token_id max_input_length use_cuda_fp16
-    use_exllama disable_exllama exllama_config cache_examples_on_gpu is_marlin_format"""
+    backend use_exllama disable_exllama exllama_config cache_examples_on_gpu is_marlin_format"""
 )
 _COMPRESSED_FIELDS = field_names(
     f"""{_COMMON} format quantization_status config_groups kv_cache_scheme
@@ -203,7 +203,7 @@ def _group_size(fields: Fields, *names: str) -> int:
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
-def _read_compressed(fields: Fields) -> QuantScheme:
+def _read_compressed(fields: Fields) -> QuantScheme | None:
     if fields.values.get("transform_config"):
         raise _refused(fields, "transform_config", "use a checkpoint without transforms")
     sparsity = fields.values.get("sparsity_config")
@@ -212,6 +212,8 @@ def _read_compressed(fields: Fields) -> QuantScheme:
     fields.refuse_others(_COMPRESSED_FIELDS)
     _require(fields, "quantization_status", (None, "compressed", "frozen"))
     groups = fields.values.get("config_groups")
+    if not groups and fields.values.get("kv_cache_scheme"):
+        return None  # only the KV cache is quantised
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{fields.where}: config_groups is empty or no JSON object.")
     schemes: dict[QuantScheme, str] = {}

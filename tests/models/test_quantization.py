@@ -90,6 +90,11 @@ def test_other_spellings(config: dict[str, Any], scheme: str, tmp_path: Path) ->
     assert read(tmp_path, config) == SCHEMES[scheme]
 
 
+def test_a_config_of_the_kv_cache_alone(tmp_path: Path) -> None:
+    config = changed(CHANNEL, config_groups={}, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    assert read(tmp_path, config) is None
+
+
 def test_weights_alone_in_fp8(tmp_path: Path) -> None:
     config = changed(CHANNEL, g_input_activations=None)
     scheme = read(tmp_path, config)

@@ -172,7 +172,10 @@ def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    return torch.where(largest == 0, 1.0, largest / E4M3_MAX)
+    # By a number instead of a tensor, torch does not divide on a GPU: it multiplies with the
+    # reciprocal, which rounds in another way.
+    scale = largest / torch.full_like(largest, E4M3_MAX)
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def rounded(
@@ -197,7 +200,7 @@ def rounded(
 
 
 def quantized_linear(x: Tensor, weights: QuantizedWeights, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b for x as it is: float32 sums, rounded once to float32."""
+    """x Wᵀ + b in float32, for x as it is."""
     return F.linear(x.float(), dequantize(weights), None if bias is None else bias.float())
 
 
