@@ -49,7 +49,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=config.quantization)
     facts = model_config.facts()
     # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
