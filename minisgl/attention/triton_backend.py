@@ -103,6 +103,7 @@ class TritonAttention:
             ),
             tiles=tiles,
             norm_rope=norm_rope,
+            scales=kv.scales,
             pdl=self._pdl,
         )
 
@@ -117,6 +118,7 @@ class TritonAttention:
             batch.ends,
             scale=spec.scale,
             tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
+            scales=kv.scales,
             pdl=self._pdl,
         )
 

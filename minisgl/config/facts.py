@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
+
+
+class KVScales(NamedTuple):
+    """What multiplies the keys and the values that a layer's KV cache stores, to read them."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +29,8 @@ class KVSpec:
 
     num_kv_heads: int
     head_dim: int
-    dtype: str  # one of DTYPES
+    dtype: str  # one of DTYPES, or FP8
+    scales: KVScales = UNSCALED  # for FP8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -25,7 +39,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +69,11 @@ class AttentionSpec:
         }
         return tuple(name for name, used in found.items() if used)
 
-    def kv(self, dtype: str) -> KVSpec:
+    def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """What the layer's KV cache stores, in `dtype`."""
-        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+        return KVSpec(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, scales=scales
+        )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
         """The same with the heads of one of `num_ranks` ranks, which must divide the heads."""
@@ -95,10 +111,14 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
+    kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """What each layer's KV cache stores, in `dtype`."""
-        return tuple(spec.kv(dtype) for spec in self.attention)
+        """What each layer's KV cache stores, in `dtype`: one of DTYPES, or FP8."""
+        scales = [UNSCALED] * len(self.attention)
+        if dtype == FP8 and self.kv_scales is not None:
+            scales = list(self.kv_scales)
+        return tuple(spec.kv(dtype, its) for spec, its in zip(self.attention, scales, strict=True))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes that the KV caches of all layers store per token, in `dtype`."""
@@ -134,6 +154,7 @@ class DeviceFacts:
     has_cuda: bool
     free_cpu_bytes: int
     num_gpus: int = 0
+    compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()

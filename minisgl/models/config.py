@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts
+from minisgl.config import AttentionSpec, ExpertFacts, KVScales, ModelFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,7 @@ class ModelConfig:
     max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
     notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
+    kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -98,4 +99,5 @@ class ModelConfig:
             num_layer_weights=num_layer_weights,
             num_head_weights=self.hidden_size * self.vocab_size,
             experts=expert_facts,
+            kv_scales=self.kv_scales,
         )

@@ -23,6 +23,7 @@ from minisgl.layers.linear import (
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
+from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.registry import FAMILIES
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, whole
@@ -173,6 +174,8 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
                 tied_head = _part(stored, targets[_EMBEDDING].cut)
                 continue
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
+                continue
+            if is_kv_scale(name):
                 continue
             dtype = stored.get_dtype()
             known = name in targets or name in stacks
