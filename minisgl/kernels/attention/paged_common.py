@@ -88,9 +88,10 @@ def to_multiply(query, scale, fp8: tl.constexpr):
         power = tl.full((query.shape[0],), 1.0, tl.float32)
         if query.dtype == tl.bfloat16:
             wide = query.to(tl.float32)
-            # The power of two of the largest element, and its inverse, by their exponents.
+            # The power of two of the largest element, and its inverse, by their exponents: from
+            # 2^-60, for the scale not to become 0, to 2^126.
             exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
-            exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+            exponent = tl.minimum(tl.maximum(exponent, 67), 253)
             power = (exponent << 23).to(tl.float32, bitcast=True)
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
             query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
