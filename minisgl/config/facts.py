@@ -19,6 +19,11 @@ class KVScales(NamedTuple):
     k: float = 1.0
     v: float = 1.0
 
+    @property
+    def inverse(self) -> tuple[float, float]:
+        """What multiplies keys and values to store them."""
+        return 1 / self.k, 1 / self.v
+
 
 UNSCALED = KVScales()
 

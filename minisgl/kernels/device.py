@@ -43,13 +43,13 @@ def silu_mul(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_stored(x, scale, dtype: tl.constexpr):
+def to_stored(x, inverse_scale, dtype: tl.constexpr):
     """A key or value as the cache stores it: x without a scale; with one, as reference.to_stored
     rounds it to e4m3."""
-    if scale is None:
+    if inverse_scale is None:
         return x
     else:
-        quotient = tl.div_rn(x.to(tl.float32), scale)
+        quotient = x.to(tl.float32) * inverse_scale
         return tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 

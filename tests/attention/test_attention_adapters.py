@@ -6,6 +6,7 @@ what they are given: lists of pages, block tables, lengths. The judge is TorchAt
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections import deque
@@ -40,7 +41,8 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+from minisgl.config import ATTENTION_BACKENDS, AttentionSpec, KVScales
+from minisgl.kernels.elementwise.reference import to_stored
 
 SCALE = 0.3
 
@@ -50,6 +52,7 @@ SCALE = 0.3
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:
     """q: [n, heads, d], the last n of the len(k) positions; k, v: [m, kv heads, d]."""
     group = q.shape[1] // k.shape[1]
+    k, v = k.to(q.dtype), v.to(q.dtype)  # from FP8
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
     if causal:
@@ -170,12 +173,13 @@ class DecodeWrapper(PagedWrapper):
 
 
 class PrefillWrapper(PagedWrapper):
+    backend: str
     made: list[PagedWrapper] = []  # noqa: RUF012
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
     ) -> None:
-        assert backend == "auto"
+        self.backend = backend
         super().__init__(float_workspace_buffer, kv_layout)
 
     def plan(
@@ -241,13 +245,14 @@ def trtllm_batch_decode_with_kv_cache(
     *,
     kv_layout: str = "HND",
 ) -> Tensor:
-    assert kv_layout == "NHD" and bmm2_scale == 1.0 and kv_cache[0].shape[1] in (16, 32, 64)
+    assert kv_layout == "NHD" and kv_cache[0].shape[1] in (16, 32, 64)
     assert not workspace_buffer.any() and workspace_buffer.dtype == torch.uint8
     # The kernel goes by pointers alone.
     assert query.is_contiguous() and block_tables.is_contiguous()
     assert max_seq_len == block_tables.shape[1] * kv_cache[0].shape[1] >= seq_lens.max()
     starts = torch.arange(len(query) + 1, dtype=torch.int32)
-    return attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale)
+    out = attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale)
+    return out * bmm2_scale
 
 
 def decode_by_table(
@@ -498,6 +503,22 @@ def test_flashinfer(packages: Callable[..., None], name: str, sizes: list[int]) 
         check(name, Case.of(lengths, chunks, page_size, heads))
 
     run()
+
+
+@pytest.mark.parametrize("name", ["fi", "trtllm"])
+def test_an_fp8_cache_is_scaled(packages: Callable[..., None], name: str) -> None:
+    """And FlashInfer prefills by its kernel that reads one."""
+    case = Case.of([1, 40, 17], [(3, 20), (0, 9)], 16, (2, 4, 16))
+    scales = KVScales(0.02, 0.011)
+    k, v = (
+        to_stored(cache.nan_to_num(), scale)
+        for cache, scale in ((case.kv.k, scales.k), (case.kv.v, scales.v))
+    )
+    shape = dataclasses.replace(case.shape, kv_dtype=torch.float8_e4m3fn)
+    check(name, dataclasses.replace(case, kv=LayerKV(k, v, scales), shape=shape))
+    assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2"]
+    check(name, case)
+    assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def paged_decode(
         q.stride(0),
         page_table.stride(0),
         scale * scales.k * LOG2_E,
-        *(scales if fp8 else (None, None)),
+        *((*scales.inverse, scales.v) if fp8 else (None, None, None)),
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -159,7 +159,8 @@ def _decode_kernel(
     q_stride,
     table_stride,
     scale,
-    k_scale,
+    k_inverse,
+    v_inverse,
     v_scale,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -224,10 +225,10 @@ def _decode_kernel(
     else:
         query, acc, peak, lane_totals = _start_with_own(
             q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
-            k_scale, v_scale, kv_head, num_kv_heads, group, head_dim, page_size, block_h, block_n,
-            block_d, pdl,
+            k_inverse, v_inverse, kv_head, num_kv_heads, group, head_dim, page_size, block_h,
+            block_n, block_d, pdl,
         )  # fmt: skip
-    fp8: tl.constexpr = k_scale is not None
+    fp8: tl.constexpr = v_scale is not None
     query, scale = to_multiply(query, scale, fp8)
     odd_query, odd_acc = None, None
     if fp8:  # as pairs of neighbouring dimensions: see _even_and_odd
@@ -340,8 +341,8 @@ def _start_with_own(
     k_weight,
     eps,
     scale,
-    k_scale,
-    v_scale,
+    k_inverse,
+    v_inverse,
     kv_head,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -393,8 +394,8 @@ def _start_with_own(
     )
     key = _norm_and_rotate(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
     # Attended to as it is stored, as other rows and later steps will do.
-    key = to_stored(key, k_scale, k.dtype.element_ty)
-    value = to_stored(value, v_scale, v.dtype.element_ty)
+    key = to_stored(key, k_inverse, k.dtype.element_ty)
+    value = to_stored(value, v_inverse, v.dtype.element_ty)
     place = (page.to(tl.int64) * page_size + position % page_size) * (num_kv_heads * head_dim) + dim
     tl.store(k + place, key, mask=own & (head == 0))
     tl.store(v + place, value, mask=own & (head == 0))

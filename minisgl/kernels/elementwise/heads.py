@@ -46,7 +46,7 @@ def qk_norm_rope_store_kv(
         q_weight,
         k_weight,
         eps,
-        *(scales if k_cache.dtype == torch.float8_e4m3fn else (None, None)),
+        *(scales.inverse if k_cache.dtype == torch.float8_e4m3fn else (None, None)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -75,8 +75,8 @@ def _heads_kernel(
     q_weight,
     k_weight,
     eps,
-    k_scale,
-    v_scale,
+    k_inverse,
+    v_inverse,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -136,8 +136,8 @@ def _heads_kernel(
     kv_place = kv_slot * (num_kv_heads * head_dim) + column
     k_place = kv_place + (head - num_heads) * head_dim
     is_k = (head >= num_heads) & (head < first_v)
-    tl.store(k_cache + k_place, to_stored(first, k_scale, stored), mask=inside & is_k)
-    tl.store(k_cache + k_place + half, to_stored(second, k_scale, stored), mask=inside & is_k)
+    tl.store(k_cache + k_place, to_stored(first, k_inverse, stored), mask=inside & is_k)
+    tl.store(k_cache + k_place + half, to_stored(second, k_inverse, stored), mask=inside & is_k)
     v_place = kv_place + (head - first_v) * head_dim
-    tl.store(v_cache + v_place, to_stored(first, v_scale, stored), mask=inside & is_v)
-    tl.store(v_cache + v_place + half, to_stored(second, v_scale, stored), mask=inside & is_v)
+    tl.store(v_cache + v_place, to_stored(first, v_inverse, stored), mask=inside & is_v)
+    tl.store(v_cache + v_place + half, to_stored(second, v_inverse, stored), mask=inside & is_v)

@@ -72,9 +72,9 @@ def qk_norm_rope_store_kv(
 
 
 def to_stored(x: Tensor, scale: float) -> Tensor:
-    """x / scale in float8_e4m3fn, rounded to nearest, even; what exceeds the range becomes its
-    end, ±448, and NaN stays."""
-    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """x · (1 / scale) in float8_e4m3fn, rounded to nearest, even; what exceeds the range becomes
+    its end, ±448, and NaN stays."""
+    return (x.float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def _store(x: Tensor, slot_mapping: Tensor, cache: Tensor, scale: float) -> None:
