@@ -74,7 +74,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s, in pages of %d, context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
