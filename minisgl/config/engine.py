@@ -62,6 +62,12 @@ class EngineConfig:
     cache_type: str = option(
         "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Numbers in the KV cache: auto (fp8 if the checkpoint brings scales), model (those of "
+        "--dtype) or fp8 (half the memory of 16 bits).",
+        group="Memory",
+    )
     max_running_requests: int = option(
         256, "Maximum number of concurrently running requests.", group="Scheduling"
     )
@@ -105,6 +111,7 @@ class EngineConfig:
         self._check_choice("device", ("auto", "cuda", "cpu"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("cache_type", ("radix", "naive"))
+        self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
         self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from minisgl.config.quantization import QuantScheme
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
+
+
+class KVScales(NamedTuple):
+    """What multiplies the keys and the values that a layer's KV cache stores, to read them."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+    @property
+    def inverse(self) -> tuple[float, float]:
+        """What multiplies keys and values to store them."""
+        return 1 / self.k, 1 / self.v
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +36,8 @@ class KVSpec:
 
     num_kv_heads: int
     head_dim: int
-    dtype: str  # one of DTYPES
+    dtype: str  # one of DTYPES, or FP8
+    scales: KVScales = UNSCALED  # for FP8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -27,7 +46,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +76,11 @@ class AttentionSpec:
         }
         return tuple(name for name, used in found.items() if used)
 
-    def kv(self, dtype: str) -> KVSpec:
+    def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """The KV cache of the layer in `dtype`."""
-        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+        return KVSpec(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, scales=scales
+        )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
         """The attention of one of `num_ranks` ranks, which must divide the number of heads."""
@@ -125,10 +146,14 @@ class ModelFacts:
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
     quantized: Quantized | None = None  # of the layers' matrices, without experts
+    kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """The KV cache of each layer in `dtype`."""
-        return tuple(spec.kv(dtype) for spec in self.attention)
+        """The KV cache of each layer in `dtype`: one of DTYPES, or FP8."""
+        scales = [UNSCALED] * len(self.attention)
+        if dtype == FP8 and self.kv_scales is not None:
+            scales = list(self.kv_scales)
+        return tuple(spec.kv(dtype, its) for spec, its in zip(self.attention, scales, strict=True))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes per token of the KV caches of all layers in `dtype`."""
@@ -165,6 +190,7 @@ class DeviceFacts:
     has_cuda: bool
     free_cpu_bytes: int
     num_gpus: int = 0
+    compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts, Quantized, QuantScheme
+from minisgl.config import (
+    AttentionSpec,
+    ExpertFacts,
+    KVScales,
+    ModelFacts,
+    Quantized,
+    QuantScheme,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,7 @@ class ModelConfig:
     notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
     quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
+    kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -107,6 +115,7 @@ class ModelConfig:
             num_head_weights=self.hidden_size * self.vocab_size,
             experts=expert_facts,
             quantized=quantized,
+            kv_scales=self.kv_scales,
         )
 
 

@@ -32,9 +32,9 @@ from minisgl.layers.linear import Linear
 from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
 from minisgl.models.hub import safetensors_files
+from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.quantization import (
     StoredTensor,
-    is_kv_scale,
     is_quantizable,
     quantized_maps,
     scale_dtype,

@@ -332,12 +332,6 @@ _SIGNS = {
     Storage.COMPRESSED: ("weight_packed", "I32"),
     Storage.AWQ: ("qweight", "I32"),
 }
-_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-
-
-def is_kv_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the KV cache."""
-    return name.endswith(_KV_SCALES)
 
 
 def is_quantizable(name: str) -> bool:
