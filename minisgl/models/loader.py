@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +10,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError
 from minisgl.kernels.linear.quantized import (
-    E4M3_MAX,
-    Fp8Product,
-    Fp8Weights,
-    Int4Product,
-    QuantizedWeights,
     multiplies_fp8,
-    pack_int4,
 )
-from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
 from minisgl.layers.experts import FusedExperts
 from minisgl.layers.formats import DenseFormat, QuantizedFormat, WeightFormat
 from minisgl.layers.linear import Linear
-from minisgl.layers.norm import RMSNorm
 from minisgl.models.config import ModelConfig
+from minisgl.models.dummy import fill_randomly
 from minisgl.models.hub import safetensors_files
 from minisgl.models.kv_scales import is_kv_scale
 from minisgl.models.quantization import (
@@ -39,6 +31,7 @@ from minisgl.models.quantization import (
     quantized_maps,
     scale_dtype,
 )
+from minisgl.models.quantized_matrix import quantized_weights
 from minisgl.models.registry import FAMILIES
 from minisgl.models.targets import Stack, checkpoint_stacks, checkpoint_targets
 from minisgl.models.transformer import CausalLM
@@ -49,8 +42,6 @@ logger = logging.getLogger(__name__)
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 GIB, MIB = 1 << 30, 1 << 20
 _DUMMY_SEED = 0
-_DUMMY_FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
-_DUMMY_INPUT_SCALE = 1 / 32  # inputs up to 14
 
 # Called with the number of bytes filled so far, and the total.
 Progress = Callable[[int, int], None]
@@ -80,7 +71,7 @@ def load_model(
     if files:
         _fill_from_files(model, files, progress or (lambda done, total: None))
     else:
-        _fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
+        fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     if isinstance(format, QuantizedFormat):
         _log_quantized(model, replace(format.scheme, activations=format.activations))
     return model
@@ -93,7 +84,7 @@ def _log_quantized(model: CausalLM, scheme: QuantScheme) -> None:
         if isinstance(module, Linear | FusedExperts):
             size = len(module.parts) if isinstance(module, Linear) else 3 * module.num_experts
             num_maps += size
-            if _quantized_weights(module):
+            if quantized_weights(module):
                 num_quantized += size
                 num_bytes += sum(weight.nbytes for weight in module.parameters(recurse=False))
     others = sum(weight.nbytes for weight in model.parameters()) - num_bytes
@@ -227,59 +218,3 @@ def _of_scheme(model: CausalLM, name: str) -> str:
 def _few(names: list[str]) -> str:
     rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + rest
-
-
-def _fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
-    """Seeded weights, scaled so that activations keep their size and logits stay moderate."""
-    generator = torch.Generator(device).manual_seed(seed)
-    for module in model.modules():
-        quantized = _quantized_weights(module)
-        for weights, num_inputs in quantized:
-            _draw(weights, num_inputs**-0.5, generator)
-        for name, weight in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                weight.fill_(1.0)
-            elif name.endswith("input_scale"):
-                weight.fill_(_DUMMY_INPUT_SCALE)
-            elif name == "bias":
-                weight.zero_()
-            elif not quantized:
-                weight.normal_(std=_num_inputs(module, name, weight) ** -0.5, generator=generator)
-
-
-def _num_inputs(module: nn.Module, name: str, weight: Tensor) -> int:
-    """The number of inputs of the whole linear map, of which `weight` may be a rank's part."""
-    if isinstance(module, Linear):
-        return module.inputs.whole
-    if isinstance(module, FusedExperts) and name == "down_proj":
-        return module.inner.whole
-    return weight.shape[-1]
-
-
-def _quantized_weights(module: nn.Module) -> list[tuple[QuantizedWeights, int]]:
-    """The quantised matrices of a layer, and the number of inputs of each whole one."""
-    product = getattr(module, "product", None)
-    if isinstance(module, Linear) and isinstance(product, Fp8Product | Int4Product):
-        return [(product.weight, module.inputs.whole)]
-    if isinstance(module, FusedExperts) and isinstance(product, Fp8Experts | Int4Experts):
-        return [(product.gate_up, module.hidden.whole), (product.down, module.inner.whole)]
-    return []
-
-
-def _draw(weights: QuantizedWeights, std: float, generator: torch.Generator) -> None:
-    """Random numbers with a standard deviation of `std`, or nearly."""
-    device = weights.data.device
-    if isinstance(weights, Fp8Weights):
-        for matrix in weights.data if weights.data.dim() == 3 else [weights.data]:
-            numbers = torch.randn(matrix.shape, generator=generator, device=device)
-            matrix.copy_((_DUMMY_FP8_STD * numbers).clamp(-E4M3_MAX, E4M3_MAX))
-        weights.scale.fill_(std / _DUMMY_FP8_STD)
-        return
-    for packed in weights.data if weights.data.dim() == 3 else [weights.data]:
-        shape = packed.shape[0], 4 * packed.shape[1]
-        # From 1 to 15, whose mean is the zero point.
-        numbers = torch.randint(1, 16, shape, generator=generator, dtype=torch.uint8, device=device)
-        packed.copy_(pack_int4(numbers))
-    weights.scale.fill_(std / math.sqrt((15**2 - 1) / 12))
-    if weights.zero is not None:
-        weights.zero.fill_(8)

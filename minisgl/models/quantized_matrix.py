@@ -7,22 +7,37 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.config import BLOCK, Activations, QuantScheme, Storage
 from minisgl.errors import CheckpointError
 from minisgl.kernels.linear.quantized import (
+    Fp8Product,
     Fp8Weights,
+    Int4Product,
     Int4Weights,
     QuantizedWeights,
     pack_int4,
 )
+from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.linear import Linear
 from minisgl.models import packing
 from minisgl.models.packing import PER_INT32, covering
 from minisgl.models.target import Target
 from minisgl.shards import Shard, whole
 
 _E4M3, _INT32, _INT64 = ("F8_E4M3",), ("I32",), ("I64",)
+
+
+def quantized_weights(module: nn.Module) -> list[tuple[QuantizedWeights, int]]:
+    """The quantised matrices of a layer, and the number of inputs of each whole one."""
+    product = getattr(module, "product", None)
+    if isinstance(module, Linear) and isinstance(product, Fp8Product | Int4Product):
+        return [(product.weight, module.inputs.whole)]
+    if isinstance(module, FusedExperts) and isinstance(product, Fp8Experts | Int4Experts):
+        return [(product.gate_up, module.hidden.whole), (product.down, module.inner.whole)]
+    return []
 
 
 @dataclass(frozen=True, slots=True)

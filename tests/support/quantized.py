@@ -136,8 +136,11 @@ def pack_gptq(w: Tensor, group: int = 128, *, v2: bool = False) -> Packed:
 # -- compressed-tensors ---------------------------------------------------------------------------
 
 
-def compressed(preset: str, **weights: Any) -> Format:
+def compressed(preset: str, *, weights_alone: bool = False, **weights: Any) -> Format:
+    """weights_alone: inputs are not rounded."""
     scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+    if weights_alone:
+        scheme = scheme.model_copy(update={"input_activations": None})
     scheme = scheme.model_copy(update={"weights": scheme.weights.model_copy(update=weights)})
     is_int4 = scheme.weights.num_bits == 4
     config = QuantizationConfig(
@@ -199,6 +202,7 @@ FORMATS: dict[str, Format] = {
     "ct-fp8-channel": compressed("FP8_DYNAMIC"),
     "ct-fp8-static": compressed("FP8"),
     "ct-fp8-block": compressed("FP8_BLOCK"),
+    "ct-fp8-weights": compressed("FP8_BLOCK", weights_alone=True),
     "ct-int4": compressed("W4A16"),
     "ct-int4-64": compressed("W4A16", group_size=64, actorder="static"),
     "ct-int4-zeros": compressed("W4A16_ASYM"),
