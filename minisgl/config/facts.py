@@ -95,6 +95,9 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
+    # Whether the products of layers and experts round their inputs to FP8, where the device can
+    # multiply that.
+    fp8_activations: bool = False
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """What each layer's KV cache stores, in `dtype`."""
