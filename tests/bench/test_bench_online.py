@@ -619,6 +619,12 @@ def test_the_share_of_the_limit_is_of_what_the_server_did() -> None:
     weights = 2 * (facts.num_layer_weights + facts.num_head_weights)
     assert limit.work.weight_bytes == 3 * weights
     assert limit.share == pytest.approx(limit.work.seconds / 4.0)
+    # What may run at once at a point decides which requests share a step.
+    two = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(1.0, 2.0, 3.0, 5.0)])
+    counted = online_figures(two, replace(counts, num_steps=60), {})
+    limits = [share_of_limit(site, Point(None, most), two, counted) for most in (1, 2)]
+    works = [found.work for found in limits if found is not None]
+    assert works[0].decode_operations < works[1].decode_operations
     for other in (replace(site, started=None), replace(site, started=replace(started, peak=None))):
         assert share_of_limit(other, point, run, found) is None
     assert share_of_limit(site, point, run, online_figures(run, None, {})) is None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.gated_runner import gated_server
 
 from minisgl.bench import energy
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
@@ -17,10 +20,11 @@ from minisgl.bench.energy import Energy, Spent, energy_counter, metered, nvml_co
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.bench.online.config import Point
+from minisgl.bench.online.config import LoadConfig, Point
 from minisgl.bench.report.figures import Figures
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.tables import print_figures, sweep_table
+from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig
 
@@ -150,15 +154,17 @@ def test_the_table_of_a_sweep_has_energy_where_it_is_known() -> None:
 
 
 @pytest.fixture
-def gpu_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the engine of a CPU run on a GPU that uses 2 joules between any two readings."""
 
     def counter(gpus: object) -> energy.Counter:
-        assert gpus == []
+        assert not gpus
         return counter_of(Library({"GPU-a": 0}), ["GPU-a"])
 
-    for name in ("offline", "latency"):
+    for name in ("offline", "latency", "serve"):
         monkeypatch.setattr(f"minisgl.bench.{name}.energy_counter", counter)
+    yield
+    gc.unfreeze()  # what the benchmark's memory was settled with
 
 
 @pytest.mark.usefixtures("gpu_counter")
@@ -184,6 +190,24 @@ async def test_offline_and_latency_report_energy(
     assert "joules/token" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("gpu_counter")
+async def test_a_run_over_http_reports_energy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.json"
+    async with gated_server() as served:
+        await bench_serve(
+            EngineConfig(),
+            BenchConfig(num_requests=2, repeat=1, json_file=str(file)),
+            WorkloadConfig(input_len=5, output_len=6),
+            LoadConfig(url=f"http://127.0.0.1:{served.port}", vocab_size=100),
+            ReportConfig(),
+        )
+    [point] = json.loads(file.read_text())["points"]
+    assert point["figures"]["energy"]["joules_per_output_token"] == 2.0 / 12
+    assert "joules per output token" in capsys.readouterr().out
+
+
 async def test_on_a_cpu_there_is_no_energy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,6 +216,7 @@ async def test_on_a_cpu_there_is_no_energy(
         batch_size=("1",), input_len=4, output_len=4, json_file=str(file), repeat=1
     )
     await bench_latency(EngineConfig(device="cpu"), batches, ReportConfig())
+    gc.unfreeze()
     assert json.loads(file.read_text())["batches"][0]["figures"]["energy"] is None
     out = capsys.readouterr().out
     assert "joules" not in out
