@@ -13,22 +13,28 @@ _OLDEST_WITH_FP8 = (8, 9)  # Ada: tensor cores multiply FP8, and Triton converts
 
 
 def has_fp8_products(capability: ComputeCapability | None) -> bool:
-    """Whether the device multiplies one FP8 matrix by another. GPUs that do not leave activations
-    as they are; a CPU rounds them, as the reference of the GPUs that do."""
+    """Whether the device multiplies one FP8 matrix by another, for which activations are rounded.
+    Other GPUs leave these as they are. A CPU rounds them: it is the reference of those that do."""
     return capability is None or capability >= _OLDEST_WITH_FP8
 
 
 def describe_formats(capability: ComputeCapability | None) -> Mapping[str, str]:
     """What computes with each format on the device, in words for people."""
     if capability is None:
-        rounded = "activations rounded to FP8 as on a GPU, products of dequantised float32"
-        plain = "products of dequantised float32"
-        return {"fp8 weights": rounded, "int4 weights": plain, "fp8 kv cache": "attention torch"}
-    plain = "dequantised in registers, activations as they are"
+        return {
+            "fp8 weights": "dequantised float32, activations rounded to FP8 as on a GPU",
+            "int4 weights": "dequantised float32, activations as they are",
+            "fp8 kv cache": "attention torch",
+        }
+    weights_alone = "dequantised in registers, activations as they are"
     if not has_fp8_products(capability):
-        return {"fp8 weights": plain, "int4 weights": plain, "fp8 kv cache": "attention torch"}
+        return {
+            "fp8 weights": weights_alone,
+            "int4 weights": weights_alone,
+            "fp8 kv cache": "attention torch",
+        }
     return {
         "fp8 weights": "FP8 tensor cores, activations rounded to FP8",
-        "int4 weights": plain,
+        "int4 weights": weights_alone,
         "fp8 kv cache": "attention triton, torch",
     }

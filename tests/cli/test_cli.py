@@ -271,6 +271,8 @@ def test_version_names_what_a_bug_report_needs() -> None:
     lines = result.stdout.splitlines()
     for named in ("minisgl ", "python ", "torch ", "cpu ", "gpu ", "attention prefill "):
         assert any(line.startswith(named) for line in lines), named
+    for named in ("fp8 weights ", "int4 weights ", "fp8 kv cache "):
+        assert any(line.startswith(named) for line in lines), named
 
 
 def test_version_says_what_it_can_where_the_hardware_is_broken(
