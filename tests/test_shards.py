@@ -14,8 +14,9 @@ from support.checkpoints import SPECS, make_checkpoint, spec_named
 
 from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader
-from minisgl.models.loader import checkpoint_targets, load_model
+from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
+from minisgl.models.targets import checkpoint_targets
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
 

@@ -13,6 +13,7 @@ from minisgl.config.facts import (
     ExpertFacts,
     KVSpec,
     ModelFacts,
+    Quantized,
 )
 from minisgl.config.options import (
     HIDDEN,
@@ -22,6 +23,13 @@ from minisgl.config.options import (
     option,
     option_names,
     refuse,
+)
+from minisgl.config.quantization import (
+    BLOCK,
+    FP8_WHILE_LOADING,
+    Activations,
+    QuantScheme,
+    Storage,
 )
 from minisgl.config.resolve import (
     CAPTURED_BACKENDS,
@@ -42,6 +50,7 @@ from minisgl.config.resolve import (
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "BLOCK",
     "CAPTURED_BACKENDS",
     "CPU_KV_BYTES",
     "CPU_KV_TOKENS",
@@ -51,11 +60,13 @@ __all__ = [
     "DTYPE_BYTES",
     "FLASHINFER_PAGE_SIZE",
     "FLOAT32_BACKENDS",
+    "FP8_WHILE_LOADING",
     "HIDDEN",
     "LARGEST_AUTO_GRAPH",
     "MAX_CPU_RANKS",
     "TRTLLM_PAGE_SIZES",
     "TYPE_NAMES",
+    "Activations",
     "AttentionSpec",
     "Capacity",
     "DeviceFacts",
@@ -63,7 +74,10 @@ __all__ = [
     "ExpertFacts",
     "KVSpec",
     "ModelFacts",
+    "QuantScheme",
+    "Quantized",
     "ResolvedConfig",
+    "Storage",
     "check_at_least",
     "check_types",
     "option",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -69,6 +71,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """The quantised among some matrices."""
+
+    scheme: QuantScheme
+    num_weights: int
+    num_bytes: int  # with their scales and zero points
+
+    @staticmethod
+    def of(scheme: QuantScheme, maps: Iterable[tuple[int, int]]) -> Quantized:
+        """maps: rows and columns of each matrix."""
+        sizes = list(maps)
+        return Quantized(
+            scheme=scheme,
+            num_weights=sum(n * k for n, k in sizes),
+            num_bytes=sum(scheme.matrix_bytes(n, k) for n, k in sizes),
+        )
+
+
+def _matrix_bytes(num_weights: int, dtype: str, quantized: Quantized | None) -> int:
+    """The bytes of matrices of which some may be quantised, the others in `dtype`."""
+    if quantized is None:
+        return num_weights * DTYPE_BYTES[dtype]
+    return (num_weights - quantized.num_weights) * DTYPE_BYTES[dtype] + quantized.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
     """Properties of the layers with experts."""
 
@@ -76,10 +104,11 @@ class ExpertFacts:
     num_experts: int  # per layer
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
+    quantized: Quantized | None = None  # of these
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of one expert, in a model that computes in `dtype`."""
-        return self.num_weights * DTYPE_BYTES[dtype]
+        return _matrix_bytes(self.num_weights, dtype, self.quantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +124,14 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
-    # Whether the products of layers and experts round their inputs to FP8, where the device can
-    # multiply that.
-    fp8_activations: bool = False
+    quantized: Quantized | None = None  # of the layers' matrices, without experts
+
+    @property
+    def fp8_activations(self) -> bool:
+        """Whether products of layers or experts round their inputs to FP8, where the device can
+        multiply that."""
+        parts = (self.quantized, self.experts and self.experts.quantized)
+        return any(part.scheme.activations != Activations.NONE for part in parts if part)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """What each layer's KV cache stores, in `dtype`."""
@@ -110,7 +144,8 @@ class ModelFacts:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of layers and head, without experts, in a model that computes in
         `dtype`."""
-        return (self.num_layer_weights + self.num_head_weights) * DTYPE_BYTES[dtype]
+        head = self.num_head_weights * DTYPE_BYTES[dtype]
+        return head + _matrix_bytes(self.num_layer_weights, dtype, self.quantized)
 
     def can_divide(self, num_ranks: int) -> bool:
         """Whether the model can be sharded over `num_ranks` ranks."""

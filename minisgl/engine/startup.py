@@ -49,7 +49,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=config.quantization)
     facts = model_config.facts()
     # What cannot be divided is refused by resolve.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts

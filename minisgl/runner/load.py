@@ -135,7 +135,8 @@ def _load_model(
         if config.device == "cuda":
             room = f"{free_at_start / GIB:.1f} GiB that are free on the device"
         raise DeviceMemoryError(
-            f"The weights do not fit into the {room}; choose a smaller model or --dtype bfloat16."
+            f"The weights do not fit into the {room}; choose a smaller model, "
+            "--quantization fp8 or --dtype bfloat16."
         ) from error
 
 

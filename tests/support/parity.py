@@ -81,7 +81,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     shape of a captured one."""
     overlap = options.pop("overlap", True)
     padded = options.pop("padded", 0)
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=options.get("quantization"))
     facts = model_config.facts()
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}
