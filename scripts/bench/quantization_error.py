@@ -19,11 +19,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-GROUP = 128  # columns, and rows of a block, that share a scale
+from minisgl.config import BLOCK, Activations
+from minisgl.kernels.linear.quantized import (
+    E4M3_MAX,
+    Fp8Weights,
+    Int4Weights,
+    dequantize,
+    pack_int4,
+    quantize_rows,
+    rounded,
+)
+
 ROWS, OUTPUTS, INPUTS = 256, 1024, 4096
 FREEDOM = 4  # degrees of freedom of Student's t
 OUTLIER_SHARE, OUTLIER_FACTOR = 0.01, 20.0
-E4M3_MAX = 448.0
 
 Round = Callable[[Tensor], Tensor]
 
@@ -31,26 +40,19 @@ Round = Callable[[Tensor], Tensor]
 # -- how x is rounded -----------------------------------------------------------------------------
 
 
-def in_fp8(x: Tensor, largest: Tensor) -> Tensor:
-    """x with scales by which `largest` becomes the largest number of e4m3."""
-    scale = torch.where(largest == 0, 1.0, largest / E4M3_MAX)
-    return (x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
-
-
 def by_tensor(x: Tensor) -> Tensor:
     """A scale for all of x: what a static scale is at best."""
-    return in_fp8(x, x.abs().amax())
+    return rounded(x, Activations.STATIC, None, x.abs().amax() / E4M3_MAX)
 
 
 def by_row(x: Tensor) -> Tensor:
     """A scale for each token of x, or each output channel of W."""
-    return in_fp8(x, x.abs().amax(-1, keepdim=True))
+    return rounded(x, Activations.TOKEN, None, None)
 
 
 def by_group(x: Tensor) -> Tensor:
     """A scale for each 128 columns of a token."""
-    groups = x.unflatten(-1, (-1, GROUP))
-    return by_row(groups).flatten(-2)
+    return rounded(x, Activations.GROUP, BLOCK, None)
 
 
 # -- how W is rounded -----------------------------------------------------------------------------
@@ -58,22 +60,27 @@ def by_group(x: Tensor) -> Tensor:
 
 def by_block(weight: Tensor) -> Tensor:
     """A scale for each 128 x 128 weights."""
-    blocks = weight.unflatten(0, (-1, GROUP)).unflatten(-1, (-1, GROUP))
-    return in_fp8(blocks, blocks.abs().amax((1, 3), keepdim=True)).flatten(-2).flatten(0, 1)
+    grid = (weight.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    blocks = weight.view(grid).transpose(1, 2).flatten(2)
+    data, scale = quantize_rows(blocks)
+    data = data.unflatten(2, (BLOCK, BLOCK)).transpose(1, 2).reshape(weight.shape)
+    return dequantize(Fp8Weights(data, scale, (BLOCK, BLOCK)))
 
 
 def in_int4(weight: Tensor, *, zero_points: bool) -> Tensor:
     """Sixteen numbers with a bfloat16 scale for each 128 columns of a row, and maybe a zero."""
-    groups = weight.unflatten(-1, (-1, GROUP))
+    groups = weight.unflatten(-1, (-1, BLOCK))
     if zero_points:
-        low = groups.amin(-1, keepdim=True).clamp(max=0)
-        scale = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / 15
+        low = groups.amin(-1).clamp(max=0)
+        scale = ((groups.amax(-1).clamp(min=0) - low) / 15).bfloat16()
+        zero = (-low / scale.float()).round().clamp(0, 15)
     else:
-        low, scale = None, groups.abs().amax(-1, keepdim=True) / 7.5
-    scale = scale.bfloat16().float()
-    zero = 8.0 if low is None else (-low / scale).round().clamp(0, 15)
-    q = (groups / scale + zero).round().clamp(0, 15)
-    return ((q - zero) * scale).flatten(-2)
+        scale = (groups.abs().amax(-1) / 7.5).bfloat16()
+        zero = torch.full_like(scale, 8.0)
+    q = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    packed = pack_int4(q.to(torch.uint8).flatten(-2))
+    zeros = zero.to(torch.uint8).T if zero_points else None
+    return dequantize(Int4Weights(packed, scale.T, zeros))
 
 
 def as_bfloat16(x: Tensor) -> Tensor:
@@ -125,9 +132,9 @@ def errors(kinds: dict[str, tuple[Tensor, Tensor]]) -> Iterator[tuple[str, list[
     for each in FORMATS:
         found: list[float | None] = []
         for weight, x in kinds.values():
-            exact, rounded = x @ weight.T, each.weight(weight)
-            found.append(error(rounded, x, exact))
-            found.append(None if each.x is None else error(rounded, each.x(x), exact))
+            exact, stored = x @ weight.T, each.weight(weight)
+            found.append(error(stored, x, exact))
+            found.append(None if each.x is None else error(stored, each.x(x), exact))
         yield each.name, found
 
 
@@ -159,8 +166,8 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=INPUTS, help="of W [default: 4096]")
     given = parser.parse_args()
     for name in ("rows", "outputs", "inputs"):
-        if getattr(given, name) < 1 or getattr(given, name) % (1 if name == "rows" else GROUP):
-            parser.error(f"--{name}: allowed: multiples of {1 if name == 'rows' else GROUP}")
+        if getattr(given, name) < 1 or getattr(given, name) % (1 if name == "rows" else BLOCK):
+            parser.error(f"--{name}: allowed: multiples of {1 if name == 'rows' else BLOCK}")
     for line in table(given.rows, given.outputs, given.inputs):
         print(line)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from dummy_config import MODELS
+from dummy_config import config_of
 
 from minisgl.bench import peak as peak_module
 from minisgl.bench.config import STANDARD
@@ -23,22 +23,9 @@ from minisgl.models.registry import read_model_config
 H200 = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
 
 
-class Int4Facts(ModelFacts):
-    """A model whose layers have half a byte a weight, and a scale of two for 128 of them."""
-
-    def weight_bytes(self, dtype: str) -> int:
-        return (
-            self.num_layer_weights // 2 + self.num_layer_weights // 64 + 2 * self.num_head_weights
-        )
-
-
-def facts(folder: Path, name: str) -> ModelFacts:
-    (folder / "config.json").write_text(json.dumps(MODELS[name]))
+def facts(folder: Path, name: str, quantization: str | None = None) -> ModelFacts:
+    (folder / "config.json").write_text(json.dumps(config_of(name, quantization)))
     return read_model_config(folder).facts()
-
-
-def int4(model: ModelFacts) -> ModelFacts:
-    return Int4Facts(**{field.name: getattr(model, field.name) for field in fields(model)})
 
 
 def request(num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
@@ -84,8 +71,8 @@ def test_the_limit_of_the_standard_workload_adds_up_its_kernels(
     jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=0)
     requests = [request(len(job.prompt_token_ids), job.params.max_tokens or 0) for job in jobs]
     num_steps = max(one.num_output_tokens for one in requests)
-    model = facts(tmp_path, name)
-    done = work(run_of(requests, num_steps), int4(model) if in_int4 else model)
+    model = facts(tmp_path, name, "int4" if in_int4 else None)
+    done = work(run_of(requests, num_steps), model)
     assert 133_966 / done.seconds == pytest.approx(tokens_per_s, rel=0.01)
 
 
@@ -111,6 +98,23 @@ def test_layers_multiply_at_the_peak_of_fp8_and_the_head_does_not(tmp_path: Path
     attention = step.attention.operations
     by_hand = 2000 * model.num_layer_weights / 2 + 2000 * model.num_head_weights + attention
     assert step.seconds(peak) == pytest.approx(by_hand / 1e15)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bytes_per_weight"),
+    [("fp8-block", 1 + 4 / 128**2), ("fp8-channel", 1.0), ("int4", 0.5 + 2 / 128)],
+)
+def test_quantised_weights_are_counted_as_they_are_stored(
+    tmp_path: Path, quantization: str, bytes_per_weight: float
+) -> None:
+    for name in ("Qwen3-14B", "Qwen3-30B-A3B"):
+        model = facts(tmp_path, name, quantization)
+        layers = model.num_layer_weights * bytes_per_weight
+        if model.experts is not None:
+            layers += 48 * 8 * model.experts.num_weights * bytes_per_weight
+        run = run_of([request(512, 3)], num_steps=3)
+        step = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16")
+        assert step.weight_bytes == pytest.approx(layers + 2 * model.num_head_weights, rel=0.01)
 
 
 def test_the_kv_cache_is_counted_in_its_own_dtype(tmp_path: Path) -> None:
@@ -153,13 +157,19 @@ def test_the_peak_of_fp8_is_measured_where_it_is_asked_for(in_fp8: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("fp8_activations", "capability", "asked"),
-    [(True, (9, 0), True), (True, (8, 6), False), (False, (9, 0), False)],
+    ("quantization", "capability", "asked"),
+    [
+        ("fp8-block", (9, 0), True),
+        ("fp8-channel", (9, 0), True),
+        ("fp8-block", (8, 6), False),
+        ("int4", (9, 0), False),
+        (None, (9, 0), False),
+    ],
 )
 def test_fp8_is_measured_where_the_layers_multiply_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    fp8_activations: bool,
+    quantization: str | None,
     capability: tuple[int, int],
     asked: bool,
 ) -> None:
@@ -169,7 +179,7 @@ def test_fp8_is_measured_where_the_layers_multiply_it(
 
     monkeypatch.setattr(peak_module, "measure_peak", measure)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    model = replace(facts(tmp_path, "Qwen3-14B"), fp8_activations=fp8_activations)
+    model = facts(tmp_path, "Qwen3-14B", quantization)
 
     class Config:
         device, dtype, tp = "cuda", "bfloat16", 2

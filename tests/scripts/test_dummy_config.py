@@ -66,6 +66,25 @@ def test_a_quantised_config_says_its_format(quantization: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("quantization", "told"),
+    [
+        ("fp8-block", "FP8 with blocks of 128x128, inputs rounded per token and 128 columns"),
+        ("fp8-channel", "FP8 with one scale per row, inputs rounded per token"),
+        ("fp8-tensor", "FP8 with one scale per matrix, inputs rounded with the checkpoint's scale"),
+        ("int4", "INT4 in groups of 128 (compressed-tensors)"),
+        ("awq", "INT4 in groups of 128 with zero points (awq)"),
+        ("gptq", "INT4 in groups of 128 (gptq)"),
+    ],
+)
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-8B"])
+def test_the_engine_reads_a_quantised_config(
+    tmp_path: Path, model: str, quantization: str, told: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model, quantization)))
+    assert str(read_model_config(tmp_path).quantization) == told
+
+
+@pytest.mark.parametrize(
     ("quantization", "weights", "inputs"),
     [("fp8-channel", (8, "float", "channel"), "token"), ("int4", (4, "int", "group"), None)],
 )

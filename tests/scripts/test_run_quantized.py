@@ -66,8 +66,8 @@ def test_a_figure_is_a_line() -> None:
     ]
 
 
-@pytest.mark.parametrize("measure", ["latency", "context"])
-def test_a_case_is_measured(monkeypatch: pytest.MonkeyPatch, measure: str) -> None:
+@pytest.mark.parametrize(("weights", "measure"), [("fp8-block", "latency"), ("bf16", "context")])
+def test_a_case_is_measured(monkeypatch: pytest.MonkeyPatch, weights: str, measure: str) -> None:
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     monkeypatch.setitem(MODELS, "tiny", config)
     options = ["--device", "cpu"]
@@ -75,8 +75,8 @@ def test_a_case_is_measured(monkeypatch: pytest.MonkeyPatch, measure: str) -> No
         options += ["--batch-size", "2", "--input-len", "4", "--output-len", "3", "--repeat", "1"]
     else:
         options += ["--batch", "2", "--context", "16", "--output", "3"]
-    [line] = run(Case("tiny", "bf16", "model", measure), options)
-    assert line.startswith(f"tiny, weights bf16, KV model, {measure}: batch 2: ")
+    [line] = run(Case("tiny", weights, "model", measure), options)
+    assert line.startswith(f"tiny, weights {weights}, KV model, {measure}: batch 2: ")
     assert line.endswith(" ms"), "a CPU has no limit and no energy"
 
 
