@@ -64,7 +64,8 @@ def engine_gpus(config: ResolvedConfig) -> list[str]:
     """The UUIDs of the GPUs of a running engine, as `energy_counter` takes them."""
     if config.device == "cpu":
         return []
-    return [f"GPU-{torch.cuda.get_device_properties(rank).uuid}" for rank in range(config.tp)]
+    uuids = [str(torch.cuda.get_device_properties(rank).uuid) for rank in range(config.tp)]
+    return [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids]  # the prefix is NVML's
 
 
 def energy_counter(gpus: Sequence[str]) -> Counter:
@@ -75,10 +76,9 @@ def energy_counter(gpus: Sequence[str]) -> Counter:
     if not gpus:
         return _unknown
     try:
-        library = ctypes.CDLL(LIBRARY)
-    except OSError:
+        return nvml_counter(ctypes.CDLL(LIBRARY), gpus)
+    except (OSError, AttributeError):  # no driver, or one that is older than the counter
         return _unknown
-    return nvml_counter(library, gpus)
 
 
 def nvml_counter(library: ctypes.CDLL, gpus: Sequence[str]) -> Counter:
@@ -91,13 +91,13 @@ def nvml_counter(library: ctypes.CDLL, gpus: Sequence[str]) -> Counter:
         if library.nvmlDeviceGetHandleByUUID(gpu.encode(), ctypes.byref(handle)) != 0:
             return _unknown
         handles.append(handle)
+    read = library.nvmlDeviceGetTotalEnergyConsumption
 
     def joules() -> float | None:
         total = 0
         for handle in handles:
             millijoules = ctypes.c_ulonglong()
-            used = ctypes.byref(millijoules)
-            if library.nvmlDeviceGetTotalEnergyConsumption(handle, used) != 0:
+            if read(handle, ctypes.byref(millijoules)) != 0:
                 return None
             total += millijoules.value
         return total / 1e3

@@ -109,13 +109,21 @@ def measure_operations_per_s(device: torch.device, dtype: torch.dtype, size: int
 
 
 def measure_fp8_operations_per_s(device: torch.device, size: int) -> float:
-    """Of the library's product of float8 matrices with a scale for each row and each column."""
+    """Of the library's product of float8 matrices with a scale for each row and each column.
+
+    The tensor cores add up by themselves, in fewer bits than float32 has, which is their fastest.
+    """
     rows, columns = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in "ab")
     ones = torch.ones(size, 1, device=device)
 
     def multiply() -> Tensor:
         return torch._scaled_mm(
-            rows, columns.t(), scale_a=ones, scale_b=ones.t(), out_dtype=torch.bfloat16
+            rows,
+            columns.t(),
+            scale_a=ones,
+            scale_b=ones.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
 
     return 2 * size**3 / _seconds(multiply, device)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from support.gated_runner import gated_server
 
 from minisgl.bench import energy
 from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
-from minisgl.bench.energy import Energy, Spent, energy_counter, metered, nvml_counter
+from minisgl.bench.energy import Energy, Spent, energy_counter, engine_gpus, metered, nvml_counter
 from minisgl.bench.latency import bench_latency
 from minisgl.bench.offline import bench_offline
 from minisgl.bench.offline_run import RequestRecord, RunRecord
@@ -86,8 +87,21 @@ def test_energy_is_unknown_without_gpus_or_driver(monkeypatch: pytest.MonkeyPatc
         raise OSError(name)
 
     assert energy_counter([])() is None
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert energy_counter(["GPU-a"])() is None
+    for library in (missing, lambda name: object()):  # an old one lacks the functions
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        assert energy_counter(["GPU-a"])() is None
+
+
+def test_gpus_are_named_as_nvml_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        def __init__(self, rank: int) -> None:
+            self.uuid = f"{'GPU-' * rank}{rank}1-2"
+
+    class Config:
+        device, tp = "cuda", 2
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Gpu)
+    assert engine_gpus(Config) == ["GPU-01-2", "GPU-11-2"]  # type: ignore[arg-type]
 
 
 def test_a_meter_takes_the_difference() -> None:
