@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from minisgl.config.quantization import QuantScheme
+from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -147,6 +147,13 @@ class ModelFacts:
     experts: ExpertFacts | None = None
     quantized: Quantized | None = None  # of the layers' matrices, without experts
     kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
+
+    @property
+    def fp8_activations(self) -> bool:
+        """Whether products of layers or experts round their inputs to FP8, where the device can
+        multiply that."""
+        parts = (self.quantized, self.experts and self.experts.quantized)
+        return any(part.scheme.activations != Activations.NONE for part in parts if part)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
         """The KV cache of each layer in `dtype`: one of DTYPES, or FP8."""

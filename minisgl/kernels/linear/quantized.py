@@ -20,19 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minisgl.config import Activations
+from minisgl.kernels.hardware import has_fp8_products
 from minisgl.kernels.linear.product import Product
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0  # e4m3 has no infinity
 CHUNK = 64  # columns of INT4 weights whose order in memory is that of `pack_int4`
-_OLDEST_WITH_FP8_PRODUCTS = (8, 9)  # compute capability
 
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether a device has products of two FP8 matrices. Others leave x as it is."""
-    if device.type != "cuda":
-        return True  # the reference, which computes whatever a GPU does
-    return torch.cuda.get_device_capability(device) >= _OLDEST_WITH_FP8_PRODUCTS
+    on_gpu = device.type == "cuda"
+    return has_fp8_products(torch.cuda.get_device_capability(device) if on_gpu else None)
 
 
 # -- weights --------------------------------------------------------------------------------------
