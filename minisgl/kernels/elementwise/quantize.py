@@ -19,19 +19,22 @@ from minisgl.kernels import device
 from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.launch import pdl_options, warps_for
 
-# cuBLAS takes rows with scales of groups in such numbers only.
-ROWS_MULTIPLE = 4
 # Columns that a program has at work at a time: of a whole row, or as a part of one.
 _WHOLE, _PART = 4096, 1024
 
 
 class Fp8Rows(NamedTuple):
-    """Activations in FP8. The memory of both tensors goes on to a multiple of ROWS_MULTIPLE rows,
-    in which there is anything."""
+    """Activations in FP8. The memory of both tensors goes on to `room(m)` rows, with anything in
+    those behind m: what GEMMs may read, who use none of it."""
 
     data: Tensor  # [m, k] float8_e4m3fn, contiguous
     # float32, [m], or of groups [m, ceil(k / group)] with the rows of a group side by side
     scale: Tensor
+
+
+def room(num_rows: int) -> int:
+    """A multiple of the rows that tiles of few rows have, or of 4, which cuBLAS wants."""
+    return max(triton.next_power_of_2(num_rows), 16) if num_rows <= 128 else -(-num_rows // 4) * 4
 
 
 def quantize(
@@ -144,10 +147,10 @@ def _norm(
 
 
 def _allocate(num_rows: int, size: int, group: int | None, device: torch.device) -> Fp8Rows:
-    room = triton.cdiv(num_rows, ROWS_MULTIPLE) * ROWS_MULTIPLE
-    data = torch.empty((room, size), dtype=torch.float8_e4m3fn, device=device)
+    rows = room(num_rows)
+    data = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=device)
     groups = 1 if group is None else triton.cdiv(size, group)
-    scale = torch.empty((groups, room), dtype=torch.float32, device=device)[:, :num_rows]
+    scale = torch.empty((groups, rows), dtype=torch.float32, device=device)[:, :num_rows]
     return Fp8Rows(data[:num_rows], scale[0] if group is None else scale.T)
 
 
