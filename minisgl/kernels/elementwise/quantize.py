@@ -8,8 +8,6 @@ row gets the same bits whatever the other rows and their number: each is one pro
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,23 +16,10 @@ from torch import Tensor
 from minisgl.kernels import device
 from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.rows import Fp8Rows, room
 
 # Columns that a program has at work at a time: of a whole row, or as a part of one.
 _WHOLE, _PART = 4096, 1024
-
-
-class Fp8Rows(NamedTuple):
-    """Activations in FP8. The memory of both tensors goes on to `room(m)` rows, with anything in
-    those behind m: what GEMMs may read, who use none of it."""
-
-    data: Tensor  # [m, k] float8_e4m3fn, contiguous
-    # float32, [m], or of groups [m, ceil(k / group)] with the rows of a group side by side
-    scale: Tensor
-
-
-def room(num_rows: int) -> int:
-    """A multiple of the rows that tiles of few rows have, or of 4, which cuBLAS wants."""
-    return max(triton.next_power_of_2(num_rows), 16) if num_rows <= 128 else -(-num_rows // 4) * 4
 
 
 def quantize(
@@ -89,7 +74,7 @@ def _quantize(
 ) -> Fp8Rows:
     assert x.stride(1) == 1
     num_rows = len(x)
-    out = _allocate(num_rows, size, group, x.device)
+    out = _allocate(num_rows, size, group, x)
     if num_rows == 0:
         return out
     # Only the scale of a whole row takes a program that has all of it.
@@ -97,7 +82,8 @@ def _quantize(
     columns = _WHOLE if whole else _PART
     pieces = triton.cdiv(size, columns)
     _quantize_rows[(num_rows * (1 if whole else pieces),)](
-        *out,
+        out.data,
+        out.scale,
         x,
         static,
         x.stride(0),
@@ -125,12 +111,13 @@ def _norm(
 ) -> Fp8Rows:
     assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
     num_rows, size = residual.shape
-    out = _allocate(num_rows, size, group, residual.device)
+    out = _allocate(num_rows, size, group, residual)
     if num_rows == 0:
         return out
     block = max(triton.next_power_of_2(size), group or 1)
     _norm_and_quantize_rows[(num_rows,)](
-        *out,
+        out.data,
+        out.scale,
         residual,
         delta,
         weight,
@@ -146,12 +133,12 @@ def _norm(
     return out
 
 
-def _allocate(num_rows: int, size: int, group: int | None, device: torch.device) -> Fp8Rows:
-    rows = room(num_rows)
+def _allocate(num_rows: int, size: int, group: int | None, like: Tensor) -> Fp8Rows:
+    rows, device = room(num_rows), like.device
     data = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=device)
     groups = 1 if group is None else triton.cdiv(size, group)
     scale = torch.empty((groups, rows), dtype=torch.float32, device=device)[:, :num_rows]
-    return Fp8Rows(data[:num_rows], scale[0] if group is None else scale.T)
+    return Fp8Rows(data[:num_rows], scale[0] if group is None else scale.T, like.dtype)
 
 
 @triton.jit

@@ -36,6 +36,11 @@ def allocate_workspace(
     )
 
 
+def should_use(tuning: DeviceTuning, m: int, group: int | None) -> bool:
+    """Whether our kernel is faster than torch's scaled products."""
+    return m <= (tuning.fp8_rows if group is None else tuning.fp8_group_rows)
+
+
 def choose_tiles(
     m: int,
     n: int,
@@ -77,9 +82,7 @@ def _tiles_of_many_rows(
     tiles = LinearTiles(128, _BLOCKS_M[-1], group or 128, num_warps=8)
     num_tiles = triton.cdiv(n, tiles.block_n) * triton.cdiv(m, tiles.block_m)
     splits = min(tuning.linear_programs // num_tiles, k // 1024) if may_split else 1
-    return replace(
-        tiles, splits=max(splits, 1), num_stages=_stages(tiles, tuning.shared_bytes)
-    )
+    return replace(tiles, splits=max(splits, 1), num_stages=_stages(tiles, tuning.shared_bytes))
 
 
 def _stages(tiles: LinearTiles, shared_bytes: int) -> int:

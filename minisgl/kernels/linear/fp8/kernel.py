@@ -61,9 +61,10 @@ def fp8_kernel(
 ):
     """A block of [block_n, block_m] of the transposed result, over one split of k.
 
-    `whole_m`: the memory of x's scales has as many rows as the tiles. With `scale_rows` each tile of k has a scale of its own, of a row of x and of `scale_rows` rows
-    of W; without it, whole rows have. `exact_k`: after how many products the sum of the tensor
-    cores, of some 14 bits, is added to one of float32.
+    With `scale_rows` each tile of k has scales of its own: of each row of x, and of every
+    `scale_rows` rows of W. Without it, whole rows have. `whole_m`: the memory of x's scales goes on
+    to the end of the tile. `exact_k`: the sums of the tensor cores have some 14 bits; after so many
+    products they are added to one of float32.
     """
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = part * split_size
@@ -101,10 +102,7 @@ def fp8_kernel(
             # The scales of W are loaded one tile ahead, those of x by the pipeline.
             ahead = tl.minimum(start + block_k, end - 1) // block_k
             by_x_at = x_scale + start // block_k * scale_stride + row
-            if whole_m:
-                by_x = tl.load(by_x_at)
-            else:
-                by_x = tl.load(by_x_at, mask=row < num_rows, other=0.0)
+            by_x = load(by_x_at, row < num_rows, whole_m)
             acc += tl.dot(w, tl.trans(rows)) * (_down(by_w) * by_x[None, :])
             by_w = tl.load(w_scale + ahead)
         else:

@@ -13,7 +13,6 @@ import triton
 from torch import Tensor
 
 from minisgl.kernels.comm.mailbox import Mailbox
-from minisgl.kernels.elementwise.quantize import Fp8Rows
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.linear.config import (
     LinearTiles,
@@ -24,6 +23,7 @@ from minisgl.kernels.linear.config import (
 from minisgl.kernels.linear.fp8.config import choose_tiles
 from minisgl.kernels.linear.fp8.kernel import fp8_kernel
 from minisgl.kernels.linear.fp8.weights import Fp8Weights
+from minisgl.kernels.rows import Fp8Rows, room
 from minisgl.kernels.tuning import tuning_of
 
 _EXACT_K = 128  # products that the tensor cores add up by themselves
@@ -33,19 +33,18 @@ def linear(
     x: Fp8Rows,
     weights: Fp8Weights,
     bias: Tensor | None,
-    dtype: torch.dtype,
     *,
     workspace: LinearWorkspace | None = None,
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> Tensor:
-    """x Wᵀ + bias, a new [m, n] of `dtype`; bias: [n], of the same.
+    """x Wᵀ + bias, a new [m, n] of x.dtype; bias: [n], of the same.
 
-    x's scales are those of groups where W has blocks, and of rows where it has channels. Without a
-    workspace, k is not split. `pdl`: overlap launches where the device can, by the rule of
-    kernels/launch.py; weights and bias must be older than two launches.
+    x has scales of rows, or where W has blocks, of groups as wide as these. Without a workspace, k
+    is not split. `pdl`: overlap launches where the device can, by the rule of kernels/launch.py;
+    weights and bias must be older than two launches.
     """
-    out = torch.empty((len(x.data), len(weights.data)), dtype=dtype, device=x.data.device)
+    out = torch.empty((len(x), len(weights.data)), dtype=x.dtype, device=x.data.device)
     _launch(out, x, weights, bias, workspace, tiles, None, pdl=pdl)
     return out
 
@@ -54,17 +53,16 @@ def linear_send(
     x: Fp8Rows,
     weights: Fp8Weights,
     bias: Tensor | None,
-    dtype: torch.dtype,
     mailbox: Mailbox,
     *,
     workspace: LinearWorkspace | None = None,
     tiles: LinearTiles | None = None,
     pdl: bool = True,
 ) -> None:
-    """Sends linear(x, weights, bias, dtype) to rows 0 to m - 1 of all ranks' inboxes, whose rows
+    """Sends linear(x, weights, bias) to rows 0 to m - 1 of all ranks' inboxes, whose rows
     have n elements. one_shot.received_norm adds up the summands of all ranks."""
-    assert len(x.data) <= mailbox.max_rows
-    out = torch.empty((0, len(weights.data)), dtype=dtype, device=x.data.device)
+    assert len(x) <= mailbox.max_rows
+    out = torch.empty((0, len(weights.data)), dtype=x.dtype, device=x.data.device)
     assert mailbox.takes(out)
     _launch(out, x, weights, bias, workspace, tiles, mailbox, pdl=pdl)
 
@@ -83,10 +81,13 @@ def _launch(
     data, scale, block = weights
     (m, k), n = x.data.shape, len(data)
     assert data.is_contiguous() and data.shape[1] == k and x.data.is_contiguous()
-    assert scale.is_contiguous() and x.scale.stride(0) == 1
-    assert x.scale.dim() == (1 if block is None else 2)
+    assert scale.is_contiguous() and (m <= 1 or x.scale.stride(0) == 1)
     if m == 0:
         return
+    x_scale = x.scale
+    if block is not None and x_scale.dim() == 1:  # the same for all groups
+        x_scale = x_scale[:, None].expand(m, scale.shape[1])
+    assert x_scale.dim() == (1 if block is None else 2)
     if tiles is None:
         may_split = workspace is not None
         tiles = choose_tiles(
@@ -98,9 +99,9 @@ def _launch(
     partials = semaphores = None
     if splits > 1:
         assert workspace is not None
-        room, counters = workspace_size(m, n, k, tiles)
+        size, counters = workspace_size(m, n, k, tiles)
         partials, semaphores = workspace.partials, workspace.semaphores
-        assert room <= partials.numel() and counters <= semaphores.numel()
+        assert size <= partials.numel() and counters <= semaphores.numel()
     exchange = (
         (None, None, 0, 0)
         if mailbox is None
@@ -109,14 +110,15 @@ def _launch(
     grid = (triton.cdiv(m, tiles.block_m), splits, triton.cdiv(n, tiles.block_n))
     fp8_kernel[grid](
         out,
-        *x,
+        x.data,
+        x_scale,
         data,
         scale,
         bias,
         m,
         n,
         k,
-        x.scale.stride(-1),
+        x_scale.stride(-1),
         *exchange,
         partials,
         semaphores,
@@ -129,7 +131,7 @@ def _launch(
         exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
         whole_n=n % tiles.block_n == 0,
         whole_k=k % tiles.block_k == 0 and tiles.block_k >= 32,
-        whole_m=block is not None and x.scale.stride(1) % tiles.block_m == 0,
+        whole_m=block is not None and tiles.block_m <= room(m),
         stages=tiles.num_stages,
         lanes=tiles.num_warps * 32,
         num_warps=tiles.num_warps,
