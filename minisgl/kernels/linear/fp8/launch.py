@@ -131,7 +131,7 @@ def _launch(
         exact_k=min(_EXACT_K, max(tiles.block_k, 32)),
         whole_n=n % tiles.block_n == 0,
         whole_k=k % tiles.block_k == 0 and tiles.block_k >= 32,
-        whole_m=block is not None and tiles.block_m <= room(m),
+        whole_m=room(m) % tiles.block_m == 0,
         stages=tiles.num_stages,
         lanes=tiles.num_warps * 32,
         num_warps=tiles.num_warps,
