@@ -2,7 +2,7 @@
 
 python scripts/bench/bench_fp8_linear.py                 # the tiles in use
 python scripts/bench/bench_fp8_linear.py --tune          # candidates, too; the best three
-python scripts/bench/bench_fp8_linear.py --chain         # the launches of a layer, one after another
+python scripts/bench/bench_fp8_linear.py --chain         # the launches of a layer
 python scripts/bench/bench_fp8_linear.py --round         # the kernels that round activations
 
 Each figure is a median over replays of a CUDA graph of several calls, whose weights together do not

@@ -16,6 +16,7 @@ from minisgl.kernels.tuning import DeviceTuning, fitting_stages, tuning_of
 
 _BLOCKS_M = (16, 32, 64, 128)
 _PREFETCHED = 512  # bytes of each row of W
+_IN_FLIGHT = 112 << 10  # bytes on an SM
 
 
 def allocate_workspace(
@@ -55,25 +56,19 @@ def choose_tiles(
     if block_m == _BLOCKS_M[-1]:
         return _tiles_of_many_rows(m, n, k, tuning, group, may_split)
     # All programs are to run at once, so that they share the bandwidth and end together, and to
-    # leave the fewest places on the SMs empty. More programs on an SM have shallower pipelines.
-    best, best_fill = None, -1.0
+    # leave the fewest places on the SMs empty; but the fewer an SM has, the longer are their parts.
+    best, best_fill = None, 0.0
     most_splits = max(k // (768 if m <= 32 else 1024), 1) if may_split else 1
-    for resident in (1, 2, 3, 4) if m <= 32 else (1, 2):
+    for resident in (1, 2, 3, 4) if m <= 32 else (1, 2, 3):
         places = tuning.linear_programs * resident
         for block_n in (64, 128):
             num_tiles = triton.cdiv(n, block_n)
             splits = min(max(places // num_tiles, 1), most_splits)
-            block_k = group or (256 if block_n == 64 else 128)
-            tiles = LinearTiles(block_n, block_m, block_k, splits=splits)
-            programs = num_tiles * split_k(k, tiles)[0]
-            fill = programs / (triton.cdiv(programs, places) * places)
-            if fill > best_fill + 0.03:
-                stages = _stages(tiles, tuning.shared_bytes // resident)
-                prefetch = _PREFETCHED if programs <= places else 0
-                best = replace(tiles, num_stages=stages, prefetch=prefetch)
-                best_fill = fill
-    assert best is not None
-    return best
+            tiles = LinearTiles(block_n, block_m, group or 128, splits, prefetch=_PREFETCHED)
+            fill = num_tiles * split_k(k, tiles)[0] / places
+            if best_fill + 0.08 < fill <= 1:
+                best, best_fill = _deep(tiles, tuning, resident), fill
+    return best or _deep(LinearTiles(64, block_m, group or 128), tuning, 2)
 
 
 def _tiles_of_many_rows(
@@ -82,11 +77,13 @@ def _tiles_of_many_rows(
     tiles = LinearTiles(128, _BLOCKS_M[-1], group or 128, num_warps=8)
     num_tiles = triton.cdiv(n, tiles.block_n) * triton.cdiv(m, tiles.block_m)
     splits = min(tuning.linear_programs // num_tiles, k // 1024) if may_split else 1
-    return replace(tiles, splits=max(splits, 1), num_stages=_stages(tiles, tuning.shared_bytes))
+    return _deep(replace(tiles, splits=max(splits, 1)), tuning, 1)
 
 
-def _stages(tiles: LinearTiles, shared_bytes: int) -> int:
-    """As many tiles in flight as fit, up to six; at the least two."""
-    stage_bytes = (tiles.block_n + tiles.block_m) * max(tiles.block_k, 32)
-    stage_bytes += (tiles.block_n + tiles.block_m) * 4  # scales
-    return max(fitting_stages(6, stage_bytes, shared_bytes - 2048), 2)
+def _deep(tiles: LinearTiles, tuning: DeviceTuning, resident: int) -> LinearTiles:
+    """With as many tiles in flight as cover the memory's latency, if they fit beside those of the
+    other programs on the SM; at the least two."""
+    stage_bytes = (tiles.block_n + tiles.block_m) * max(tiles.block_k, 32) + 4 * tiles.block_m
+    wanted = triton.cdiv(_IN_FLIGHT // resident, stage_bytes) + 1
+    room = tuning.shared_bytes // resident - 1024
+    return replace(tiles, num_stages=max(fitting_stages(wanted, stage_bytes, room), 2))
