@@ -65,9 +65,7 @@ def expected_product(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None
     return product if bias is None else product + bias.double()
 
 
-def assert_product(
-    y: Tensor, x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None
-) -> None:
+def assert_product(y: Tensor, x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None) -> None:
     """One rounding away from the exact result, but for the sums: in float32 those of 128 products,
     whose tensor cores keep 14 bits of the largest one."""
     expected = expected_product(x, weights, bias)

@@ -24,10 +24,11 @@ def allocate_workspace(
 ) -> LinearWorkspace:
     """Room for maps of these (n, k, group), with any number of rows."""
     tuning = tuning_of(device)
+    most_rows = _BLOCKS_M[-1] * tuning.linear_programs  # with more, k is not split
     sizes = [
         workspace_size(m, n, k, choose_tiles(m, n, k, tuning, group=group))
         for n, k, group in shapes
-        for m in _BLOCKS_M
+        for m in (*_BLOCKS_M, *range(_BLOCKS_M[-1], most_rows + 1, _BLOCKS_M[-1]))
     ]
     num_partials = max((size[0] for size in sizes), default=0)
     num_semaphores = max((size[1] for size in sizes), default=0)
