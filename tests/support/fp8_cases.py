@@ -1,4 +1,4 @@
-"""Rows and weights in FP8, and what is expected of them: the arithmetic of FP8 products in torch."""
+"""Rows and weights in FP8, and the arithmetic of their products in torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def expected_rows(
     k = x.shape[1]
     groups = F.pad(wide, (0, -k % (group or k))).unflatten(1, (-1, group or k))
     largest = groups.abs().amax(2)
-    scale = torch.where(largest == 0, 1.0, largest / 448)
+    # By a number, CUDA would multiply with its reciprocal.
+    scale = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448))
     x8 = (groups / scale[:, :, None]).clamp(-448, 448).flatten(1)[:, :k].to(E4M3)
     return x8, scale[:, 0] if group is None else scale
 
