@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -14,12 +16,17 @@ pytest.importorskip("triton")
 
 from support.fp8_cases import assert_product, weights
 from support.interpreter import mend_fp8
+from support.mailboxes import make_mailboxes
 
+from minisgl.kernels.comm.one_shot import received_norm
+from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.quantize import quantize
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, split_k, workspace_size
 from minisgl.kernels.linear.fp8 import config
 from minisgl.kernels.linear.fp8.config import allocate_workspace, choose_tiles
-from minisgl.kernels.linear.fp8.launch import linear
+from minisgl.kernels.linear.fp8.launch import linear, linear_send
+from minisgl.kernels.linear.fp8.product import Fp8Product, share_kernels
+from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import room
 from minisgl.kernels.tuning import H200
 
@@ -90,6 +97,53 @@ def test_nan_stays_in_its_row() -> None:
         y = linear(quantize(x, w.group), w, None)
         assert y[1].isnan().all()
         assert torch.equal(y[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("m", [1, 18])
+@pytest.mark.parametrize("block", [None, (64, 32)])
+def test_what_is_sent_is_received(block: tuple[int, int] | None, m: int) -> None:
+    boxes = make_mailboxes(2, 18, 70, 2, DEVICE)
+    w = weights(70, 160, block, DEVICE)
+    place, factor = allocate_workspace([(70, 160, w.group)], DEVICE), torch.ones(70, device=DEVICE)
+    for _ in range(3):
+        xs = [quantize(torch.randn(m, 160, device=DEVICE).half(), w.group) for _ in boxes]
+        rows = torch.randn(m, 70, device=DEVICE).half()
+        for x, box in zip(xs, boxes, strict=True):
+            linear_send(x, w, None, box, workspace=place)
+        total = sum(linear(x, w, None, workspace=place).float() for x in xs)
+        for box in boxes:
+            _, found = received_norm(rows.clone(), factor.half(), 1e-6, box)
+            torch.testing.assert_close(found, rows + total.half(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("activations", ["token", "group", "static"])
+def test_a_product_computes_the_steps_around_it(
+    activations: Literal["token", "group", "static"],
+) -> None:
+    """The same as each step by itself, but for sums in another order."""
+    size, inner, block = 96, 64, (32, 32) if activations == "group" else None
+    scale = torch.tensor([0.03], device=DEVICE)
+    gate_up, down = (
+        Fp8Product(weights(n, k, block, DEVICE), activations=activations, input_scale=scale)
+        for n, k in ((2 * inner, size), (size, inner))
+    )
+    share_kernels([gate_up, down])
+    norm = SimpleNamespace(weight=torch.randn(size, device=DEVICE).half(), eps=1e-6)
+    scales = (gate_up.weight.group, scale if activations == "static" else None)
+    for m in (0, 1, 5):
+        x, delta = torch.randn(2, m, size, device=DEVICE).half()
+        for residual in (Residual(x.clone()), Residual(x.clone(), delta)):
+            total = x if residual.delta is None else x + delta
+            normed = reference.rms_norm(total, norm.weight, norm.eps)
+            expected = linear(quantize(normed, *scales), gate_up.weight, None)
+            hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
+            assert torch.equal(rows, total)
+            expected = quantize(reference.silu_mul(expected), *scales)
+            after = down.add_to(hidden, rows)
+            assert after.rows is rows and after.delta is not None
+            torch.testing.assert_close(
+                after.delta, linear(expected, down.weight, None), rtol=2e-2, atol=2e-2
+            )
 
 
 def test_no_rows() -> None:

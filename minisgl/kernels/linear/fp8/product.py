@@ -86,9 +86,6 @@ class Fp8Product(Product):
     def silu_mul(self, gate_up: Tensor) -> Rows:
         return silu_mul_quantize(gate_up, self._group, self.input_scale)
 
-    def add_to(self, x: Rows, rows: Tensor) -> Residual:
-        return Residual(rows, delta=self(x))
-
     def send(self, x: Rows, mailbox: Mailbox) -> PendingNorm | None:
         kernels, weight = self._kernels, self.weight
         assert kernels is not None
