@@ -98,6 +98,11 @@ class DeviceTuning:
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
 
+    # -- linear maps in FP8 --------------------------------------------------------------------
+    # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
+    fp8_rows: int = 128
+    fp8_group_rows: int = 256
+
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()
     few_pairs: int = 8  # token-expert pairs up to which FewTiles are taken

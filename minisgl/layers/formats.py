@@ -15,11 +15,11 @@ from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
     CHUNK,
-    Fp8Product,
     Fp8Weights,
     Int4Product,
     Int4Weights,
 )
+from minisgl.kernels.linear.select import fp8_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
 from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
 from minisgl.shards import Shard, whole
@@ -95,7 +95,7 @@ class QuantizedFormat:
         if self.scheme.bits == 4:
             return Int4Product(self._int4(names[0], num_rows(parts), inputs), b)
         static = self.activations == Activations.STATIC
-        return Fp8Product(
+        return fp8_product(
             self._fp8(list(parts.values()), inputs),
             b,
             activations=self.activations,

@@ -31,5 +31,6 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear("down_proj", inner, hidden_size, format, comm, bias=bias)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, rows = self.gate_up_proj.product.silu_mul_of_norm(residual, norm)
+        gate_up, down = self.gate_up_proj.product, self.down_proj.product
+        hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
         return self.down_proj.add_to(hidden, rows)

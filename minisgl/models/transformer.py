@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch, LayerKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
-from minisgl.kernels.linear.dense import DenseProduct, share_kernels, tune
+from minisgl.kernels.linear.dense import DenseProduct, tune
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.select import share_kernels
 from minisgl.kernels.residual import Residual
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.formats import DenseFormat, WeightFormat

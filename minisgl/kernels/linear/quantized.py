@@ -52,6 +52,11 @@ class Fp8Weights(NamedTuple):
         data = torch.empty(shape, dtype=E4M3)
         return Fp8Weights(data, torch.empty([*leading, *scales], dtype=torch.float32), block)
 
+    @property
+    def group(self) -> int | None:
+        """The columns of x that share a scale of their own where those of W do."""
+        return None if self.block is None else self.block[1]
+
     def rows(self, first: int, size: int) -> Fp8Weights:
         """A view of some rows of a matrix. With blocks, `first` is a block's first row."""
         height = 1 if self.block is None else self.block[0]
