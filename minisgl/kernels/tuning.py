@@ -103,6 +103,10 @@ class DeviceTuning:
     fp8_rows: int = 128
     fp8_group_rows: int = 256
 
+    # Rows up to which the largest value of a long row is found by several programs, in a launch of
+    # its own; with more, one program has all of it.
+    fp8_spread_rows: int = 64
+
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()
     few_pairs: int = 8  # token-expert pairs up to which FewTiles are taken

@@ -50,7 +50,8 @@ def weights(n: int, k: int, block: tuple[int, int] | None) -> Fp8Weights:
     """Of sizes such that y is some 1."""
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     scale = (0.5 + torch.rand(shape, device=GPU)) / (100 * k**0.5)
-    return Fp8Weights((random(n, k) * 100).to(E4M3), scale, block)
+    # Past 448 torch writes NaN.
+    return Fp8Weights((random(n, k) * 100).clamp(-448, 448).to(E4M3), scale, block)
 
 
 def workspace(w: Fp8Weights) -> LinearWorkspace:
@@ -83,9 +84,10 @@ def test_rounding(size: int, group: int | None) -> None:
                 differ = (bits(found.data) != bits(x8)).float().mean()
                 if i in (0, 2):
                     assert differ == 0 and torch.equal(found.scale, scale)
-                else:  # sums of squares in another order may round a value, or the largest, up
+                else:  # sums of squares in another order may turn either rounding of a value
                     assert differ < 0.02 + 1.01 / m
-                    torch.testing.assert_close(found.scale, scale, rtol=2**-7, atol=0)
+                    torch.testing.assert_close(found.scale, scale, rtol=2**-6, atol=0)
+                    assert (found.scale != scale).float().mean() < 0.02 + 1.01 / m
 
 
 @pytest.mark.parametrize("block", BLOCKS)

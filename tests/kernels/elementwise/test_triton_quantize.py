@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ pytest.importorskip("triton")
 from support.fp8_cases import bits, expected_rows
 from support.interpreter import mend_fp8
 
+from minisgl.kernels.elementwise import quantize as rounding
 from minisgl.kernels.elementwise import reference
+from minisgl.kernels.elementwise.activation import silu_mul
 from minisgl.kernels.elementwise.quantize import (
     add_rms_norm_quantize,
     quantize,
@@ -23,14 +26,17 @@ from minisgl.kernels.elementwise.quantize import (
     silu_mul_quantize,
 )
 from minisgl.kernels.rows import Fp8Rows, room
+from minisgl.kernels.tuning import H200
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
 ]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHAPES = [(1, 64), (3, 100), (17, 1300), (2, 5120)]
+SHAPES = [(1, 64), (3, 100), (17, 1300), (2, 5120), (2, 9000)]
 EPS = 1e-5
 
 
@@ -45,6 +51,14 @@ def scales(request: pytest.FixtureRequest) -> tuple[int | None, Tensor | None]:
     group = {"group": 128, "narrow group": 16}.get(request.param)
     static = torch.tensor([0.01], device=DEVICE) if request.param == "static" else None
     return group, static
+
+
+@pytest.fixture(params=["few", "many"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for few rows, and for many."""
+    if request.param == "many":
+        many = replace(H200, many_rows=1, fp8_spread_rows=0)
+        monkeypatch.setattr(rounding, "tuning_of", lambda device: many)
 
 
 def random(m: int, k: int) -> Tensor:
@@ -64,6 +78,7 @@ def assert_rounded(found: Fp8Rows, x: Tensor, group: int | None, static: Tensor 
         torch.testing.assert_close(found.scale, scale, rtol=2e-3, atol=0)
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(("m", "k"), SHAPES)
 def test_rows_are_rounded_to_the_bit(
     m: int, k: int, scales: tuple[int | None, Tensor | None]
@@ -74,6 +89,7 @@ def test_rows_are_rounded_to_the_bit(
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(("m", "k"), SHAPES)
 def test_a_norm_is_rounded_first_to_its_dtype(
     m: int, k: int, scales: tuple[int | None, Tensor | None]
@@ -86,13 +102,17 @@ def test_a_norm_is_rounded_first_to_its_dtype(
     assert torch.equal(x, total)
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize(("m", "k"), SHAPES)
 def test_silu_mul_is_rounded_first_to_its_dtype(
     m: int, k: int, scales: tuple[int | None, Tensor | None]
 ) -> None:
     gate_up = random(m, 2 * k)
-    found = silu_mul_quantize(gate_up, *scales)
-    assert_rounded(found, reference.silu_mul(gate_up), *scales)
+    found, (x8, scale) = (
+        silu_mul_quantize(gate_up, *scales),
+        expected_rows(silu_mul(gate_up), *scales),
+    )
+    assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
 
 def test_rows_that_lie_apart() -> None:
@@ -106,6 +126,30 @@ def test_values_past_a_static_scale_saturate() -> None:
     found = quantize(x, static=torch.tensor([0.01], device=DEVICE))
     assert found.data.float().tolist() == [[448, -448, 448, 0]]
     assert found.scale.tolist() == [torch.tensor(0.01).item()]
+
+
+@pytest.mark.parametrize("power", [-149, -130, -100, -41, -10, 0, 41, 100, 120])
+def test_quotients_are_rounded_as_ieee_754_has_it(power: int) -> None:
+    """Of all sizes of x and of scales, subnormal ones too."""
+    k = 4096
+    sizes = torch.randint(-20, 12, (k,)) + power
+    x = torch.ldexp(torch.randn(1, k, dtype=torch.float64), sizes).float().to(DEVICE)
+    x[0, :2] = torch.tensor([0.0, -0.0])
+    one = torch.ldexp(1 + torch.rand(1, dtype=torch.float64), torch.tensor(power))
+    for scale in (one.float().to(DEVICE), None):
+        found, (x8, by) = quantize(x, static=scale), expected_rows(x, static=scale)
+        assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, by)
+
+
+def test_scales_without_a_reciprocal() -> None:
+    x = torch.tensor([[1.0, -2.0, 0.0, torch.nan]], device=DEVICE).half()
+    found = quantize(x, static=torch.zeros(1, device=DEVICE)).data.float()
+    assert found[0, :2].tolist() == [448, -448] and found[0, 2:].isnan().all()
+    found = quantize(x, static=torch.full((1,), torch.inf, device=DEVICE)).data.float()
+    assert found[0, :3].tolist() == [0, 0, 0] and found[0, 3].isnan()
+    x[0, 3] = torch.inf
+    found = quantize(x).data.float()
+    assert found[0, :3].tolist() == [0, 0, 0] and found[0, 3].isnan()
 
 
 def test_zeros_have_the_scale_one() -> None:

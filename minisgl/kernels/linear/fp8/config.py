@@ -14,7 +14,7 @@ import triton
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, split_k, workspace_size
 from minisgl.kernels.tuning import DeviceTuning, fitting_stages, tuning_of
 
-_BLOCKS_M = (16, 32, 64, 128)
+_BLOCKS_M = (8, 16, 32, 64, 128)
 _PREFETCHED = 512  # bytes of each row of W
 _IN_FLIGHT = 112 << 10  # bytes on an SM
 
