@@ -10,7 +10,7 @@ from minisgl.kernels.linear.fp8.weights import Fp8Weights
 from minisgl.kernels.rows import Fp8Rows
 
 E4M3 = torch.float8_e4m3fn
-SUM_ERROR = 2.0**-8
+SUM_ERROR = 2.0**-9  # of wgmma; 2^-10.2 was the largest of many millions on an H200
 
 
 def expected_rows(

@@ -1,5 +1,5 @@
-"""FP8 in Triton's interpreter as on a GPU, since its own arithmetic is coarse: its conversions round
-no subnormal number, and take NaN for 480; and its fused products are rounded before the sum."""
+"""FP8 in Triton's interpreter as on a GPU. Its own arithmetic is coarse: its conversions round no
+subnormal number, and take NaN for 480, and its fused products are rounded before the sum."""
 
 from __future__ import annotations
 

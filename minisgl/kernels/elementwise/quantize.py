@@ -19,9 +19,9 @@ from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.rows import Fp8Rows, room
 from minisgl.kernels.tuning import tuning_of
 
-_COLUMNS = 1024  # of a program that has a part of a row
-_AT_WORK = 4096  # at a time, of one that has all of it: eight in a thread
-_WHOLE = 8192  # of a row that one program takes, be there few rows or many
+_COLUMNS = 1024  # of a row that a program has at work at a time
+_WIDE = 4096  # in one that has all of a long row
+_SHORT = 8192  # columns of a row that one program takes, be there few rows or many
 
 
 def quantize(
@@ -81,8 +81,10 @@ def _quantize(
         return out
     # The scale of a whole row is known to a program that has all of it, or after another launch.
     whole = group is None and static is None
-    spread = whole and size > _WHOLE and num_rows <= tuning_of(x.device).fp8_spread_rows
-    columns = _COLUMNS if spread or not whole else min(triton.next_power_of_2(size), _AT_WORK)
+    spread = whole and size > _SHORT and num_rows <= tuning_of(x.device).fp8_spread_rows
+    columns = _COLUMNS
+    if whole and not spread:
+        columns = 2 * _COLUMNS if size <= _SHORT else _WIDE
     across = triton.cdiv(size, columns)
     pieces = across if whole and not spread else 1
     grid = (num_rows * across // pieces,)
@@ -126,10 +128,6 @@ def _norm(
     out = _allocate(num_rows, size, group, residual)
     if num_rows == 0:
         return out
-    # As in norm.py; with many rows no lane is to be idle, either.
-    many = num_rows >= tuning_of(residual.device).many_rows
-    whole = max(triton.next_power_of_2(size), group or 1)
-    columns = min(whole, _COLUMNS if many else _AT_WORK)
     _norm_and_quantize_rows[(num_rows,)](
         out.data,
         out.scale,
@@ -141,9 +139,9 @@ def _norm(
         out.scale.stride(-1),
         size=size,
         group=group or 0,
-        columns=columns,
-        pieces=triton.cdiv(size, columns),
-        num_warps=warps_for(columns, 8),
+        columns=_COLUMNS,
+        pieces=triton.cdiv(size, _COLUMNS),
+        num_warps=warps_for(_COLUMNS, 8),
         **pdl_options(residual.device, pdl),
     )
     return out

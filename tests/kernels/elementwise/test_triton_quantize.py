@@ -55,9 +55,9 @@ def scales(request: pytest.FixtureRequest) -> tuple[int | None, Tensor | None]:
 
 @pytest.fixture(params=["few", "many"])
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels for few rows, and for many."""
+    """Long rows in several programs, and in one."""
     if request.param == "many":
-        many = replace(H200, many_rows=1, fp8_spread_rows=0)
+        many = replace(H200, fp8_spread_rows=0)
         monkeypatch.setattr(rounding, "tuning_of", lambda device: many)
 
 
