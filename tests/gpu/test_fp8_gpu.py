@@ -33,11 +33,15 @@ from minisgl.kernels.rows import room
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
-SHAPES = [  # n, k
+LARGE = [  # n, k
     (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408), (10240, 5120), (5120, 8192),
-    (4096, 1024), (1024, 3072), (1000, 896), (48, 160), (37, 100),
 ]  # fmt: skip
-BLOCKS = [None, (128, 128), (64, 64), (32, 16)]
+SMALL = [(4096, 1024), (1024, 3072), (1000, 896), (48, 160), (37, 100)]
+USUAL: list[tuple[int, int] | None] = [None, (128, 128)]
+CASES = [
+    *((*shape, block) for shape in LARGE for block in USUAL),
+    *((*shape, block) for shape in SMALL for block in (*USUAL, (64, 64), (32, 16))),
+]
 ROWS = [1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256]
 MANY = [257, 1000, 4096, 16384]
 
@@ -90,8 +94,7 @@ def test_rounding(size: int, group: int | None) -> None:
                     assert (found.scale != scale).float().mean() < 0.02 + 1.01 / m
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "block"), CASES)
 def test_our_kernel(n: int, k: int, block: tuple[int, int] | None) -> None:
     w, bias = weights(n, k, block), random(n)
     place, every_x = workspace(w), random(max(ROWS), k)
@@ -147,7 +150,8 @@ def test_sums_are_exact_where_tensor_cores_lose_bits(block: tuple[int, int] | No
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_a_row_is_the_same_alone_and_in_company(block: tuple[int, int] | None) -> None:
-    """Rounded alike: what differs is the order of float32 sums."""
+    """Rounded alike: sums differ by their order and what tensor cores cut off, and so a few results
+    by a step of bfloat16."""
     w = weights(5120, 5120, block)
     product = Fp8Product(w, activations="token" if block is None else "group")
     share_kernels([product])
@@ -156,7 +160,7 @@ def test_a_row_is_the_same_alone_and_in_company(block: tuple[int, int] | None) -
     alone, _ = product.of_norm(Residual(x[:1]), weight)
     for m in (8, 128, 129, 8192):
         y, _ = product.of_norm(Residual(x[:m]), weight)
-        torch.testing.assert_close(y[0], alone[0], rtol=2**-8, atol=2e-3)
+        torch.testing.assert_close(y[0], alone[0], rtol=2**-7, atol=2e-3)
         assert (y[0] == alone[0]).float().mean() > 0.9
 
 

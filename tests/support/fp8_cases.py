@@ -10,7 +10,6 @@ from minisgl.kernels.linear.fp8.weights import Fp8Weights
 from minisgl.kernels.rows import Fp8Rows
 
 E4M3 = torch.float8_e4m3fn
-SUM_ERROR = 2.0**-9  # of wgmma; 2^-10.2 was the largest of many millions on an H200
 
 
 def expected_rows(
@@ -71,13 +70,14 @@ def assert_product(y: Tensor, x: Fp8Rows, weights: Fp8Weights, bias: Tensor | No
     """One rounding away from the exact result, but for the sums of the tensor cores.
 
     Hopper's add 32 products at a time, each cut off at 2^-13 of the largest of them and of the sum
-    so far. These errors are independent of each other, as those of random data are: together they
-    grow as the root of the sum of squares of the products.
+    so far: at half of that on average, so that 32 of one sign lose 2^-9 of it. What steps lose is
+    independent, as random data are, and grows as the root of the sum of squares of the products:
+    2^-8 of this is allowed. 2^-10.2 was the most in millions of results on an H200.
     """
     expected = expected_product(x, weights, bias)
     wide_x, wide_w = wide_rows(x, weights.group), wide_weights(weights)
     size = (wide_x.square() @ wide_w.square().T).sqrt()
-    allowed = expected.abs() * torch.finfo(y.dtype).eps * 0.51 + size * SUM_ERROR
+    allowed = expected.abs() * torch.finfo(y.dtype).eps * 0.51 + size * 2.0**-8
     assert y.dtype == x.dtype
     assert not y.isnan().any()
     assert bool(((y.double() - expected).abs() <= allowed).all())

@@ -3,7 +3,7 @@
 A row's scale s is the largest magnitude in it / 448, of a group of columns the largest in the
 group, and 1 if all are 0; or it is given (static). The row becomes e4m3(clamp(x / s, ±448)), where
 x is what the kernels of norm.py and activation.py would have written, rounded as they round it. A
-row gets the same bits whatever the other rows and their number: each is one program's.
+row gets the same bits whatever the other rows and their number: its sums are one program's.
 """
 
 from __future__ import annotations

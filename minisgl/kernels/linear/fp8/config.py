@@ -62,7 +62,8 @@ def choose_tiles(
     tiles = LinearTiles(64, block_m, group or 128, num_stages=8, prefetch=_PREFETCHED)
     num_tiles = triton.cdiv(n, tiles.block_n)
     if num_tiles >= 2 * programs:
-        return _fitting(replace(tiles, block_n=128, num_stages=3), 1, tuning)
+        num_stages = 4 if group is not None and block_m == 64 else 3
+        return _fitting(replace(tiles, block_n=128, num_stages=num_stages), 1, tuning)
     if group is not None:
         # Each tile of k waits for its sum before it is scaled: another program works meanwhile.
         shallow = block_m in (8, 64)
