@@ -268,8 +268,7 @@ def _norm_and_quantize_rows(
         loaded += (x,)
     squares = tl.zeros((columns,), tl.float32)
     for i in tl.static_range(pieces):
-        wide = loaded[i].to(tl.float32)
-        squares += wide * wide
+        squares += _squared(loaded[i])
     by = rms_scale(tl.sum(squares), size, eps)
     largest = tl.zeros((columns,), tl.float32)
     for i in tl.static_range(pieces):
@@ -285,6 +284,12 @@ def _norm_and_quantize_rows(
             out, scales, normed[i], largest, static, row, i * columns, scale_stride,
             size, group, columns,
         )  # fmt: skip
+
+
+@triton.jit
+def _squared(x):
+    wide = x.to(tl.float32)
+    return wide * wide
 
 
 @triton.jit
