@@ -79,7 +79,7 @@ def _quantize(
     out = _allocate(num_rows, size, group, x)
     if num_rows == 0:
         return out
-    # The scale of a whole row is known to a program that has all of it, or after another launch.
+    # The scale of a whole row takes a program that has all of it, or a launch that finds it first.
     whole = group is None and static is None
     spread = whole and size > _SHORT and num_rows <= tuning_of(x.device).fp8_spread_rows
     columns = _COLUMNS
