@@ -60,10 +60,11 @@ def random(m: int, k: int) -> Tensor:
 
 
 def assert_rounded(found: Fp8Rows, x: Tensor, group: int | None, static: Tensor | None) -> None:
-    """To the bit on the CPU. A GPU may round a norm or a silu the other way."""
+    """To the bit on the CPU if the mean of squares is exact; else a norm may round otherwise."""
     x8, scale = expected_rows(x, group, static)
     assert found.dtype == x.dtype and found.scale.shape == scale.shape
-    if DEVICE.type == "cpu":
+    size = x.shape[1]
+    if DEVICE.type == "cpu" and size & (size - 1) == 0:
         assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
     else:
         assert (bits(found.data) != bits(x8)).float().mean() < 0.01
@@ -80,11 +81,13 @@ def test_rows_are_rounded_to_the_bit(
     assert torch.equal(bits(found.data), bits(x8)) and torch.equal(found.scale, scale)
 
 
-@pytest.mark.parametrize(("m", "k"), SHAPES)
+@pytest.mark.parametrize(("m", "k"), [*SHAPES, (3, 2048)])
 def test_a_norm_is_rounded_first_to_its_dtype(
     m: int, k: int, scales: tuple[int | None, Tensor | None]
 ) -> None:
-    x, delta, weight = random(m, k), random(m, k), torch.randn(k, device=DEVICE).half()
+    # The sum of squares of small integers is the same in any order.
+    x, delta = torch.randint(-9, 10, (2, m, k), device=DEVICE).half()
+    weight = torch.randn(k, device=DEVICE).half()
     normed = reference.rms_norm(x, weight, EPS)
     assert_rounded(rms_norm_quantize(x, weight, EPS, *scales), normed, *scales)
     normed, total = reference.add_rms_norm(delta, x, weight, EPS)
