@@ -17,7 +17,7 @@ from minisgl.request import Request
 # A step waits for its slowest mask, so a request with a slower one has to end. In seconds of
 # processor time, which a busy machine does not prolong.
 MASK_LIMIT_S = 0.010
-# From this many rows on several threads fill masks: filling releases the GIL.
+# From this many rows on, several threads fill masks, which releases the GIL.
 POOL_ROWS = 32
 MAX_THREADS = 4
 
@@ -43,7 +43,8 @@ class MaskFiller:
         *,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        self._eos_token_ids = frozenset(id for id in eos_token_ids if id < vocab_size)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._clock = clock
         self._last_word = (1 << ((vocab_size - 1) % WORD_BITS + 1)) - 1  # bits of the vocabulary
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -59,7 +60,7 @@ class MaskFiller:
             try:
                 matcher.accept(request.token_ids[-1:])
                 failed = matcher.error is not None
-            except Exception:
+            except Exception:  # its words may hold a piece of the answer
                 failed = True
             if failed:
                 failures.append((request, GrammarError(_BROKEN)))
@@ -117,12 +118,12 @@ class MaskFiller:
 
     def _held_back(self, request: Request) -> Collection[int]:
         """Tokens that the request must not sample yet, unless the grammar allows no other."""
-        held: Collection[int] = ()
+        held: set[int] = set()
         if request.num_output_tokens < request.params.min_tokens:
-            held = request.stop_token_ids
+            held.update(request.stop_token_ids)
         if request.params.ignore_eos:
-            held = {*held, *self._eos_token_ids}
-        return held
+            held.update(self._eos_token_ids)
+        return [token_id for token_id in held if token_id < self._vocab_size]
 
 
 def _clear(words: MaskRows, token_ids: Collection[int]) -> None:

@@ -237,6 +237,7 @@ def test_a_mask_that_takes_too_long_fails_its_request_and_allows_everything() ->
         ({3, 5}, {"ignore_eos": True}, 4, [5]),
         ({3}, {"ignore_eos": True}, 4, [3]),
         ({3, 5}, {}, 0, [3, 5]),
+        ({3, 5}, {"min_tokens": 2, "stop_token_ids": [99]}, 0, [5]),  # not in the vocabulary
     ],
 )
 def test_ends_are_held_back_unless_nothing_else_is_allowed(

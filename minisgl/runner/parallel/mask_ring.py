@@ -11,8 +11,8 @@ import numpy as np
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.scheduler.plan import StepPlan
 
-# Rank 0 fills the masks of a step after it has settled the one but last before it, whose forward
-# pass every rank has taken part in. So all ranks are done with the masks of the step before that.
+# Rank 0 fills the masks of step N once step N - 2 is settled, to whose forward pass every rank has
+# contributed; so all of them are done with the masks of step N - 3.
 RING_SIZE = 3
 
 
