@@ -387,7 +387,7 @@ class ModelRunner:
     def _queue_sampling(self, half: _Forwarded, masks: MaskRows) -> _Queued:
         plan, captured = half.plan, half.captured
         with self.lanes.compute(f"sampling of step {plan.step}"):
-            self._sampler.mask(plan.masked_slots, masks)
+            self._sampler.mask(plan.masked_slots, self.lanes.upload_masks(masks))
             ring_entry = self._outputs.open()
             if captured is not None:
                 captured.sampler(half.features.variant)()

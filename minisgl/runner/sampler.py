@@ -42,7 +42,6 @@ from minisgl.kernels.sampling.tables import (
     pack_edits,
     pack_record,
 )
-from minisgl.matcher import MaskRows
 from minisgl.request import TokenLogprobs
 from minisgl.runner.lanes import pack
 from minisgl.runner.sampling_features import SamplingFeatures
@@ -193,17 +192,12 @@ class Sampler:
             if features.penalties:
                 self._rebuild_history(join.slot, next(uploaded), next(uploaded))
 
-    def mask(self, slots_host: tuple[int, ...], masks: MaskRows) -> None:
-        """Queue the masks of the next tokens of these slots: a row each, left unchanged until the
-        step is done."""
+    def mask(self, slots_host: tuple[int, ...], masks: Tensor) -> None:
+        """Queue the masks of the next tokens of these slots: rows of MaskRows, as int32."""
         if slots_host != self._masked_slots[0]:
             (slots,) = self._upload([np.array(slots_host, dtype=np.int64)])
             self._masked_slots = slots_host, slots
-        words = torch.from_numpy(masks.view(np.int32))
-        if self.device.type == "cuda" and not words.is_pinned():  # a copy from there would block
-            words = words.pin_memory()
-        words = words.to(self.device, non_blocking=True)
-        self.tables.masks.index_copy_(0, self._masked_slots[1], words)
+        self.tables.masks.index_copy_(0, self._masked_slots[1], masks)
 
     def features(self, slots_host: Sequence[int]) -> SamplingFeatures:
         """The union of the features of these slots; it changes when a slot is joined."""

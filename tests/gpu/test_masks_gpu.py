@@ -86,7 +86,7 @@ def test_a_captured_sampler_reads_the_masks_of_each_replay() -> None:
     masked = tuple(batch.slots[list(allowed)].tolist())
     for shift in (1, 2):
         moved = [[(id + shift * 1000) % VOCAB for id in ids] for ids in allowed.values()]
-        batch.sampler.mask(masked, packed_masks(moved, VOCAB))
+        batch.sampler.mask(masked, packed_masks(moved, VOCAB).cuda())
         graph.replay()
         assert batch.check(sampled) <= 1
 

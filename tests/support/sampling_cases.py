@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.kernels.sampling.order import ids_of
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
-from minisgl.matcher import MaskRows, mask_words
+from minisgl.matcher import mask_words
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
 from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
@@ -77,7 +77,7 @@ class Batch:
         cls.join(sampler, params, slots, masked=frozenset(allowed or ()))
         if allowed:
             masked = tuple(slots[row] for row in allowed)
-            sampler.mask(masked, packed_masks(list(allowed.values()), vocab_size))
+            sampler.mask(masked, packed_masks(list(allowed.values()), vocab_size).to(logits.device))
         index = torch.tensor([row % 4 for row in range(num_rows)], device=device)
         return cls(sampler, logits, torch.tensor(slots, device=device), index)
 
@@ -204,13 +204,13 @@ class Batch:
             )
 
 
-def packed_masks(allowed: Sequence[Sequence[int]], vocab_size: int) -> MaskRows:
-    """Masks of these ids, in memory of their own. Bits past the vocabulary are set."""
+def packed_masks(allowed: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """Masks of these ids, as int32. Bits past the vocabulary are set."""
     bits = np.zeros((len(allowed), 32 * mask_words(vocab_size)), dtype=bool)
     bits[:, vocab_size:] = True
     for row, ids in zip(bits, allowed, strict=True):
         row[list(ids)] = True
-    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
 def allowed_tokens(num_rows: int, vocab_size: int) -> dict[int, list[int]]:

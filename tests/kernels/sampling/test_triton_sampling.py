@@ -226,7 +226,7 @@ def masked_logits(rows: int, vocab_size: int, **options: Any) -> torch.Tensor:
 
 
 class TestMasks:
-    @pytest.mark.parametrize("vocab_size", VOCABS)
+    @pytest.mark.parametrize("vocab_size", [97, 5000])
     @pytest.mark.parametrize("kind", PLAIN)
     def test_tokens_equal_those_of_the_reference(self, kind: str, vocab_size: int) -> None:
         allowed = allowed_tokens(12, vocab_size)
