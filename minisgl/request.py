@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 
 from minisgl.errors import InvalidRequestError
+from minisgl.matcher import Matcher
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -197,6 +198,7 @@ class Request:
         "id",
         "last_token_s",
         "logprobs",
+        "matcher",
         "max_len",
         "max_tokens",
         "namespace",
@@ -223,8 +225,9 @@ class Request:
         eos_token_ids: Iterable[int] = (),
         tenant: Tenant = EVERYONE,
         cache_salt: str | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
-        """max_tokens, seed: as in `params`, with None resolved.
+        """max_tokens, seed: as in `params`, with None resolved. matcher: masks the tokens.
 
         Raises InvalidRequestError for a `cache_salt` that is empty or too long.
         """
@@ -234,6 +237,7 @@ class Request:
         self.params = params
         self.max_tokens = max_tokens
         self.seed = seed
+        self.matcher = matcher
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids).union(

@@ -23,6 +23,7 @@ from minisgl.config import EngineConfig
 from minisgl.engine.collector import Collector
 from minisgl.engine.fanout import Fanout
 from minisgl.engine.intake import Intake
+from minisgl.engine.masks import Failures, MaskFiller
 from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, Meter
 from minisgl.engine.stream import OutputStream
@@ -36,6 +37,7 @@ from minisgl.errors import (
     without_words,
 )
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.matcher import MaskRows, Matcher
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,
@@ -49,7 +51,7 @@ from minisgl.request import (
 )
 from minisgl.runner.load import Report
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
-from minisgl.scheduler.plan import StepResult
+from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.text.detokenizer import Detokenizer
 
@@ -101,6 +103,8 @@ class AsyncEngine:
                 max_seq_len=self.capacity.max_seq_len,
                 num_places=self.config.max_running_requests + self.config.max_queued_requests,
             )
+        self._masks = MaskFiller(self.vocab_size, self.defaults.eos_token_ids)
+        self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
         self._meter = Meter()
         self._pump_is_due = False
         self._refusal: str | None = None  # why new requests are refused
@@ -193,14 +197,17 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        matcher: Matcher | None = None,
     ) -> OutputStream:
-        """Queue a request.
+        """Queue a request, whose output `matcher` constrains.
 
         Cached prefixes are shared only between requests of the same client and `cache_salt`.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
-        request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
+        request = self._make_request(
+            prompt_token_ids, params, request_id, cache_salt, tenant, matcher
+        )
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = Detokenizer(
@@ -232,6 +239,7 @@ class AsyncEngine:
         request_id: str | None,
         cache_salt: str | None,
         tenant: Tenant,
+        matcher: Matcher | None,
     ) -> Request:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._streams:
@@ -252,6 +260,7 @@ class AsyncEngine:
             eos_token_ids=self.defaults.eos_token_ids,
             tenant=tenant,
             cache_salt=cache_salt,
+            matcher=matcher,
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(
@@ -312,27 +321,74 @@ class AsyncEngine:
                 now = time.monotonic()
                 self._meter.step_ended(now, captured=outcome.captured)
                 settled = self._scheduler.settle(outcome)
+                if settled.masked:
+                    self._follow(settled.masked)
+                if self._deferred is not None:
+                    self._sample(*self._deferred)
                 self._launch_steps()
                 self._hand_out(settled, now)
         except Exception as error:
             self._die(error)
 
+    def _follow(self, masked: Sequence[Request]) -> None:
+        """Tell matchers their requests' new tokens, and end the requests that are complete."""
+        self._end_failed(self._masks.accept(masked))
+        for request in masked:
+            complete = request.matcher is not None and request.matcher.finished
+            if complete and not request.finished:
+                self._scheduler.finish(request, request.num_output_tokens)
+
+    def _sample(self, plan: StepPlan, handle: Any) -> None:
+        """Let the rest of a deferred plan follow: the steps before it are settled."""
+        self._deferred = None
+        try:
+            self._runner.sample(handle, self._fill_masks(plan))
+        except Exception as error:
+            self._fail_step(plan.step, error)
+        else:
+            self._collect(plan, handle)
+
+    def _fill_masks(self, plan: StepPlan) -> MaskRows:
+        masks: MaskRows = self._runner.new_masks(plan)
+        self._end_failed(self._masks.fill(self._scheduler.masked_requests(plan.step), masks))
+        return masks
+
+    def _end_failed(self, failures: Failures) -> None:
+        for request, error in failures:
+            logger.warning("request %s: %s", request.id, error)
+            self._scheduler.cancel(request, error)
+            self._end_stream(request)
+
+    def _collect(self, plan: StepPlan, handle: Any) -> None:
+        self._collector.add(plan.step, handle)
+        self._watch.began(plan)
+        if self._looking is None:
+            self._look_later()
+
     def _launch_steps(self) -> None:
-        while self.failure is None and self._scheduler.num_in_flight < self._max_in_flight:
+        """Launch what may be in flight; nothing follows a deferred plan before its sampling."""
+        while (
+            self.failure is None
+            and self._deferred is None
+            and self._scheduler.num_in_flight < self._max_in_flight
+        ):
             plan = self._scheduler.plan()
             if plan is None:
                 return
             if self._scheduler.num_in_flight == 1:
                 self._meter.step_began(time.monotonic())
             try:
-                handle = self._runner.launch(plan)
+                if plan.masked_slots and not plan.deferred:
+                    handle = self._runner.launch(plan, self._fill_masks(plan))
+                else:
+                    handle = self._runner.launch(plan)
             except Exception as error:
                 self._fail_step(plan.step, error)
+                continue
+            if plan.deferred:
+                self._deferred = plan, handle
             else:
-                self._collector.add(plan.step, handle)
-                self._watch.began(plan)
-                if self._looking is None:
-                    self._look_later()
+                self._collect(plan, handle)
 
     def _hand_out(self, settled: Settled, now: float) -> None:
         finished: list[Request] = []
@@ -409,6 +465,7 @@ class AsyncEngine:
         logger.error("%s", error, exc_info=error.__cause__)
         for request in self._scheduler.fail(step, error):
             self._end_stream(request)
+        self._deferred = None  # it is later than any step that may fail
 
     def _die(self, error: Exception) -> None:
         """Handle a fatal error: fail every open request with it."""
@@ -423,6 +480,7 @@ class AsyncEngine:
                 OUT_OF_MEMORY if isinstance(error, MemoryError) else type(error).__name__
             )
         self.failure = reason
+        self._deferred = None
         self._refusal = f"The engine has failed: {reason}"
         # The scheduler's state may be corrupt: end every request without using it.
         for stream in list(self._streams.values()):
@@ -501,6 +559,7 @@ class AsyncEngine:
             await self.drain(0, CLOSED)
         finally:
             self._max_in_flight = 0
+            self._deferred = None
             self._collector.end()
             await self._steps_end()
             await asyncio.to_thread(self._free, self._collector.ended.done())
@@ -511,6 +570,7 @@ class AsyncEngine:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
+        self._masks.close()
 
     def abandon(self) -> None:
         """Free the device after the event loop has stopped. Waiting callers are not notified.

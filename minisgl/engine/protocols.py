@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from minisgl.errors import MinisglError
+from minisgl.matcher import MaskRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 Handle = TypeVar("Handle")
@@ -15,8 +16,26 @@ Handle = TypeVar("Handle")
 class Runner(Protocol[Handle]):
     """Executes plans: on one rank, on several, or as a fake in tests."""
 
-    def launch(self, plan: StepPlan) -> Handle:
-        """Queue one step and return at once. Called on the event loop."""
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> Handle:
+        """Queue one step and return at once. Called on the event loop.
+
+        masks: from `new_masks`, filled; None for a plan without masked slots, and for a deferred
+        one: of that only the forward pass is queued.
+        """
+        ...
+
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        """Memory for the masks of the plan's masked slots, a row each, to be filled and passed on.
+
+        It must not be written once it was passed on. Called at most once for a plan.
+        """
+        ...
+
+    def sample(self, handle: Handle, masks: MaskRows) -> None:
+        """Queue the rest of a deferred plan, the last one that was launched, and return at once.
+
+        If it does not follow, because an earlier step has failed, the plan is forgotten.
+        """
         ...
 
     def collect(self, handle: Handle) -> StepResult:

@@ -81,7 +81,8 @@ class OutputStream:
         stopped_by = self.detokenizer.stopped if self.detokenizer else None
         stop_reason: str | int | None = stopped_by
         if request.finish_reason is FinishReason.STOP and stopped_by is None:
-            stop_reason = request.token_ids[-1]
+            last = request.token_ids[-1]
+            stop_reason = last if last in request.stop_token_ids else None  # None: by its matcher
         return OutputDelta(
             token_ids=token_ids,
             text=text,

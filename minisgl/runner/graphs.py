@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from torch import Tensor
@@ -18,14 +18,23 @@ MAX_CHUNKS = 16
 CHUNK_ROWS = (128, 256, 512)
 # Numbers of decode rows in captured steps with chunks. Few, because padding costs little there.
 MIXED_BATCHES = (8, 32)
+# The same of masked steps: fewer, since each is several graphs. Decode rows alone come in powers of
+# two and, from here on, in three quarters of them.
+MASKED_CHUNK_ROWS = (128, 512)
+MASKED_MIXED_BATCHES = (32,)
+MASKED_QUARTERS_FROM = 96
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The shape and the sampling variant of a captured step."""
+    """The shape and the sampling variant of a captured step.
+
+    A masked step, for any variant, is captured in two halves: up to the logits, and from there on.
+    """
 
     shape: StepShape
     variant: SamplingVariant = SamplingVariant.FILTERED
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,12 @@ class CapturedStep:
     key: GraphKey
     chunks: Tensor | None  # packed by SlotTables.upload_chunks; must be filled before each replay
     replay: Callable[[], None]
+    # The second halves of a masked step, by variant; `replay` is its first.
+    samplers: Mapping[SamplingVariant, Callable[[], None]] = field(default_factory=dict)
+
+    def sampler(self, variant: SamplingVariant) -> Callable[[], None]:
+        # A single rank captures no BASIC steps.
+        return self.samplers.get(variant) or self.samplers[SamplingVariant.FILTERED]
 
 
 def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[GraphKey]:
@@ -58,11 +73,24 @@ def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[
         for smaller, rows in pairwise((0, *CHUNK_ROWS))
         if size <= max_batch and smaller < max_chunk_rows
     ]
+    keys += [GraphKey(shape, masked=True) for shape in _masked_shapes(max_batch, max_chunk_rows)]
     return sorted(keys, key=_num_rows, reverse=True)
 
 
-def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant]:
-    return key.shape.num_decodes + key.shape.num_chunk_rows, key.variant
+def _masked_shapes(max_batch: int, max_chunk_rows: int) -> list[StepShape]:
+    powers = [1 << bit for bit in range(max_batch.bit_length())]
+    quarters = [3 * size // 4 for size in (*powers, 2 * powers[-1])]
+    sizes = {*powers, *(size for size in quarters if size >= MASKED_QUARTERS_FROM), max_batch}
+    return [StepShape(size) for size in sizes if size <= max_batch] + [
+        StepShape(size, rows, MAX_CHUNKS)
+        for size in {*MASKED_MIXED_BATCHES, max_batch}
+        for smaller, rows in pairwise((0, *MASKED_CHUNK_ROWS))
+        if size <= max_batch and smaller < max_chunk_rows
+    ]
+
+
+def _num_rows(key: GraphKey) -> tuple[int, SamplingVariant, bool]:
+    return key.shape.num_decodes + key.shape.num_chunk_rows, key.variant, key.masked
 
 
 class StepGraphs:
@@ -70,7 +98,9 @@ class StepGraphs:
 
     def __init__(self, steps: Iterable[CapturedStep] = ()) -> None:
         self.steps = tuple(steps)
-        by_size = sorted(self.steps, key=lambda step: _num_rows(step.key))
+        every = sorted(self.steps, key=lambda step: _num_rows(step.key))
+        self._masked = [step for step in every if step.key.masked]
+        by_size = [step for step in every if not step.key.masked]
         self._mixed = [step for step in by_size if step.chunks is not None]
         decodes = [step for step in by_size if step.chunks is None]
         self._decodes = {
@@ -90,16 +120,27 @@ class StepGraphs:
 
     def find(self, plan: StepPlan, variant: SamplingVariant) -> CapturedStep | None:
         """Return the smallest captured step with room for `plan`; None if it must run eagerly."""
+        if plan.masked_slots:
+            return None if _scores(plan) else _smallest(self._masked, plan)
         if not plan.chunks:
             num_rows = len(plan.decode_slots)
             for step in self._decodes[variant]:
                 if step.key.shape.num_decodes >= num_rows:
                     return step
             return None
-        if variant is SamplingVariant.FULL or any(chunk.scored_token_ids for chunk in plan.chunks):
+        if variant is SamplingVariant.FULL or _scores(plan):
             return None
-        shape = StepShape.of(plan)
-        for step in self._mixed:
-            if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
-                return step
-        return None
+        return _smallest(self._mixed, plan)
+
+
+def _scores(plan: StepPlan) -> bool:
+    return any(chunk.scored_token_ids for chunk in plan.chunks)
+
+
+def _smallest(steps: Iterable[CapturedStep], plan: StepPlan) -> CapturedStep | None:
+    """The first of `steps`, which are in order of size, with room for the plan."""
+    shape = StepShape.of(plan)
+    for step in steps:
+        if all(size <= room for size, room in zip(shape, step.key.shape, strict=True)):
+            return step
+    return None

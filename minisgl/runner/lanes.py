@@ -26,6 +26,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from minisgl.matcher import MaskRows
+
 GraphPool = Any  # as returned by torch.cuda.graph_pool_handle
 
 
@@ -137,6 +139,24 @@ class Lanes:
         self._compute.wait_event(uploaded)
         target.record_stream(self._compute)
         return torch.split(target, sizes)
+
+    def upload_masks(self, masks: MaskRows) -> Tensor:
+        """Copy masks to the device while it computes; returns int32 for use on the compute lane.
+
+        Pinned memory must stay as it is until the step is done; other memory may change at once.
+        """
+        source = torch.from_numpy(masks.view(np.int32))
+        if not self._is_cuda:
+            return source
+        if not source.is_pinned():
+            source = source.pin_memory()
+        with torch.cuda.stream(self._h2d):
+            target = source.to(self.device, non_blocking=True)
+            uploaded = torch.cuda.Event()
+            uploaded.record(self._h2d)
+        self._compute.wait_event(uploaded)
+        target.record_stream(self._compute)
+        return target
 
     def synchronize(self) -> None:
         """Wait for everything queued on the device, on any stream."""

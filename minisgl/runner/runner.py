@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,18 +25,21 @@ from minisgl.config import Capacity
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
+from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.transformer import CausalLM
 from minisgl.request import TokenLogprobs
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
 from minisgl.runner.sampler import Sampler, list_logprobs
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
-from minisgl.runner.step_inputs import ChunkTensors, SlotTables, StepShape
+from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
 from minisgl.runner.step_outputs import StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # Maximum size of the float32 logits of prompt rows that are scored together.
 MAX_SCORED_BYTES = 256 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,19 @@ class _Queued:
     scored: list[_Scored]
     download: HostCopy | None  # of `scored`
     captured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A masked step whose forward pass is queued, and not its sampling."""
+
+    plan: StepPlan
+    shape: StepShape
+    features: SamplingFeatures
+    captured: CapturedStep | None
+    logits: Tensor | None  # of the sampled rows; None where a graph has them
+    samples: SampleRows | None
+    scored: list[_Scored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +126,10 @@ class ModelRunner:
         self._graphs = StepGraphs()
         self._graph_pool = lanes.graph_pool()
         self._worker = ThreadPoolExecutor(1, "minisgl-runner", lanes.enter_thread)
-        self._last_on_worker: Future[_Queued] | None = None
+        self._last_on_worker: Future[Any] | None = None
+        self._forwarded: Future[_Forwarded] | None = None  # of the last plan, if not sampled
+        # The device may still copy from these while the host is two steps ahead.
+        self._masks: deque[Tensor] = deque(maxlen=4)
         self._decode_features: tuple[tuple[int, ...], SamplingFeatures] = ((), SamplingFeatures())
         self._failed_epoch = -1
 
@@ -121,13 +143,13 @@ class ModelRunner:
         Must be called while no step is in flight. A step that does not fit into memory is skipped
         and will run eagerly; with several ranks OutOfMemoryError is raised instead.
         """
-        if any(key.variant is SamplingVariant.FULL for key in keys):
+        if any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
             self._sampler.allocate_history()
         steps = list(self._graphs.steps)
         for done, key in enumerate(keys):
             progress(done)
             try:
-                steps.append(self._capture(key))
+                steps.append(self._capture_masked(key) if key.masked else self._capture(key))
             except torch.OutOfMemoryError:
                 if self._ranks.size > 1:  # other ranks may wait for this one in the same step
                     raise
@@ -156,23 +178,121 @@ class ModelRunner:
             run()
         return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
 
-    def launch(self, plan: StepPlan) -> StepHandle:
-        """Queue one step. Returns at once; errors are raised by `collect`."""
+    @torch.inference_mode()
+    def _capture_masked(self, key: GraphKey) -> CapturedStep:
+        """As `_capture`, of the two halves of a masked step.
+
+        The logits stay in the memory that all graphs share, which is safe: nothing is replayed
+        between the halves. So sampling is captured while the logits are alive, and only then.
+        """
+        chunks: Tensor | None = None
+        half: list[tuple[Tensor, SampleRows]] = []  # the logits, and their rows
+
+        def forward() -> None:
+            _, logits, samples = self._forward(key.shape, chunks, key.shape.num_chunks)
+            assert logits is not None
+            half[:] = [(logits, samples)]
+
+        def sampling(features: SamplingFeatures) -> Callable[[], None]:
+            return lambda: self._sample(*half[0], features)
+
+        variants = {
+            variant: sampling(features._replace(masked=True))
+            for variant, features in VARIANT_FEATURES.items()
+            if variant is not SamplingVariant.BASIC or self._ranks.size > 1
+        }
+        with self.lanes.compute("capture"):
+            if key.shape.num_chunks:
+                nothing, size = StepPlan(0, ()), key.shape.num_chunks
+                chunks = self._tables.upload_chunks(nothing, key.shape, size).clone()
+            forward()
+            for sample in variants.values():
+                self._outputs.open()
+                sample()
+        replay = self.lanes.capture(forward, self._graph_pool)
+        samplers = {
+            variant: self.lanes.capture(sample, self._graph_pool)
+            for variant, sample in variants.items()
+        }
+        if replay is not forward:
+            half.clear()
+        return CapturedStep(key, chunks, replay, samplers)
+
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
+        """Queue one step. Returns at once; errors are raised by `collect`.
+
+        masks: of the plan's masked slots; None if there are none, or the plan is deferred.
+        """
+        if plan.masked_slots:
+            return self._launch_masked(plan, masks)
         if not self._is_quick(plan):
-            queued = self._last_on_worker = self._worker.submit(self._execute, plan)
+            queued = self._last_on_worker = self._worker.submit(self._execute, plan, self._queue)
             return StepHandle(plan.step, queued)
         queued = Future()
         try:
-            queued.set_result(self._execute(plan))
+            queued.set_result(self._execute(plan, self._queue))
         except Exception as error:
             queued.set_exception(error)
         return StepHandle(plan.step, queued)
 
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        """Pinned memory for the plan's masks, [len(masked_slots), mask_words(vocab_size)]."""
+        self._masks.append(
+            torch.empty(
+                (len(plan.masked_slots), mask_words(self.vocab_size)),
+                dtype=torch.int32,
+                pin_memory=self.lanes.device.type == "cuda",
+            )
+        )
+        return self._masks[-1].numpy().view(np.uint32)
+
+    def sample(self, handle: StepHandle, masks: MaskRows) -> None:
+        """Queue the sampling of a deferred plan, the last one launched. Returns at once."""
+        forwarded, self._forwarded = self._forwarded, None
+        assert forwarded is not None, "only a deferred plan is sampled, and once"
+
+        def work() -> _Queued:
+            half = forwarded.result()
+            return self._execute(half.plan, lambda _: self._queue_sampling(half, masks))
+
+        captured = forwarded.done() and not forwarded.exception() and forwarded.result().captured
+        self._enqueue(handle.queued, work, quick=bool(captured) and self._is_idle())
+
+    def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepHandle:
+        """Queue the two halves of a masked step, of which a deferred one has the first."""
+        handle = StepHandle(plan.step, Future())
+        self._forwarded = Future()
+
+        def work() -> _Forwarded:
+            return self._execute(plan, self._queue_forward)
+
+        self._enqueue(self._forwarded, work, quick=self._is_quick(plan))
+        if masks is not None:
+            self.sample(handle, masks)
+        return handle
+
+    def _enqueue(self, future: Future[T], work: Callable[[], T], *, quick: bool) -> None:
+        """Fulfil `future` with `work`: here if it is quick, otherwise on the worker."""
+
+        def fulfil() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        if quick:
+            fulfil()
+        else:
+            self._last_on_worker = self._worker.submit(fulfil)
+
+    def _is_idle(self) -> bool:
+        last = self._last_on_worker
+        return last is None or last.done()
+
     def _is_quick(self, plan: StepPlan) -> bool:
         """True if the calling thread may queue the plan itself: it is a graph replay, and the
         worker has no earlier plan to queue."""
-        last = self._last_on_worker
-        if plan.chunks or not (last is None or last.done()):
+        if plan.chunks or not self._is_idle():
             return False
         return self._graphs.find(plan, self._features(plan).variant) is not None
 
@@ -217,7 +337,7 @@ class ModelRunner:
 
     # -- queueing a step ---------------------------------------------------------------------------
 
-    def _execute(self, plan: StepPlan) -> _Queued:
+    def _execute(self, plan: StepPlan, queue: Callable[[StepPlan], T]) -> T:
         """Queue the step, or refuse it with StepError if an earlier one of its epoch has failed.
 
         The failed step may have left the tables half updated, so this one could write to pages of
@@ -226,7 +346,7 @@ class ModelRunner:
         if plan.epoch <= self._failed_epoch:
             raise StepError(f"Step {plan.step} was launched after one that failed.")
         try:
-            return self._queue(plan)
+            return queue(plan)
         except Exception:
             self._failed_epoch = plan.epoch
             with contextlib.suppress(RuntimeError):  # the device is lost
@@ -240,26 +360,71 @@ class ModelRunner:
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
         with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
-            self._sampler.join(plan.joins)
-            self._tables.update(plan)
-            features = self._features(plan)
-            captured = self._graphs.find(plan, features.variant)
-            shape = StepShape.of(plan) if captured is None else captured.key.shape
-            num_chunk_samples = plan.num_samples - len(plan.decode_slots)
-            if captured is not None:
-                num_chunk_samples = shape.num_chunks
-            chunks: Tensor | None = None
-            if plan.chunks:
-                chunks = self._tables.upload_chunks(plan, shape, num_chunk_samples)
+            features, captured, shape, chunks = self._begin(plan)
             ring_entry = self._outputs.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
             if captured is None:
+                num_chunk_samples = plan.num_samples - len(plan.decode_slots)
                 hidden = self._run(shape, chunks, num_chunk_samples, features, plan)
                 scored = list(self._score_prompts(plan, hidden))
             else:
-                if captured.chunks is not None and chunks is not None:
-                    captured.chunks.copy_(chunks)
                 captured.replay()
+        return self._queued(plan, shape, features, ring_entry, scored, captured)
+
+    @torch.inference_mode()
+    def _queue_forward(self, plan: StepPlan) -> _Forwarded:
+        with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
+            features, captured, shape, chunks = self._begin(plan)
+            if captured is not None:
+                captured.replay()
+                return _Forwarded(plan, shape, features, captured, None, None, [])
+            num_chunk_samples = plan.num_samples - len(plan.decode_slots)
+            hidden, logits, samples = self._forward(shape, chunks, num_chunk_samples, plan)
+            scored = self._score_prompts(plan, hidden)
+        return _Forwarded(plan, shape, features, None, logits, samples, scored)
+
+    @torch.inference_mode()
+    def _queue_sampling(self, half: _Forwarded, masks: MaskRows) -> _Queued:
+        plan, captured = half.plan, half.captured
+        with self.lanes.compute(f"sampling of step {plan.step}"):
+            self._sampler.mask(plan.masked_slots, self.lanes.upload_masks(masks))
+            ring_entry = self._outputs.open()
+            if captured is not None:
+                captured.sampler(half.features.variant)()
+            else:
+                assert half.logits is not None and half.samples is not None
+                self._sample(half.logits, half.samples, half.features)
+        return self._queued(plan, half.shape, half.features, ring_entry, half.scored, captured)
+
+    def _begin(
+        self, plan: StepPlan
+    ) -> tuple[SamplingFeatures, CapturedStep | None, StepShape, Tensor | None]:
+        """Update the tables; returns the step's features, its graph, its shape and its chunks."""
+        self._sampler.join(plan.joins)
+        self._tables.update(plan)
+        features = self._features(plan)
+        captured = self._graphs.find(plan, features.variant)
+        shape = StepShape.of(plan) if captured is None else captured.key.shape
+        chunks: Tensor | None = None
+        if plan.chunks:
+            num_samples = plan.num_samples - len(plan.decode_slots)
+            if captured is not None:
+                num_samples = shape.num_chunks
+            chunks = self._tables.upload_chunks(plan, shape, num_samples)
+            if captured is not None and captured.chunks is not None:
+                captured.chunks.copy_(chunks)
+        return features, captured, shape, chunks
+
+    def _queued(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        features: SamplingFeatures,
+        ring_entry: int,
+        scored: list[_Scored],
+        captured: CapturedStep | None,
+    ) -> _Queued:
+        """Mark the end of a step's work."""
         tensors = [
             tensor
             for entry in scored
@@ -292,6 +457,22 @@ class ModelRunner:
 
         plan: None while a step is captured.
         """
+        hidden, logits, samples = self._forward(shape, packed_chunks, num_chunk_samples, plan)
+        if logits is not None:
+            self._sample(logits, samples, features)
+        return hidden
+
+    def _forward(
+        self,
+        shape: StepShape,
+        packed_chunks: Tensor | None,
+        num_chunk_samples: int,
+        plan: StepPlan | None = None,
+    ) -> tuple[Tensor, Tensor | None, SampleRows]:
+        """Queue the work of a step up to its logits.
+
+        Returns the hidden states of its rows, and of the sampled ones the logits, if there are any.
+        """
         chunks = None
         if packed_chunks is not None:
             chunks = ChunkTensors.split(packed_chunks, shape, num_chunk_samples)
@@ -299,13 +480,14 @@ class ModelRunner:
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
         hidden: Tensor = self._model(inputs, self._kv, attention)
-        if len(samples.slots):
-            rows = hidden if samples.rows is None else hidden[samples.rows]
-            sampled = self._sampler.sample(
-                self._model.logits(rows), samples.slots, samples.output_index, features
-            )
-            self._outputs.send(samples.slots, sampled.token_ids, sampled.scores, self._tables.state)
-        return hidden
+        if not len(samples.slots):
+            return hidden, None, samples
+        rows = hidden if samples.rows is None else hidden[samples.rows]
+        return hidden, self._model.logits(rows), samples
+
+    def _sample(self, logits: Tensor, samples: SampleRows, features: SamplingFeatures) -> None:
+        sampled = self._sampler.sample(logits, samples.slots, samples.output_index, features)
+        self._outputs.send(samples.slots, sampled.token_ids, sampled.scores, self._tables.state)
 
     def _features(self, plan: StepPlan) -> SamplingFeatures:
         """The features of the sampled rows, cached while the decode slots are the same object."""

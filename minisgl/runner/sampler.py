@@ -25,6 +25,7 @@ from minisgl.kernels.sampling.reference import (
     SamplingRows,
     TokenScores,
     add_bias,
+    mask_tokens,
     penalize,
     perturb,
     top_logprobs,
@@ -37,6 +38,7 @@ from minisgl.kernels.sampling.tables import (
     floats_of,
     ids_of,
     integers_of,
+    masked_of,
     pack_edits,
     pack_record,
 )
@@ -126,6 +128,8 @@ class Sampler:
         self.device = device
         self.tables = SamplingTables(num_slots + 1, vocab_size, device)
         self._features = [SamplingFeatures()] * (num_slots + 1)
+        # The slots that were masked last, on the host and on the device.
+        self._masked_slots: tuple[tuple[int, ...], Tensor] = ((), torch.empty(0))
         self._triton: TritonSampling | None = None
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
@@ -158,7 +162,7 @@ class Sampler:
         for join in joins:
             edits = self._edits(join)
             features = self._features[join.slot] = _shared(
-                SamplingFeatures.of(join.params, len(edits))
+                SamplingFeatures.of(join.params, len(edits), masked=join.masked)
             )
             records.append(
                 pack_record(
@@ -166,6 +170,7 @@ class Sampler:
                     seed=join.seed,
                     num_edits=len(edits),
                     num_prompt_tokens=len(join.prompt_token_ids),
+                    masked=join.masked,
                 )
             )
             if edits:
@@ -186,6 +191,13 @@ class Sampler:
                 self.tables.edits[join.slot, : features.num_edits] = next(uploaded)
             if features.penalties:
                 self._rebuild_history(join.slot, next(uploaded), next(uploaded))
+
+    def mask(self, slots_host: tuple[int, ...], masks: Tensor) -> None:
+        """Queue the masks of the next tokens of these slots: rows of MaskRows, as int32."""
+        if slots_host != self._masked_slots[0]:
+            (slots,) = self._upload([np.array(slots_host, dtype=np.int64)])
+            self._masked_slots = slots_host, slots
+        self.tables.masks.index_copy_(0, self._masked_slots[1], masks)
 
     def features(self, slots_host: Sequence[int]) -> SamplingFeatures:
         """The union of the features of these slots; it changes when a slot is joined."""
@@ -212,7 +224,7 @@ class Sampler:
         the one to draw. features: at least those of the batch.
 
         May be captured. The graph then serves any batch with these features; with Triton, any batch
-        for which `features.full` is the same.
+        for which `features.full` and `features.masked` are the same.
         """
         if self._ranks.size > 1:
             if not (features.filters or features.full):
@@ -225,9 +237,11 @@ class Sampler:
                 self._count(slots, token_ids)
         else:
             rows = logits, slots, output_index
+            top_p, masked = features.top_p, features.masked
             if not features.full:
-                return SampledRows(self._triton.sample(*rows, top_p=features.top_p), None)
-            token_ids, scores = self._triton.sample_full(*rows, top_p=features.top_p)
+                sampled = self._triton.sample(*rows, top_p=top_p, masked=masked)
+                return SampledRows(sampled, None)
+            token_ids, scores = self._triton.sample_full(*rows, top_p=top_p, masked=masked)
         if features.num_logprobs >= 0 and scores is None:
             scores = top_logprobs(logits.float(), token_ids, features.num_logprobs)
         return SampledRows(token_ids, scores)
@@ -240,7 +254,10 @@ class Sampler:
         if self._triton is not None:
             rows = logits, slots, output_index
             return self._triton.sample_part(
-                *rows, first_id=first_id, all_reduce_max=self._ranks.all_reduce_max
+                *rows,
+                first_id=first_id,
+                all_reduce_max=self._ranks.all_reduce_max,
+                masked=features.masked,
             )
         perturbed = self.perturbed(logits, slots, output_index, features, first_id)
         best = order_keys(perturbed, first_id).amax(dim=-1, keepdim=True)
@@ -276,6 +293,9 @@ class Sampler:
         seen, counts = self.tables.prompt_seen, self.tables.output_counts
         if features.penalties and seen is not None and counts is not None:
             logits = penalize(logits, seen[slots], counts[slots], *penalties)
+        if features.masked:
+            words = self.tables.masks[slots].masked_fill(~masked_of(records)[:, None], -1)
+            logits = mask_tokens(logits, words, first_id)
         if not features.random:
             return logits
         rows = SamplingRows(
@@ -307,7 +327,7 @@ class Sampler:
         the kernels ignore once min_tokens is reached. Ids outside the vocabulary are dropped: they
         cannot be sampled, and would cause out-of-bounds accesses on the device."""
         edits = list(join.params.logit_bias.items())
-        if join.params.min_tokens:
+        if join.params.min_tokens and not join.masked:  # or else the masks see to it
             edits += [(token_id, -torch.inf) for token_id in sorted(join.stop_token_ids)]
         return [edit for edit in edits if edit[0] < self.vocab_size]
 

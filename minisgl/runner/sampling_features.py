@@ -26,9 +26,12 @@ class SamplingFeatures(NamedTuple):
     penalties: bool = False
     num_edits: int = 0
     num_logprobs: int = -1  # top logprobs; 0: the sampled token only, -1: none
+    masked: bool = False  # its tokens are masked
 
     @classmethod
-    def of(cls, params: SamplingParams, num_edits: int) -> SamplingFeatures:
+    def of(
+        cls, params: SamplingParams, num_edits: int, *, masked: bool = False
+    ) -> SamplingFeatures:
         """num_edits: number of entries of logit_bias and of tokens masked by min_tokens."""
         random = not params.greedy
         return cls(
@@ -41,6 +44,7 @@ class SamplingFeatures(NamedTuple):
             or params.presence_penalty != 0,
             num_edits=num_edits,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            masked=masked,
         )
 
     @property

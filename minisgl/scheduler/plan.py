@@ -22,6 +22,7 @@ class SlotJoin:
     stop_token_ids: frozenset[int]  # EOS included; masked until min_tokens outputs exist
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]  # empty unless the request resumes after retraction
+    masked: bool = False  # every token of the slot is sampled under a mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class StepPlan:
     # plans of the epoch, because they depend on device state that does not exist.
     epoch: int = 0
     max_run: int = 1  # maximum number of tokens that a decode row samples
+    # The slots of the sampled rows that need a mask of allowed tokens, in the order of the rows.
+    masked_slots: tuple[int, ...] = ()
+    # One of these masks depends on a token that is not settled: the step is launched without its
+    # sampling, which follows once the masks are known.
+    deferred: bool = False
 
     @property
     def num_tokens(self) -> int:

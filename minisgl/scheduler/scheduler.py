@@ -40,6 +40,7 @@ class Settled:
     progressed: list[Request]  # requests with new tokens
     num_tokens: list[int]  # number of new tokens of each of `progressed`
     finished: list[Request]
+    masked: list[Request]  # whose tokens were sampled under a mask, one each
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
+        self._num_masked = 0  # running requests with a matcher
         self._prefilling: list[Running] = []  # in order of admission
         # The decode rows. The list is replaced, never mutated: launched plans refer to it.
         self._decoding: list[Running] = []
@@ -122,6 +124,14 @@ class Scheduler:
     def next_to_settle(self) -> int | None:
         """The step of the oldest plan in flight."""
         return self._launched[0].step if self._launched else None
+
+    def masked_requests(self, step: int) -> list[Request]:
+        """The requests of a plan in flight whose rows need masks, in the order of masked_slots.
+
+        Some may have ended, or been retracted: the sampled token of a retracted one is settled.
+        """
+        masked = next(launched.masked for launched in self._launched if launched.step == step)
+        return [running.request for running in masked]
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError, ContextLengthError or QueueFullError."""
@@ -184,6 +194,7 @@ class Scheduler:
             self.kv.close(running.lease)
         self._free_slots.append(running.slot)
         del self._running[running.request.id]
+        self._num_masked -= running.request.matcher is not None
         running.active = False
         if running.decoding:
             running.decoding = False
@@ -213,22 +224,32 @@ class Scheduler:
         self.counters.num_steps += 1
         self._ratio.step()
         decoding = self._decoding
+        max_run = 1 if self._num_masked else self._max_run  # a run would need masks in between
+        longest = self._advance(decoding, max_run)
+        masked = self._masked_rows(decoding, draft) if self._num_masked else []
         plan = StepPlan(
             step=draft.step,
             decode_slots=self._decode_slots,
-            longest_decode=min(self._advance(decoding), self._max_seq_len),
+            longest_decode=min(longest, self._max_seq_len),
             chunks=tuple(draft.chunks),
             joins=tuple(draft.joins),
             grants=tuple(draft.grants),
             epoch=self._epoch,
-            max_run=self._max_run,
+            max_run=max_run,
+            masked_slots=tuple([running.slot for running in masked]),
+            deferred=any(map(_blind, masked)),
         )
-        self._launched.append(self._launch_chunks(draft, decoding))
+        self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
         return plan
 
-    def _advance(self, decoding: list[Running]) -> int:
+    @staticmethod
+    def _masked_rows(decoding: list[Running], draft: _Draft) -> list[Running]:
+        owners = zip(draft.chunks, draft.chunk_owners, strict=True)
+        sampling = [running for chunk, running in owners if chunk.samples]
+        return [row for row in (*decoding, *sampling) if row.request.matcher is not None]
+
+    def _advance(self, decoding: list[Running], max_run: int) -> int:
         """Count one more run for each decode row; returns the longest context."""
-        max_run = self._max_run
         longest = 0
         reached: list[Running] = []
         for running in decoding:
@@ -265,7 +286,9 @@ class Scheduler:
         self._decode_changed = False
         self._joining_decode = []
 
-    def _launch_chunks(self, draft: _Draft, decoding: list[Running]) -> Launched:
+    def _launch_chunks(
+        self, draft: _Draft, decoding: list[Running], max_run: int, masked: list[Running]
+    ) -> Launched:
         sampling: list[Running] = []
         completed: list[Running] = []
         for chunk, running in zip(draft.chunks, draft.chunk_owners, strict=True):
@@ -283,7 +306,7 @@ class Scheduler:
                 running for running in self._prefilling if running.num_scheduled < running.num_known
             ]
         return Launched(
-            draft.step, decoding, draft.chunk_owners, sampling, completed, self._max_run
+            draft.step, decoding, draft.chunk_owners, sampling, completed, max_run, masked
         )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
@@ -431,6 +454,7 @@ class Scheduler:
             resumed=waiting.retracted,
         )
         self._running[request.id] = running
+        self._num_masked += request.matcher is not None
         draft.joins.append(
             SlotJoin(
                 slot=running.slot,
@@ -439,6 +463,7 @@ class Scheduler:
                 stop_token_ids=request.stop_token_ids,
                 prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
                 output_token_ids=request.output_token_ids,
+                masked=request.matcher is not None,
             )
         )
         draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
@@ -489,10 +514,11 @@ class Scheduler:
                 self._end(running.request, FinishReason.LENGTH)
         if launched.max_run > 1:
             self._take_back(launched, run_lengths)
+        masked = [running.request for running in launched.masked]
         if run_lengths is None:
-            return Settled(progressed, [1] * len(progressed), finished)
+            return Settled(progressed, [1] * len(progressed), finished, masked)
         num_tokens = Counter(progressed)
-        return Settled([*num_tokens], [*num_tokens.values()], finished)
+        return Settled([*num_tokens], [*num_tokens.values()], finished, masked)
 
     def _take_back(self, launched: Launched, run_lengths: Sequence[int] | None) -> None:
         """Reduce `num_scheduled` of decode rows whose runs were shorter than planned."""
@@ -534,6 +560,8 @@ class Scheduler:
         slots = [running.slot for running in self._running.values()]
         assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots)
         rows = [row for row in (*self._decoding, *self._joining_decode) if row.decoding]
+        masked = [row for row in self._running.values() if row.request.matcher is not None]
+        assert self._num_masked == len(masked)
         for running in self._running.values():
             request = running.request
             assert running.active and request.status is RequestStatus.RUNNING
@@ -562,6 +590,11 @@ def _arrival(entry: Waiting | Running) -> int:
 
 def _client(running: Running) -> str:
     return running.request.tenant.client
+
+
+def _blind(running: Running) -> bool:
+    """Whether the input of the decode row that was just planned is not settled."""
+    return len(running.request.token_ids) < running.num_scheduled
 
 
 def _ready(waiting: Waiting) -> bool:

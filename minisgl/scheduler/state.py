@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minisgl.kvcache.manager import Lease
@@ -79,3 +80,4 @@ class Launched:
     sampling_chunks: list[Running]  # of the chunks that have a sampled row
     completed_prompts: list[Running]  # requests without output whose prompt ends here
     max_run: int  # of the plan
+    masked: Sequence[Running] = ()  # of the plan's masked_slots

@@ -9,9 +9,12 @@ import random
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from minisgl.config import Capacity, EngineConfig, overlap_enabled, resolve
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
+from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
@@ -42,11 +45,17 @@ class PacedRunner:
         self._tokens = random.Random(0).choices(usable, k=2 * NUM_TOKENS)
         self._first = 0
 
-    def launch(self, plan: StepPlan) -> _PacedStep:
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> _PacedStep:
         self._free_at = max(self._free_at, time.monotonic()) + self._step_s
         first, count = self._first, plan.num_samples
         self._first = (first + count) % NUM_TOKENS
         return _PacedStep(StepResult(plan.step, self._tokens[first : first + count]), self._free_at)
+
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        return np.empty((len(plan.masked_slots), mask_words(NUM_TOKENS)), dtype=np.uint32)
+
+    def sample(self, handle: _PacedStep, masks: MaskRows) -> None:
+        pass  # its tokens obey no mask
 
     def collect(self, handle: _PacedStep) -> StepResult:
         time.sleep(max(0.0, handle.due - time.monotonic()))

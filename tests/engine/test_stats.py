@@ -19,6 +19,7 @@ from support.parity import case_of, complete, greedy, load_engine
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS, EngineStats, Histogram, Meter
 from minisgl.errors import StepError
+from minisgl.matcher import MaskRows
 from minisgl.request import FinishReason, Request, SamplingParams
 from minisgl.scheduler.plan import StepPlan, StepResult
 
@@ -153,8 +154,8 @@ async def test_inter_token_times_include_those_around_a_retraction() -> None:
 class CapturedRunner(ScriptedRunner):
     """Says that its steps without chunks ran as graphs."""
 
-    def launch(self, plan: StepPlan) -> StepResult:
-        result = super().launch(plan)
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
+        result = super().launch(plan, masks)
         return StepResult(
             result.step,
             result.token_ids,

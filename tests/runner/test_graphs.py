@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,33 @@ def test_a_mixed_step_uses_the_smallest_captured_shape_that_fits() -> None:
     assert shape(mixed_plan(3, *[1] * (MAX_CHUNKS + 1))) is None
     assert shape(mixed_plan(3, 10), SamplingVariant.FULL) is None
     assert shape(mixed_plan(3, 10, scored=True)) is None
+
+
+def test_masked_steps_have_few_shapes_and_every_variant() -> None:
+    captured = graphs(256)
+
+    def shape(plan: StepPlan) -> StepShape | None:
+        step = captured.find(replace(plan, masked_slots=(0,)), SamplingVariant.FULL)
+        assert step is None or step.key.masked
+        return None if step is None else step.key.shape
+
+    for num_rows in range(1, 257):
+        found = shape(decode_plan(num_rows))
+        assert found is not None and not found.num_chunks
+        assert num_rows <= found.num_decodes < max(2 * num_rows, 2)
+    assert shape(decode_plan(100)) == StepShape(128)
+    assert shape(decode_plan(97)) == StepShape(128) and shape(decode_plan(96)) == StepShape(96)
+    assert shape(mixed_plan(3, 100)) == StepShape(32, 128, MAX_CHUNKS)
+    assert shape(mixed_plan(33, 200)) == StepShape(256, 512, MAX_CHUNKS)
+    assert shape(mixed_plan(3, 100, scored=True)) is None
+    assert shape(mixed_plan(3, 600)) is None
+    assert not any(
+        step.key.masked
+        for step in [captured.find(decode_plan(9), variant) for variant in SamplingVariant]
+        if step is not None
+    )
+    # They do not make start-up noticeably longer.
+    assert sum(step.key.masked for step in captured.steps) * 2 < len(captured.steps)
 
 
 def make_tables() -> SlotTables:

@@ -18,13 +18,15 @@ from minisgl.attention.base import Attention, DecodeBatch, LayerKV
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import AttentionSpec
 from minisgl.engine import AsyncEngine
-from minisgl.errors import DeviceMemoryError
+from minisgl.errors import DeviceMemoryError, StepError
+from minisgl.matcher import MaskRows
+from minisgl.request import SamplingParams
 from minisgl.runner import graphs, load
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.sampler import Sampler
 from minisgl.runner.step_inputs import SlotTables, StepShape
-from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
 CPU = torch.device("cpu")
 
@@ -161,3 +163,67 @@ def test_a_backend_is_asked_to_allocate_before_it_is_captured(
 
     monkeypatch.setattr(load, "make_attention", make)
     load_engine(case_of("llama3").folder, padded=1).runner.close()
+
+
+def masked_prompt(step: int, slot: int, epoch: int = 0) -> StepPlan:
+    join = SlotJoin(slot, SamplingParams(), 7, frozenset(), (1, 2, 3), (), masked=True)
+    return StepPlan(
+        step,
+        (),
+        chunks=(Chunk(slot, 0, (1, 2, 3), samples=True),),
+        joins=(join,),
+        grants=(PageGrant(slot, 0, (slot + 1,)),),
+        epoch=epoch,
+        masked_slots=(slot,),
+    )
+
+
+def only(runner: ModelRunner, plan: StepPlan, token_id: int) -> MaskRows:
+    masks = runner.new_masks(plan)
+    masks.fill(0)
+    masks[:, token_id // 32] = 1 << token_id % 32
+    return masks
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+def test_a_deferred_plan_is_sampled_later_or_forgotten(padded: int) -> None:
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=padded).runner
+    prompt = masked_prompt(1, slot=0)
+    first = runner.launch(prompt, only(runner, prompt, 9))
+    blind = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,), deferred=True)
+    second = runner.launch(blind)
+    assert runner.collect(first).token_ids == [9]
+    assert not second.queued.done()
+    runner.sample(second, only(runner, blind, 40))
+    assert runner.collect(second).token_ids == [40]
+    runner.launch(StepPlan(3, (0,), longest_decode=5, masked_slots=(0,), deferred=True))
+    other = masked_prompt(4, slot=1, epoch=1)
+    assert runner.collect(runner.launch(other, only(runner, other, 11))).token_ids == [11]
+    runner.close()
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+@pytest.mark.parametrize("half", ["_queue_forward", "_queue_sampling"])
+def test_a_failed_half_of_a_step_is_raised_by_collect_and_later_steps_run(
+    half: str, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: ModelRunner = load_engine(case_of("llama3").folder, padded=padded).runner
+    prompt = masked_prompt(1, slot=0)
+    runner.collect(runner.launch(prompt, only(runner, prompt, 9)))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    blind = StepPlan(2, (0,), longest_decode=4, masked_slots=(0,), deferred=True)
+    with monkeypatch.context() as broken:
+        broken.setattr(ModelRunner, half, fail)
+        handle = runner.launch(blind)
+        runner.sample(handle, only(runner, blind, 9))
+        with pytest.raises(StepError, match="ran out of device memory"):
+            runner.collect(handle)
+    late = masked_prompt(3, slot=1)
+    with pytest.raises(StepError, match="launched after one that failed"):
+        runner.collect(runner.launch(late, only(runner, late, 5)))
+    again = masked_prompt(4, slot=1, epoch=1)
+    assert runner.collect(runner.launch(again, only(runner, again, 11))).token_ids == [11]
+    runner.close()

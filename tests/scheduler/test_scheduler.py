@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import FakeRunner, expected_output
 from support.folders import ROOT
 
+from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
     MAX_SALT_CHARS,
@@ -42,6 +45,7 @@ def make_request(
     seed: int = 0,
     tenant: Tenant = EVERYONE,
     cache_salt: str | None = None,
+    rule: Rule | None = None,
     **params: object,
 ) -> Request:
     return Request(
@@ -53,6 +57,7 @@ def make_request(
         eos_token_ids=(EOS,),
         tenant=tenant,
         cache_salt=cache_salt,
+        matcher=None if rule is None else FakeMatcher(rule),
     )
 
 
@@ -88,21 +93,33 @@ class Harness:
         )
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.in_flight: deque[StepResult] = deque()
+        self.deferred: StepPlan | None = None
+        self.masks = MaskFiller(50, (EOS,))
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
 
     def launch(self) -> StepPlan | None:
+        if self.deferred is not None:
+            return None
         retractions = self.scheduler.counters.num_retractions
         plan = self.scheduler.plan()
         if self.scheduler.counters.num_retractions > retractions:
             assert plan is None or not plan.joins  # or the retracted pushes out another
         if plan is not None:
-            self.in_flight.append(self.runner.launch(plan))
+            self.deferred = plan if plan.deferred else None
+            masked = bool(plan.masked_slots) and not plan.deferred
+            masks = self.masks_of(plan) if masked else None
+            self.in_flight.append(self.runner.launch(plan, masks))
             self.plans.append(plan)
             self.check_namespaces(plan)
         self.scheduler.audit()
         return plan
+
+    def masks_of(self, plan: StepPlan) -> MaskRows:
+        masks = self.runner.new_masks(plan)
+        assert not self.masks.fill(self.scheduler.masked_requests(plan.step), masks)
+        return masks
 
     def check_namespaces(self, plan: StepPlan) -> None:
         """A request is given no page with what another namespace has computed."""
@@ -125,6 +142,15 @@ class Harness:
         came = dict(zip(settled.progressed, settled.num_tokens, strict=True))
         assert came == {request: count for request, count in grown.items() if count}
         self.ended(settled.finished)
+        assert not self.masks.accept(settled.masked)
+        for request in settled.masked:
+            if not request.finished and request.matcher is not None and request.matcher.finished:
+                self.scheduler.finish(request, request.num_output_tokens)
+                self.ended([request])
+        deferred = self.deferred
+        if deferred is not None and deferred.step == self.scheduler.next_to_settle:
+            self.deferred = None
+            self.runner.sample(self.in_flight[-1], self.masks_of(deferred))
         self.scheduler.audit()
         return settled
 
@@ -147,22 +173,40 @@ class Harness:
             self.settle()
 
 
-def check_output(request: Request) -> None:
-    assert request.output_token_ids == expected_output(
+def output_of(request: Request) -> list[int]:
+    """The output under every correct schedule."""
+    matcher = request.matcher
+    return expected_output(
         request.token_ids[: request.num_prompt_tokens],
         seed=request.seed,
         max_tokens=request.max_tokens,
         stop=request.stop_token_ids,
         vocab_size=50,
+        allowed=matcher.rule if isinstance(matcher, FakeMatcher) else None,
     )
+
+
+def check_output(request: Request) -> None:
+    assert request.output_token_ids == output_of(request)
     if request.params.logprobs is not None:
         assert [entry.token_id for entry in request.logprobs] == request.output_token_ids
 
 
 def random_requests(
-    rng: random.Random, count: int, longest: int = 40, num_clients: int = 0
+    rng: random.Random,
+    count: int,
+    longest: int = 40,
+    num_clients: int = 0,
+    masked: float = 0,
 ) -> list[Request]:
-    """Requests of one tenant without salts, or of `num_clients` clients."""
+    """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
+    those with a matcher, some of which end their output."""
+
+    def rule() -> Rule | None:
+        if rng.random() >= masked:
+            return None
+        return ending_at(rng.choice([3, 100]), without(EOS, tokens_after(50)))
+
     clients = [f"{index}" for index in range(num_clients)]
     prefix = [rng.randrange(50) for _ in range(20)]
     return [
@@ -175,6 +219,7 @@ def random_requests(
             ignore_eos=rng.random() < 0.7,
             tenant=Tenant(rng.choice(clients), rng.choice("xyz")) if clients else EVERYONE,
             cache_salt=rng.choice([None, "salt", "pepper", f"{index}"]) if clients else None,
+            rule=rule(),
         )
         for index in range(count)
     ]
@@ -194,6 +239,41 @@ def test_every_request_gets_its_own_output(
     for request in requests:
         check_output(request)
     assert harness.endings == {request.id: 1 for request in requests}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("max_run", [1, 3])
+def test_masked_requests_get_their_outputs_beside_others(depth: int, max_run: int) -> None:
+    harness = Harness(max_run=max_run, num_pages=40, conservativeness=0.05)
+    requests = random_requests(random.Random(2), 30, masked=0.5)
+    harness.run(*requests, depth=depth)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+    assert harness.endings == {request.id: 1 for request in requests}
+
+
+def test_a_step_is_deferred_only_while_a_mask_depends_on_a_token_in_flight() -> None:
+    harness = Harness()
+    plain = make_request("plain", [1, 2], 30, ignore_eos=True)
+    masked = make_request("masked", [3, 4], 6, ignore_eos=True, rule=tokens_after(50))
+    harness.scheduler.submit(plain)
+    first, second = harness.launch(), harness.launch()
+    assert first is not None and not first.masked_slots
+    assert second is not None and not second.masked_slots
+    harness.scheduler.submit(masked)
+    prompt, blind = harness.launch(), harness.launch()
+    assert prompt is not None and len(prompt.masked_slots) == 1 and not prompt.deferred
+    assert blind is not None and blind.masked_slots == prompt.masked_slots and blind.deferred
+    assert harness.launch() is None
+    while harness.in_flight:
+        harness.settle()
+    known = harness.launch()
+    assert known is not None and known.masked_slots and not known.deferred
+    harness.run()
+    assert not harness.plans[-1].masked_slots
+    check_output(plain)
+    check_output(masked)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -714,7 +794,12 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         max_run=rng.choice([1, 1, 2, 5]),
         run_seed=seed,
     )
-    waiting = random_requests(rng, rng.randint(1, 20), num_clients=rng.randint(0, 3))
+    waiting = random_requests(
+        rng,
+        rng.randint(1, 20),
+        num_clients=rng.randint(0, 3),
+        masked=rng.choice([0, 0, 0.3, 1]),
+    )
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3)
@@ -736,6 +821,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
             first = rng.choice(list(harness.in_flight)).step
             failed = harness.scheduler.fail(first, StepError("injected"))
             harness.in_flight = deque(r for r in harness.in_flight if r.step < first)
+            harness.deferred = None
             harness.ended(failed)
             disturbed |= set(failed)
         elif harness.in_flight:
@@ -756,13 +842,6 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         if request not in disturbed:
             check_output(request)
         else:  # cut, but right as far as it goes
-            full = expected_output(
-                request.token_ids[: request.num_prompt_tokens],
-                seed=request.seed,
-                max_tokens=request.max_tokens,
-                stop=request.stop_token_ids,
-                vocab_size=50,
-            )
-            assert full[: request.num_output_tokens] == request.output_token_ids
+            assert output_of(request)[: request.num_output_tokens] == request.output_token_ids
     kv = harness.scheduler.kv
     assert kv.num_available == kv.num_pages - 1

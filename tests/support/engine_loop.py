@@ -13,6 +13,7 @@ from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stream import OutputStream
+from minisgl.matcher import MaskRows
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
@@ -36,9 +37,9 @@ class ScriptedRunner(FakeRunner):
         self.launched: list[StepPlan] = []
         self.closed = False
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
         self.launched.append(plan)
-        return super().launch(plan)
+        return super().launch(plan, masks)
 
     def collect(self, handle: StepResult) -> StepResult:
         assert self.may_collect.wait(10)

@@ -8,9 +8,12 @@ nothing else: one page lost, shared while being written or handed out too early 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
 
@@ -32,15 +35,26 @@ def sample(state: int, seed: int, vocab_size: int, masked: frozenset[int] = froz
 
 
 def expected_output(
-    prompt: Sequence[int], *, seed: int, max_tokens: int, stop: frozenset[int], vocab_size: int
+    prompt: Sequence[int],
+    *,
+    seed: int,
+    max_tokens: int,
+    stop: frozenset[int],
+    vocab_size: int,
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None,
 ) -> list[int]:
-    """The output for a prompt under every correct schedule."""
+    """The output for a prompt under every correct schedule. allowed: the tokens that may follow
+    an output; where there are none the output ends."""
     state = 0
     for token_id in prompt:
         state = mix(state, token_id)
     output: list[int] = []
+    every = frozenset(range(vocab_size))
     while len(output) < max_tokens:
-        token_id = sample(state, seed, vocab_size)
+        following = every if allowed is None else allowed(output)
+        if not following:
+            break
+        token_id = sample(state, seed, vocab_size, every.difference(following))
         output.append(token_id)
         if token_id in stop:
             break
@@ -53,6 +67,7 @@ class _Slot:
     join: SlotJoin
     pages: dict[int, int] = field(default_factory=dict)
     length: int = 0
+    state: int = 0  # the KV of the last token that was computed
     last_token: int = -1
 
 
@@ -75,10 +90,13 @@ class FakeRunner:
         self.fail_at = fail_at
         self.num_computed_tokens = 0
         self._runs = runs or random.Random(0)
+        self._has_runs = False
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
+        self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
+        self._forwarded = None
         if plan.step in self.fail_at:
             raise RuntimeError(f"step {plan.step} was told to fail")
         for join in plan.joins:
@@ -87,32 +105,76 @@ class FakeRunner:
             for offset, page in enumerate(grant.pages):
                 self._slots[grant.slot].pages[grant.index + offset] = page
         longest = max((self._slots[slot].length + 1 for slot in plan.decode_slots), default=0)
+        if plan.masked_slots:
+            return self._launch_masked(plan, masks)
         tokens: list[int] = []
         run_lengths: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         scores: dict[int, list[TokenLogprobs]] = {}
         for slot_id in plan.decode_slots:
             run_lengths.append(self._run(self._slots[slot_id], plan.max_run, tokens, logprobs))
-        if plan.max_run == 1:
+        self._has_runs |= plan.max_run > 1
+        if not self._has_runs:
             assert plan.longest_decode == longest
         else:  # how long the runs before it were is not known to whoever planned
             assert plan.longest_decode >= longest
-        for index, chunk in enumerate(plan.chunks):
-            slot = self._slots[chunk.slot]
-            sampled = -1
-            for position, token_id in enumerate(chunk.token_ids, chunk.start):
-                sampled = self._compute(slot, position, token_id)
-            if chunk.samples:
-                self._report(slot, sampled, tokens, logprobs)
-                run_lengths.append(1)
-            else:
-                slot.last_token = -1  # must not be fed
-            if chunk.scored_token_ids:
-                scores[index] = [TokenLogprobs(t, -1.0) for t in chunk.scored_token_ids]
+        for slot in self._compute_chunks(plan, scores):
+            self._report(slot, self._draw(slot), tokens, logprobs)
+            run_lengths.append(1)
         self.num_computed_tokens += plan.num_tokens
         if plan.max_run == 1:
             return StepResult(plan.step, tokens, logprobs, scores)
         return StepResult(plan.step, tokens, logprobs, scores, run_lengths=run_lengths)
+
+    def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
+        assert plan.max_run == 1
+        result = StepResult(plan.step, [])
+        rows = [self._slots[slot] for slot in plan.decode_slots]
+        for slot in rows:
+            self._compute(slot, slot.length, slot.last_token)
+        rows += self._compute_chunks(plan, result.prompt_logprobs)
+        self.num_computed_tokens += plan.num_tokens
+        masked = [slot.join.slot for slot in rows if slot.join.masked]
+        assert plan.masked_slots == tuple(masked), "a row lacks its mask, or has another's"
+        self._forwarded = plan, rows, result
+        assert plan.deferred == (masks is None)
+        if masks is not None:
+            self.sample(result, masks)
+        return result
+
+    def sample(self, handle: StepResult, masks: MaskRows) -> None:
+        assert self._forwarded is not None
+        plan, rows, result = self._forwarded
+        assert result is handle, "sampled is what was launched last"
+        assert masks.shape == (len(plan.masked_slots), mask_words(self.vocab_size))
+        self._forwarded = None
+        tokens: list[int] = []
+        left = iter(masks)
+        for slot in rows:
+            words = next(left) if slot.join.masked else None
+            self._report(slot, self._draw(slot, words), tokens, result.logprobs)
+        masks.fill(0)  # nobody may read it again
+        handle.token_ids[:] = tokens  # type: ignore[index]
+
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        return np.zeros((len(plan.masked_slots), mask_words(self.vocab_size)), dtype=np.uint32)
+
+    def _compute_chunks(
+        self, plan: StepPlan, scores: dict[int, list[TokenLogprobs]]
+    ) -> list[_Slot]:
+        """Compute the chunks' KV; returns the slots of those that sample."""
+        sampling: list[_Slot] = []
+        for index, chunk in enumerate(plan.chunks):
+            slot = self._slots[chunk.slot]
+            for position, token_id in enumerate(chunk.token_ids, chunk.start):
+                self._compute(slot, position, token_id)
+            if chunk.samples:
+                sampling.append(slot)
+            else:
+                slot.last_token = -1  # must not be fed
+            if chunk.scored_token_ids:
+                scores[index] = [TokenLogprobs(t, -1.0) for t in chunk.scored_token_ids]
+        return sampling
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
@@ -126,7 +188,8 @@ class FakeRunner:
         """One decode row; returns how many tokens it sampled."""
         wanted = self._runs.randint(1, max_run)
         for length in range(1, wanted + 1):
-            self._report(slot, self._compute(slot, slot.length, slot.last_token), tokens, logprobs)
+            self._compute(slot, slot.length, slot.last_token)
+            self._report(slot, self._draw(slot), tokens, logprobs)
             if length < wanted and not self._has_room(slot, slot.length):
                 wanted = length
                 break
@@ -146,15 +209,24 @@ class FakeRunner:
             logprobs[len(tokens)] = TokenLogprobs(token_id, -1.0)
         tokens.append(token_id)
 
-    def _compute(self, slot: _Slot, position: int, token_id: int) -> int:
+    def _compute(self, slot: _Slot, position: int, token_id: int) -> None:
+        assert token_id >= 0, "a token is fed that was not sampled"
         before = 0 if position == 0 else self._cells[self._cell(slot, position - 1)]
-        state = mix(before, token_id)
-        self._cells[self._cell(slot, position)] = state
+        slot.state = self._cells[self._cell(slot, position)] = mix(before, token_id)
         slot.length = position + 1
+        slot.last_token = -1
+
+    def _draw(self, slot: _Slot, words: MaskRows | None = None) -> int:
+        """The token that the slot samples next, which is fed to it."""
         join = slot.join
-        num_outputs = position + 1 - len(join.prompt_token_ids)
-        masked = join.stop_token_ids if num_outputs < join.params.min_tokens else frozenset()
-        slot.last_token = sample(state, join.seed, self.vocab_size, masked)
+        masked: frozenset[int] = frozenset()
+        if words is not None:
+            ids = range(self.vocab_size)
+            masked = frozenset(id for id in ids if not words[id // 32] >> (id % 32) & 1)
+            assert len(masked) < self.vocab_size, "a mask allows nothing"
+        elif slot.length - len(join.prompt_token_ids) < join.params.min_tokens:
+            masked = join.stop_token_ids
+        slot.last_token = sample(slot.state, join.seed, self.vocab_size, masked)
         return slot.last_token
 
     def _cell(self, slot: _Slot, position: int) -> tuple[int, int]:

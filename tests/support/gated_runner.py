@@ -17,6 +17,7 @@ from support.fake_runner import FakeRunner, expected_output
 from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
+from minisgl.matcher import MaskRows
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
@@ -59,9 +60,9 @@ class GatedRunner(FakeRunner):
             self._permits += permits
             self._changed.notify_all()
 
-    def launch(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
         self.launched.append(plan)
-        return super().launch(plan)
+        return super().launch(plan, masks)
 
     def collect(self, handle: StepResult) -> StepResult:
         with self._changed:

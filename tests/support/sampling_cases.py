@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.kernels.sampling.order import ids_of
 from minisgl.kernels.sampling.reference import TokenScores, margin, top_logprobs
+from minisgl.matcher import mask_words
 from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
 from minisgl.runner.sampler import SampledRows, Sampler
 from minisgl.runner.sampling_features import SamplingFeatures
@@ -63,17 +68,27 @@ class Batch:
         logits: Tensor,
         *,
         num_slots: int | None = None,
+        allowed: Mapping[int, Sequence[int]] | None = None,
     ) -> Batch:
         """Row r has the r-th of `params`, round and round. The slots are mixed up."""
         device, vocab_size = logits.device, logits.shape[1]
         sampler = Sampler(num_slots or num_rows + 2, vocab_size, device, backend="triton")
         slots = [(row * 7 + 3) % num_rows if num_rows % 7 else row for row in range(num_rows)]
-        cls.join(sampler, params, slots)
+        cls.join(sampler, params, slots, masked=frozenset(allowed or ()))
+        if allowed:
+            masked = tuple(slots[row] for row in allowed)
+            sampler.mask(masked, packed_masks(list(allowed.values()), vocab_size).to(logits.device))
         index = torch.tensor([row % 4 for row in range(num_rows)], device=device)
         return cls(sampler, logits, torch.tensor(slots, device=device), index)
 
     @staticmethod
-    def join(sampler: Sampler, params: Sequence[SamplingParams], slots: Sequence[int]) -> None:
+    def join(
+        sampler: Sampler,
+        params: Sequence[SamplingParams],
+        slots: Sequence[int],
+        *,
+        masked: frozenset[int] = frozenset(),
+    ) -> None:
         outputs, vocab_size = [5, 2, 5, 3], sampler.vocab_size
         sampler.join(
             [
@@ -84,6 +99,7 @@ class Batch:
                     stop_token_ids=frozenset([1, 3, min(row, vocab_size - 1)]),
                     prompt_token_ids=[(row * 31 + i * i) % vocab_size for i in range(row + 1)],
                     output_token_ids=[token % vocab_size for token in outputs[: row % 4]],
+                    masked=row in masked,
                 )
                 for row, slot in enumerate(slots)
             ]
@@ -98,7 +114,7 @@ class Batch:
         chosen = chosen.to(self.logits.device)
         logits = self.logits[chosen]
         self._spoil_workspace()
-        features = ANY_FULL if full else ANY_PLAIN
+        features = (ANY_FULL if full else ANY_PLAIN)._replace(masked=self.masked)
         args = (self.slots[chosen], self.output_index[chosen], features)
         before = logits.clone()
         tokens = self.sampler.sample(logits, *args).token_ids
@@ -111,6 +127,30 @@ class Batch:
         for buffer in vars(self.sampler._triton._workspace).values():
             if isinstance(buffer, Tensor):
                 buffer.fill_(torch.nan if buffer.is_floating_point() else -7)
+
+    @property
+    def masked(self) -> bool:
+        return self.sampler.features(self.slots.tolist()).masked
+
+    def run_parts(self, bounds: Sequence[int]) -> Tensor:
+        """The tokens of rows without filters, sampled as by ranks with a part of the ids each."""
+        assert self.sampler._triton is not None
+        keys: list[Tensor] = []
+
+        def collect(best: Tensor) -> Tensor:
+            keys.append(best.amax(dim=1))
+            return keys[-1]
+
+        for first, last in pairwise(bounds):
+            self.sampler._triton.sample_part(
+                self.logits[:, first:last],
+                self.slots,
+                self.output_index,
+                first_id=first,
+                all_reduce_max=collect,
+                masked=self.masked,
+            )
+        return ids_of(torch.stack(keys).amax(dim=0))
 
     def history(self) -> Tensor:
         """Counts of the output tokens, by slot."""
@@ -162,6 +202,30 @@ class Batch:
             torch.testing.assert_close(
                 scores.top_logprobs[row, :num], wanted.top_logprobs[row, :num], atol=2e-5, rtol=0
             )
+
+
+def packed_masks(allowed: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """Masks of these ids, as int32. Bits past the vocabulary are set."""
+    bits = np.zeros((len(allowed), 32 * mask_words(vocab_size)), dtype=bool)
+    bits[:, vocab_size:] = True
+    for row, ids in zip(bits, allowed, strict=True):
+        row[list(ids)] = True
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+def allowed_tokens(num_rows: int, vocab_size: int) -> dict[int, list[int]]:
+    """Tokens that two of three rows allow: few, one, many, those of one place, or all."""
+    generator = random.Random(vocab_size)
+    last = vocab_size - 1
+    kinds: list[Callable[[], list[int]]] = [
+        lambda: sorted({generator.randrange(vocab_size) for _ in range(4)}),
+        lambda: [last],
+        lambda: [id for id in range(vocab_size) if generator.random() < 0.5] or [0],
+        lambda: list(range(vocab_size // 2, min(vocab_size // 2 + 70, vocab_size))),
+        lambda: list(range(vocab_size)),
+    ]
+    rows = [row for row in range(num_rows) if row % 3]
+    return {row: kinds[place % len(kinds)]() for place, row in enumerate(rows)}
 
 
 def random_logits(

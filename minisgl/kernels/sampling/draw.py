@@ -30,6 +30,8 @@ def draw_kernel(
     slots,
     output_index,
     records,
+    masks,
+    mask_stride,
     best_out,
     peaks_out,
     segment_max,
@@ -58,7 +60,19 @@ def draw_kernel(
     index = tl.load(output_index + row).to(tl.int32)
     seed = load_integer(records, slot, SEED)
     temperature, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size)
-    source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
+    source = source_of(
+        logits,
+        edited,
+        records,
+        masks,
+        mask_stride,
+        row,
+        slot,
+        stride,
+        vocab_size,
+        first_id,
+        full,
+    )
     segment_max += row * num_segments
     segment_bound += row * num_segments
 
@@ -83,7 +97,16 @@ def draw_kernel(
             maxima = segment_maxima(x)
             tl.store(segment_max + segments, maxima, mask=segments < num_segments)
             peaks = tl.maximum(peaks, maxima)
-        if not by_top_k:
+        skipped = by_top_k
+        if masks is not None:
+            barren = source[6] > 0  # under a mask most tiles have no token that is allowed
+            if barren:
+                barren = tl.max(x) == -float("inf")
+            if barren & filtered:
+                bounds = segment_maxima(x)
+                tl.store(segment_bound + segments, bounds, mask=segments < num_segments)
+            skipped = skipped | barren
+        if not skipped:
             if temperature > 0:
                 words = words_of_quads(seed, index, quads + first_id // 4)
                 inverse = 1 / temperature

@@ -45,6 +45,8 @@ def weigh_kernel(
     edited,
     slots,
     records,
+    masks,
+    mask_stride,
     best,
     peaks,
     sums,
@@ -67,7 +69,19 @@ def weigh_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     temperature, _, min_p, _, by_top_k, by_top_p, _ = load_filters(records, slot, vocab_size)
     if by_top_p & (by_top_k == 0):
-        source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
+        source = source_of(
+            logits,
+            edited,
+            records,
+            masks,
+            mask_stride,
+            row,
+            slot,
+            stride,
+            vocab_size,
+            0,
+            full,
+        )
         token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
         low = _least_kept(largest, min_p)
@@ -162,6 +176,8 @@ def settle_kernel(
     slots,
     output_index,
     records,
+    masks,
+    mask_stride,
     best,
     peaks,
     segment_max,
@@ -191,7 +207,19 @@ def settle_kernel(
     )
     token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
     if filtered:
-        source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
+        source = source_of(
+            logits,
+            edited,
+            records,
+            masks,
+            mask_stride,
+            row,
+            slot,
+            stride,
+            vocab_size,
+            0,
+            full,
+        )
         segment_max += row * num_segments
         segment_bound += row * num_segments
         segment_list += row * (num_segments + LIST_SEGMENTS)

@@ -99,8 +99,9 @@ class TritonSampling:
     """Samples rows of the slots of `tables`. For one stream, which may be capturing.
 
     `logits` [rows, vocab] are float32, bfloat16 or float16, ids contiguous, and stay as they are;
-    `slots` and `output_index` [rows] are as for `Sampler.sample`. Token ids are [rows] int64. The
-    kernels keep to the rule of launch.py.
+    `slots` and `output_index` [rows] are as for `Sampler.sample`. Token ids are [rows] int64.
+    With `masked`, rows whose records say so obey the masks of `tables`, and read only the logits of
+    allowed tokens; without it masks are ignored. The kernels keep to the rule of launch.py.
     """
 
     def __init__(self, tables: SamplingTables, workspace: SampleWorkspace) -> None:
@@ -108,14 +109,28 @@ class TritonSampling:
         self._workspace = workspace
 
     def sample(
-        self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        *,
+        top_p: bool = True,
+        masked: bool = False,
     ) -> Tensor:
         """Samples with the plain variant: greedy, temperature, min_p, top_k, top_p and seed. Three
         kernels; without `top_p`, which no row may then use, two."""
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
-            _draw(rows, None, self._tables, self._workspace, token_ids[part], top_p=top_p)
+            _draw(
+                rows,
+                None,
+                self._tables,
+                self._workspace,
+                token_ids[part],
+                top_p=top_p,
+                masked=masked,
+            )
         return token_ids
 
     def sample_part(
@@ -125,6 +140,7 @@ class TritonSampling:
         output_index: Tensor,
         *,
         first_id: int,
+        masked: bool = False,
         all_reduce_max: Callable[[Tensor], Tensor],
     ) -> Tensor:
         """Samples rows without filters from one vocabulary shard, which starts at `first_id`.
@@ -135,12 +151,20 @@ class TritonSampling:
         token_ids = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for part in _blocks(logits, self._workspace):
             rows = logits[part], slots[part], output_index[part]
-            best = _best(rows, None, self._tables, self._workspace, first_id=first_id)
+            best = _best(
+                rows, None, self._tables, self._workspace, first_id=first_id, masked=masked
+            )
             token_ids[part] = ids_of(all_reduce_max(best))
         return token_ids
 
     def sample_full(
-        self, logits: Tensor, slots: Tensor, output_index: Tensor, *, top_p: bool = True
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        output_index: Tensor,
+        *,
+        top_p: bool = True,
+        masked: bool = False,
     ) -> tuple[Tensor, TokenScores]:
         """Samples with the full variant: edits and penalties, too, and counts the tokens into the
         history.
@@ -160,7 +184,15 @@ class TritonSampling:
         for part in _blocks(logits, workspace):
             rows = logits[part], slots[part], output_index[part]
             _edit(rows, tables, workspace)
-            _draw(rows, workspace.edited, tables, workspace, token_ids[part], top_p=top_p)
+            _draw(
+                rows,
+                workspace.edited,
+                tables,
+                workspace,
+                token_ids[part],
+                top_p=top_p,
+                masked=masked,
+            )
             _record(rows, tables, workspace, token_ids[part], scores, part)
         return token_ids, scores
 
@@ -209,6 +241,7 @@ def _best(
     workspace: SampleWorkspace,
     *,
     first_id: int = 0,
+    masked: bool,
 ) -> Tensor:
     """[rows, any] int64: the order key of the best token before filters in each part of a row. A
     view of the workspace, written by the first pass."""
@@ -221,6 +254,7 @@ def _best(
         slots,
         output_index,
         tables.records,
+        *_mask_table(tables, masked),
         workspace.best,
         workspace.peaks,
         workspace.segment_max,
@@ -248,6 +282,7 @@ def _draw(
     token_ids: Tensor,
     *,
     top_p: bool,
+    masked: bool,
 ) -> None:
     logits, slots, output_index = rows
     num_rows, vocab_size = logits.shape
@@ -256,13 +291,14 @@ def _draw(
     sizes = (vocab_size, logits.stride(0))
     padded_tiles = triton.next_power_of_2(workspace.num_tiles)
     options = {"full": edited is not None, **_options(logits)}
-    _best(rows, edited, tables, workspace)
+    _best(rows, edited, tables, workspace, masked=masked)
     if top_p:
         weigh_kernel[(splits, num_rows)](
             logits,
             source,
             slots,
             tables.records,
+            *_mask_table(tables, masked),
             workspace.best,
             workspace.peaks,
             workspace.sums,
@@ -281,6 +317,7 @@ def _draw(
         slots,
         output_index,
         tables.records,
+        *_mask_table(tables, masked),
         workspace.best,
         workspace.peaks,
         workspace.segment_max,
@@ -299,6 +336,11 @@ def _draw(
         maxnreg=128,  # with more an SM would hold one program only
         **options,
     )
+
+
+def _mask_table(tables: SamplingTables, masked: bool) -> tuple[Tensor | None, int | None]:
+    """The masks and their stride for kernels that read them; without them others are compiled."""
+    return (tables.masks, tables.masks.stride(0)) if masked else (None, None)
 
 
 def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl.kernels.sampling.order import order_keys
 from minisgl.kernels.sampling.philox import uniform
+from minisgl.matcher import WORD_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,17 @@ def penalize(
     repeated = torch.where(logits > 0, logits / factor, logits * factor)
     logits = torch.where(prompt_seen | generated, repeated, logits)
     return logits - output_counts * frequency[:, None] - generated * presence[:, None]
+
+
+def mask_tokens(logits: Tensor, words: Tensor, first_id: int = 0) -> Tensor:
+    """Sets the logits [rows, ids] of the tokens that are not allowed to -inf.
+
+    `words` [rows, words] int32: packed masks, as MaskRows; all bits are 1 for a row without a mask.
+    The logits may be those of a vocabulary shard that starts at `first_id`.
+    """
+    ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+    allowed = words[:, ids // WORD_BITS] >> (ids % WORD_BITS).int() & 1
+    return logits.masked_fill(allowed == 0, -torch.inf)
 
 
 def perturb(logits: Tensor, rows: SamplingRows, first_id: int = 0) -> Tensor:

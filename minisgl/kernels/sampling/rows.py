@@ -46,6 +46,11 @@ def load_num_logprobs(records, slot):
 
 
 @triton.jit
+def is_masked(records, slot):
+    return (tl.load(records + slot * _WORDS + _NUM_LOGPROBS_WORD) >> 32) != 0
+
+
+@triton.jit
 def load_filters(records, slot, vocab_size):
     """(temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered).
 
@@ -80,26 +85,63 @@ def is_edited(records, slot, vocab_size):
 
 
 @triton.jit
-def source_of(logits, edited, records, row, slot, stride, vocab_size, full: tl.constexpr):
-    """The source of a row's logits: (raw, edited, number of ids to read of each, vocabulary
-    size)."""
+def source_of(
+    logits,
+    edited,
+    records,
+    masks,
+    mask_stride,
+    row,
+    slot,
+    stride,
+    vocab_size,
+    first_id,
+    full: tl.constexpr,
+):
+    """The source of a row's logits: (raw, edited, number of ids to read of each, vocabulary size)
+    and, where there are masks, (mask, number of ids that it is for: all or none, first id)."""
     num_edited = 0
     if full:
         num_edited = tl.where(is_edited(records, slot, vocab_size), vocab_size, 0)
     edited += row * vocab_size
-    return logits + row * stride, edited, vocab_size - num_edited, num_edited, vocab_size
+    if masks is None:
+        return logits + row * stride, edited, vocab_size - num_edited, num_edited, vocab_size
+    else:
+        raw = logits + row * stride
+        mask = masks + slot * mask_stride
+        num_raw = vocab_size - num_edited
+        num_masked = tl.where(is_masked(records, slot), vocab_size, 0)
+        return raw, edited, num_raw, num_edited, vocab_size, mask, num_masked, first_id
 
 
 @triton.jit
 def load_logits(source, ids, mask, full: tl.constexpr):
-    """float32 logits of a row, -inf where not `mask`; a masked load costs no bytes."""
-    logits, edited, num_raw, num_edited, _ = source
+    """float32 logits of a row, -inf where not `mask` or not allowed; a masked load costs no bytes.
+
+    `ids`: [quads, 4] as by `ids_of`, or one.
+    """
+    logits, edited, num_raw, num_edited = source[0], source[1], source[2], source[3]
+    if len(source) > 5:
+        mask = mask & _allowed(source[5], ids, source[6], source[7])
     if full:
         raw = tl.load(logits + ids, mask=mask & (ids < num_raw), other=-float("inf"))
         new = tl.load(edited + ids, mask=mask & (ids < num_edited), other=-float("inf"))
         return tl.maximum(raw.to(tl.float32), new)
     else:
         return tl.load(logits + ids, mask=mask, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _allowed(masks, ids, num_masked, first_id):
+    """Whether the mask has the bits of `ids`; ids from `num_masked` on are allowed."""
+    if len(ids.shape) == 2:
+        quads = tl.min(ids, axis=1)  # the four bits of a quad are in one word
+        bits = (quads + first_id) % 32
+        words = tl.load(masks + (quads + first_id) // 32, mask=quads < num_masked, other=-1)
+        return ((words[:, None] >> (bits[:, None] + tl.arange(0, 4)[None, :])) & 1) != 0
+    else:
+        word = tl.load(masks + (ids + first_id) // 32, mask=ids < num_masked, other=-1)
+        return ((word >> ((ids + first_id) % 32)) & 1) != 0
 
 
 @triton.jit

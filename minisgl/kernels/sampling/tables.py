@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minisgl.matcher import mask_words
 from minisgl.request import MAX_EDITS, SamplingParams
 
 # A record, in words of 8 bytes: five int64 (SEED to NUM_PROMPT_TOKENS), six float32, two to a word
-# (TEMPERATURE to PRESENCE), and the int32 num_logprobs.
-RECORD = struct.Struct("<5q6fi4x")
+# (TEMPERATURE to PRESENCE), and the int32 num_logprobs and masked in the last word.
+RECORD = struct.Struct("<5q6f2i")
 RECORD_WORDS = RECORD.size // 8
 SEED, TOP_K, MIN_TOKENS, NUM_EDITS, NUM_PROMPT_TOKENS = range(5)
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(6)
@@ -27,7 +28,12 @@ FIRST_FLOAT_WORD, NUM_LOGPROBS_WORD = 5, 8
 
 
 def pack_record(
-    params: SamplingParams, *, seed: int, num_edits: int, num_prompt_tokens: int
+    params: SamplingParams,
+    *,
+    seed: int,
+    num_edits: int,
+    num_prompt_tokens: int,
+    masked: bool = False,
 ) -> bytes:
     """top_k 0: off; temperature 0: greedy; num_logprobs -1: none, 0: of the sampled token only."""
     return RECORD.pack(
@@ -43,6 +49,7 @@ def pack_record(
         params.frequency_penalty,
         params.presence_penalty,
         -1 if params.logprobs is None else params.logprobs,
+        masked,
     )
 
 
@@ -67,6 +74,10 @@ class SamplingTables:
         # [slots, MAX_EDITS] int64: a token id in the lower half, in the upper one the bits of the
         # float32 that is added to its logit. The first num_edits of a slot count.
         self.edits = torch.zeros((num_slots, MAX_EDITS), dtype=torch.int64, device=device)
+        # [slots, words] int32, rows as of MaskRows: the tokens allowed to slots whose records say
+        # masked, written before each of them is sampled. Rows of other slots are undefined.
+        words = mask_words(vocab_size)
+        self.masks = torch.zeros((num_slots, words), dtype=torch.int32, device=device)
         # The tokens of requests with penalties. Rows of other slots are undefined; neutral
         # penalties ignore them.
         self.prompt_seen: Tensor | None = None  # [slots, vocab] bool
@@ -91,6 +102,11 @@ def integers_of(records: Tensor) -> Tensor:
 def floats_of(records: Tensor) -> Tensor:
     """[..., 6] float32, from TEMPERATURE to PRESENCE."""
     return records.view(torch.float32)[..., 2 * FIRST_FLOAT_WORD : 2 * NUM_LOGPROBS_WORD]
+
+
+def masked_of(records: Tensor) -> Tensor:
+    """[...] bool"""
+    return records.view(torch.int32)[..., 2 * NUM_LOGPROBS_WORD + 1] != 0
 
 
 def ids_of(edits: Tensor) -> Tensor:

@@ -18,6 +18,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any, Protocol
 
+from minisgl.matcher import MaskRows
+from minisgl.runner.parallel.mask_ring import MaskRing
+from minisgl.scheduler.plan import StepPlan
+
 HEARTBEAT_S = 1.0
 _CLOSE = b"\1"  # sent after the last plan
 
@@ -48,6 +52,10 @@ class RankEnd(Protocol):
         died."""
         ...
 
+    def masks(self, plan: StepPlan) -> MaskRows:
+        """The masks of a plan, which rank 0 has filled before it sent what asks for them."""
+        ...
+
     def report(self, message: Message) -> None:
         """Send `message` to rank 0. Raises OSError if the connection is closed."""
         ...
@@ -62,6 +70,10 @@ class Channel(Protocol):
 
     def end_of(self, rank: int) -> RankEnd:
         """The other end, to be passed to the rank when it is launched."""
+        ...
+
+    def masks(self, plan: StepPlan) -> MaskRows:
+        """Memory for the masks of a plan, which every rank finds there."""
         ...
 
     def launched(self) -> None:
@@ -94,8 +106,9 @@ class Channel(Protocol):
 class PipeChannel:
     """A channel to processes on this machine: a pipe each, and heartbeats in shared memory."""
 
-    def __init__(self, ranks: Iterable[int], context: SpawnContext) -> None:
+    def __init__(self, ranks: Iterable[int], context: SpawnContext, masks: MaskRing) -> None:
         """ranks: the ranks other than 0. context: of the processes that inherit the other ends."""
+        self._masks = masks
         pipes = {rank: context.Pipe() for rank in ranks}
         self._heartbeats = context.RawArray("d", max(pipes) + 1)
         self._connections = {rank: here for rank, (here, _) in pipes.items()}
@@ -103,7 +116,10 @@ class PipeChannel:
         self._far_ends = {rank: there for rank, (_, there) in pipes.items()}
 
     def end_of(self, rank: int) -> PipeEnd:
-        return PipeEnd(rank, self._far_ends[rank], self._heartbeats)
+        return PipeEnd(rank, self._far_ends[rank], self._heartbeats, self._masks)
+
+    def masks(self, plan: StepPlan) -> MaskRows:
+        return self._masks.rows(plan)
 
     def launched(self) -> None:
         # A pipe reaches EOF only when no process holds the other end open.
@@ -144,10 +160,14 @@ class PipeEnd:
     rank: int
     connection: Connection
     heartbeats: Any  # shared memory: time.monotonic of the last heartbeat, by rank
+    mask_ring: MaskRing
 
     def receive(self) -> bytes | None:
         data = self.connection.recv_bytes()
         return None if data == _CLOSE else data
+
+    def masks(self, plan: StepPlan) -> MaskRows:
+        return self.mask_ring.rows(plan)
 
     def report(self, message: Message) -> None:
         self.connection.send(message)

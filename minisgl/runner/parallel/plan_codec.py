@@ -14,6 +14,7 @@ import msgspec
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
+SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
 
 # (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
@@ -36,6 +37,8 @@ class PlanEncoder:
             and plan.longest_decode == last.longest_decode + 1
             and plan.epoch == last.epoch
             and plan.max_run == last.max_run
+            and plan.masked_slots == last.masked_slots
+            and plan.deferred == last.deferred
         ):
             data = AGAIN
         else:
@@ -69,6 +72,8 @@ class PlanDecoder:
                 longest_decode=last.longest_decode + 1,
                 epoch=last.epoch,
                 max_run=last.max_run,
+                masked_slots=last.masked_slots,
+                deferred=last.deferred,
             )
         else:
             same_batch, plan = self._msgpack.decode(data)

@@ -12,10 +12,13 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
 from minisgl.errors import EngineStoppedError
+from minisgl.matcher import MaskRows
 from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel
 from minisgl.runner.parallel.launcher import Launcher
+from minisgl.runner.parallel.plan_codec import SAMPLE
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
+from minisgl.scheduler.plan import StepPlan
 
 # After noticing a failure a thread waits this long until its cause is found.
 VERDICT_S = 1.0
@@ -72,11 +75,22 @@ class RemoteRanks:
     def send(self, plan: bytes) -> None:
         """Send an encoded plan to every rank. Raises EngineStoppedError."""
         self._watch.num_launched += 1
+        self._send(plan)
+
+    def send_sampling(self) -> None:
+        """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
+        self._send(SAMPLE)
+
+    def masks(self, plan: StepPlan) -> MaskRows:
+        """Memory for the masks of a plan, which every rank finds there."""
+        return self._channel.masks(plan)
+
+    def _send(self, data: bytes) -> None:
         with self._sending:
             if self._ending and not self.lost.done():
                 raise EngineStoppedError("The ranks have been told to end.")
             try:
-                self._channel.send(plan)
+                self._channel.send(data)
             except OSError as error:
                 raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
 

@@ -25,10 +25,12 @@ import torch.distributed as dist
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
+from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report
 from minisgl.runner.parallel.channel import PipeChannel
 from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
+from minisgl.runner.parallel.mask_ring import MaskRing
 from minisgl.runner.parallel.plan_codec import PlanEncoder
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
@@ -59,7 +61,8 @@ def load_ranks(
     context = multiprocessing.get_context("spawn")
     launcher = SpawnLauncher(context)
     spec = launcher.placed(RankSpec(0, 0, 1, config, model_config, folder, rendezvous))
-    others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.tp), context))
+    masks = MaskRing.allocate(context, config.max_running_requests, model_config.vocab_size)
+    others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.tp), context, masks))
     own: tuple[ModelRunner, Communicator] | None = None
     try:
         # In a daemon thread, which is abandoned if it waits for a rank that has died.
@@ -144,9 +147,16 @@ class TensorParallelRunner:
             target=self.others.fail, args=(reason,), name="minisgl-kill", daemon=True
         ).start()
 
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
         self.others.send(self._encoder.encode(plan))
-        return self._own.launch(plan)
+        return self._own.launch(plan, masks)
+
+    def new_masks(self, plan: StepPlan) -> MaskRows:
+        return self.others.masks(plan)
+
+    def sample(self, handle: StepHandle, masks: MaskRows) -> None:
+        self.others.send_sampling()
+        self._own.sample(handle, masks)
 
     def may_compile(self) -> bool:
         return self._own.may_compile()

@@ -25,9 +25,10 @@ from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report, load_runner, rank_device
 from minisgl.runner.parallel.channel import HEARTBEAT_S, RankEnd, RankFailed, RankReady
-from minisgl.runner.parallel.plan_codec import PlanDecoder
+from minisgl.runner.parallel.plan_codec import SAMPLE, PlanDecoder
 from minisgl.runner.parallel.rendezvous import Rendezvous
 from minisgl.runner.runner import ModelRunner, StepHandle
+from minisgl.scheduler.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,19 @@ def _run_plans(runner: ModelRunner, end: RankEnd) -> None:
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
     decoder = PlanDecoder()
+    deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
-        launched.put(runner.launch(decoder.decode(data)))
+        if data == SAMPLE:
+            assert deferred is not None, "what is to be sampled was launched"
+            plan, handle = deferred
+            runner.sample(handle, end.masks(plan))
+        else:
+            plan = decoder.decode(data)
+            has_masks = plan.masked_slots and not plan.deferred
+            handle = runner.launch(plan, end.masks(plan) if has_masks else None)
+            if plan.deferred:
+                deferred = plan, handle
+                continue
+        launched.put(handle)
     launched.put(None)
     collector.join()

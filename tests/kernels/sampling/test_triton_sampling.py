@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from support.sampling_cases import ANY_FULL, ANY_PLAIN, FULL, MIXED, PLAIN, Batch, random_logits
+from support.sampling_cases import (
+    ANY_FULL,
+    ANY_PLAIN,
+    FULL,
+    MIXED,
+    PLAIN,
+    Batch,
+    allowed_tokens,
+    random_logits,
+)
 
 from minisgl.kernels.sampling import device_order, filters, launch
 from minisgl.kernels.sampling import noise as token_noise
@@ -208,6 +218,54 @@ def test_samples_cover_every_kept_token() -> None:
     tokens = batch.run()
     assert batch.check(tokens) == 0
     assert set(tokens.tolist()) == set(range(4))
+
+
+def masked_logits(rows: int, vocab_size: int, **options: Any) -> torch.Tensor:
+    """Finite, so that each mask leaves a candidate."""
+    return random_logits(rows, vocab_size, **options).clamp(min=-60.0).to(DEVICE)
+
+
+class TestMasks:
+    @pytest.mark.parametrize("vocab_size", [97, 5000])
+    @pytest.mark.parametrize("kind", PLAIN)
+    def test_tokens_equal_those_of_the_reference(self, kind: str, vocab_size: int) -> None:
+        allowed = allowed_tokens(12, vocab_size)
+        logits = masked_logits(12, vocab_size, seed=vocab_size)
+        batch = Batch.of(PLAIN[kind], 12, logits, allowed=allowed)
+        tokens = batch.run()
+        assert batch.check(tokens) == 0
+        assert all(int(tokens[row]) in ids for row, ids in allowed.items())
+
+    def test_rows_without_a_mask_sample_what_they_sample_without_any(self) -> None:
+        logits = masked_logits(17, 5000, seed=31)
+        alone, batch = (
+            Batch.of(MIXED, 17, logits, allowed=allowed)
+            for allowed in (None, allowed_tokens(17, 5000))
+        )
+        assert torch.equal(batch.run()[::3], alone.run()[::3])
+
+    def test_the_full_variant_obeys_masks_and_reports_raw_logprobs(self) -> None:
+        allowed = allowed_tokens(12, 1000)
+        batch = Batch.of(FULL, 12, masked_logits(12, 1000, seed=32), allowed=allowed)
+        features = ANY_FULL._replace(masked=True)
+        for step in range(3):
+            assert batch.check_full(lambda: batch.sample(features)) == 0, step
+            batch.output_index.add_(1)
+
+    def test_a_part_of_the_vocabulary_reads_its_part_of_the_masks(self) -> None:
+        logits = masked_logits(9, 1001, seed=33)
+        params = [SamplingParams(temperature=0), SamplingParams()]
+        batch = Batch.of(params, 9, logits, allowed=allowed_tokens(9, 1001))
+        tokens = batch.run_parts([0, 332, 700, 1001])
+        assert batch.check(tokens) == 0
+        assert torch.equal(tokens, batch.run())
+
+    def test_a_mask_of_any_kind_gives_a_row_the_same_token_in_any_batch(self) -> None:
+        logits = masked_logits(12, 2100, seed=34, scale=1.0)
+        batch = Batch.of(MIXED, 12, logits, allowed=allowed_tokens(12, 2100))
+        tokens = batch.run()
+        for row in range(12):
+            assert batch.run(rows=[row]) == tokens[row]
 
 
 class TestFull:

@@ -31,6 +31,7 @@ JOINS = st.builds(
     stop_token_ids=st.frozensets(st.integers(0, 999)),
     prompt_token_ids=IDS,
     output_token_ids=IDS,
+    masked=st.booleans(),
 )
 CHUNKS = st.builds(
     Chunk,
@@ -53,9 +54,12 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
         if draw(st.booleans()):
             batch = draw(IDS)
         longest = draw(st.just(longest + 1) | st.integers(1, 9999))
-        rest: dict[str, object] = {}
+        rest: dict[str, object] = {
+            "masked_slots": draw(st.just(()) | st.just(batch)),
+            "deferred": draw(st.booleans()),
+        }
         if draw(st.booleans()):
-            rest = {
+            rest |= {
                 "chunks": draw(st.lists(CHUNKS, max_size=2).map(tuple)),
                 "joins": draw(st.lists(JOINS, max_size=2).map(tuple)),
                 "grants": draw(st.lists(GRANTS, max_size=2).map(tuple)),
@@ -132,8 +136,12 @@ def test_steady_decode_sends_one_byte() -> None:
         data = encoder.encode(plan)
         assert data == AGAIN
         assert decoder.decode(data) == plan
+    masked = [StepPlan(step, batch, 5000 + step, masked_slots=batch) for step in (6, 7)]
+    sent = [encoder.encode(plan) for plan in masked]
+    assert (sent[0] == AGAIN, sent[1] == AGAIN) == (False, True)
+    assert [decoder.decode(data) for data in sent] == masked
     # New pages do not send the batch again.
-    grown = StepPlan(6, batch, 5005, grants=(PageGrant(7, 3, (9,)),))
+    grown = StepPlan(8, batch, 5008, grants=(PageGrant(7, 3, (9,)),))
     data = encoder.encode(grown)
     assert len(data) < 200
     assert as_tuples(decoder.decode(data)) == grown
