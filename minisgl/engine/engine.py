@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -52,6 +53,8 @@ from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.detokenizer import ParsingDetokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -193,17 +196,21 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
     ) -> OutputStream:
         """Queue a request.
 
-        It shares cached prefixes only with requests of the same client and `cache_salt`.
+        It shares cached prefixes only with requests of the same client and `cache_salt`. With a
+        `parser`, which serves this answer alone, deltas have events and stop strings match content
+        only.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
         request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = Detokenizer(
+            make = Detokenizer if parser is None else partial(ParsingDetokenizer, parser=parser)
+            detokenizer = make(
                 self.tokenizer,
                 stop=params.stop,
                 include_stop=params.include_stop,
@@ -267,10 +274,16 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """The deltas of one request. Closing the iterator aborts it."""
         stream = self.submit(
-            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            parser=parser,
         )
         try:
             async for delta in stream:
@@ -363,8 +376,10 @@ class AsyncEngine:
         """Take the request's last tokens; returns how many of them a stop string has cut off."""
         token_ids = request.token_ids
         end = len(token_ids)
+        natural = False
         if request.finished and token_ids[-1] in request.stop_token_ids:
             end -= 1  # it has no place in the text
+            natural = True
         dropped = 0
         for index in range(len(token_ids) - num_tokens, end):
             stream.text.append(detokenizer.push(token_ids[index]))
@@ -373,7 +388,7 @@ class AsyncEngine:
                 self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
                 break
         if request.finished:
-            stream.text.append(detokenizer.flush())
+            stream.text.append(detokenizer.flush(natural=natural))
         return dropped
 
     def _run_short(self, request: Request) -> None:

@@ -94,3 +94,14 @@ def byte_level() -> Tokenizer:
 @cache
 def spelled() -> Tokenizer:
     return Tokenizer(wrap(spelled_backend()), "toy")
+
+
+@cache
+def with_tokens(
+    *texts: str, special: tuple[str, ...] = (), chat_template: str | None = TEMPLATE
+) -> Tokenizer:
+    """The byte-level one with a token for each of these texts; decoding may skip the special."""
+    backend = Backend.from_str(byte_level_backend().to_str())
+    backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    return Tokenizer(wrap(backend, chat_template), "toy")
