@@ -79,25 +79,18 @@ def replay(
     tokenizer: Tokenizer,
     form: AnswerFormat,
     ids: Sequence[int],
-    cuts: Sequence[int] = (),
     *,
     natural: bool = True,
     in_reasoning: bool = False,
     tools: Mapping[str, Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> list[Event]:
-    """The events of an answer that is taken from the detokenizer at `cuts` and at its end."""
+    """The events of an answer that goes through the detokenizer, as the engine does it."""
     parser = form.parser(in_reasoning=in_reasoning, tools=tools)
     assert parser is not None
     detokenizer = ParsingDetokenizer(tokenizer, parser, **options)
-    events: list[Event] = []
-    text = ""
-    for place, token_id in enumerate(ids):
-        if place in cuts:
-            events += joined(detokenizer.take_events())
-        text += detokenizer.push(token_id)
-    text += detokenizer.flush(natural=natural)
-    events = joined([*events, *detokenizer.take_events()])
+    text = "".join(map(detokenizer.push, ids)) + detokenizer.flush(natural=natural)
+    events = joined(detokenizer.take_events())
     assert text == "".join(event.text for event in events if isinstance(event, ContentText))
     return events
 
@@ -167,6 +160,5 @@ def parse(
     options: dict[str, Any] = {"natural": natural, "in_reasoning": in_reasoning, "tools": tools}
     whole = replay(tokenizer, form, ids, **options)
     for cuts in splits(len(ids)):
-        assert replay(tokenizer, form, ids, cuts, **options) == whole
         assert fed_in_runs(tokenizer, form, ids, cuts, **options) == whole
     return parsed(whole)
