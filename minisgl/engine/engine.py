@@ -55,6 +55,7 @@ from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.template_facts import TemplateFacts
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,10 @@ class AsyncEngine:
     ) -> list[int]:
         """Token ids of a conversation under the model's chat template; raises as `encode` does."""
         return await self._open_intake().chat(messages, any_length, template_options)
+
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does with tools and reasoning. Raises EngineStoppedError."""
+        return await self._open_intake().template_facts()
 
     def _open_intake(self) -> Intake:
         self._check_open()

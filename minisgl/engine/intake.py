@@ -26,6 +26,7 @@ from minisgl.errors import (
     TextTooLongError,
 )
 from minisgl.text.rendering import Renderer, encode_call
+from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # No text of a human language has as many for each token that fits, nor has code.
@@ -208,6 +209,7 @@ class Intake:
         self._lines = (self._short, self._long_renderings, self._long_texts)
         self._threads: list[threading.Thread] = []  # that end
         self._warming: asyncio.Future[None] | None = None
+        self._facts: asyncio.Future[TemplateFacts] | None = None
 
     def warm(self) -> None:
         """Start a rendering process, so that the first conversation does not wait for it."""
@@ -241,6 +243,20 @@ class Intake:
             line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
             text = await line.run(lambda renderer: renderer.render(call), len(call))
             return await self._encode(text, "messages", False, any_length)
+
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does, found out once. Raises EngineStoppedError."""
+
+        def look(renderer: Renderer) -> TemplateFacts:
+            return probe(
+                lambda messages, options: renderer.render(
+                    encode_call(self._tokenizer.template_call(messages, **options))
+                )
+            )
+
+        if self._facts is None or (self._facts.done() and self._facts.exception()):
+            self._facts = asyncio.ensure_future(self._short.run(look, 0))
+        return await asyncio.shield(self._facts)
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool

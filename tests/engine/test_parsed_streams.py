@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import support.fake_runner
 from support.engine_loop import EOS, ScriptedRunner, deltas_of, engine_on, params
 from support.parsed_answers import QWEN, Parsed, form_of, parsed
 
 from minisgl.engine import AsyncEngine
+from minisgl.errors import EngineStoppedError
 from minisgl.events import joined
 from minisgl.request import FinishReason, OutputDelta
+from minisgl.text.template_facts import Render, TemplateFacts, probe
 
 ARGUMENTS = '{"city": "Köln"}'
 ANSWER = f'<think>\nHm.\n</think>\n\nI look.\n<tool_call>{{"name": "f", "arguments": {ARGUMENTS}}}'
@@ -76,3 +80,19 @@ async def test_an_answer_without_a_parser_has_no_events(monkeypatch: pytest.Monk
         deltas = await deltas_of(engine.submit([1], params(100)))
     assert "".join(delta.text for delta in deltas) == ANSWER
     assert not any(delta.events or delta.num_reasoning_tokens for delta in deltas)
+
+
+async def test_the_facts_of_the_template_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(render: Render) -> TemplateFacts:
+        calls.append(render)
+        return probe(render)
+
+    monkeypatch.setattr("minisgl.engine.intake.probe", counted)
+    async with engine_on(ScriptedRunner(1), tokenizer=True) as engine:
+        first, second = await asyncio.gather(engine.template_facts(), engine.template_facts())
+        assert first == second == await engine.template_facts()
+    assert first == TemplateFacts(system_anywhere=True) and len(calls) == 1
+    with pytest.raises(EngineStoppedError):
+        await engine.template_facts()
