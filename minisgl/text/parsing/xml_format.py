@@ -23,7 +23,7 @@ from minisgl.text.parsing.reader import Patterns, Put, Reader, Reading
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-END_CALL = "</tool_call>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 END_OF_NAME = Patterns(">", "<", "\n")
 NUMBERS = ("integer", "number")
 
@@ -31,7 +31,7 @@ NUMBERS = ("integer", "number")
 def read_qwen3_coder(calls: CallContext, opening: str) -> Reading[bool]:
     """Read one function. Its opening may be `<function=` where the one around it is forgotten."""
     reader, emitter = calls.reader, calls.emitter
-    function, end_call = calls.markers[FUNCTION], calls.markers[END_CALL]
+    function = calls.markers[FUNCTION]
     if opening == function:
         if not emitter.at_line_start:
             return False
@@ -44,7 +44,7 @@ def read_qwen3_coder(calls: CallContext, opening: str) -> Reading[bool]:
         return False
     calls.start(name)
     schema = calls.tools.get(name, {})
-    complete = yield from _read_parameters(calls, schema, end_call)
+    complete = yield from _read_parameters(calls, schema)
     # The braces are no text of the model's: at its end they are certain.
     if complete or reader.natural:
         emitter.arguments("}")
@@ -52,9 +52,9 @@ def read_qwen3_coder(calls: CallContext, opening: str) -> Reading[bool]:
     return True
 
 
-def _read_parameters(calls: CallContext, schema: Mapping[str, Any], end_call: str) -> Reading[bool]:
+def _read_parameters(calls: CallContext, schema: Mapping[str, Any]) -> Reading[bool]:
     """Read the parameters and the closings after them; returns whether the call is complete."""
-    reader, put = calls.reader, calls.emitter.arguments
+    reader, put, end_call = calls.reader, calls.emitter.arguments, calls.markers[END_CALL]
     put("{")
     separator = ""
     while True:
@@ -66,7 +66,7 @@ def _read_parameters(calls: CallContext, schema: Mapping[str, Any], end_call: st
                 return not reader.ended
             put(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            found = yield from _read_value(reader, types_of(schema, key), put, end_call)
+            found = yield from _read_value(calls, types_of(schema, key))
             if not found and not reader.natural:
                 return False
         if found == END_FUNCTION:
@@ -82,34 +82,41 @@ def _read_name(reader: Reader) -> Reading[str]:
     return "".join(parts).strip() if end == ">" else ""
 
 
-def _read_value(reader: Reader, types: frozenset[str], put: Put, end_call: str) -> Reading[str]:
-    """Read a value, to `put` as JSON; returns what has ended it.
+def _read_value(calls: CallContext, types: frozenset[str]) -> Reading[str]:
+    """Read a value, which becomes JSON; returns what has ended it.
 
     A string goes out as it comes, another value when it is whole; at the end of an answer that
     was cut neither is completed.
     """
+    reader, put = calls.reader, calls.emitter.arguments
     parts: list[str] = []
     streamed = types == {"string"}
     if streamed:
         put('"')
-        end = yield from _read_text(reader, lambda text: put(_escaped(text)), end_call)
+        end = yield from _read_text(calls, lambda text: put(_escaped(text)))
     else:
-        end = yield from _read_text(reader, parts.append, end_call)
+        end = yield from _read_text(calls, parts.append)
     if end or reader.natural:
         put('"' if streamed else value_json("".join(parts), types))
     return end
 
 
-def _read_text(reader: Reader, put: Put, end_call: str) -> Reading[str]:
-    """Read the text of a value. A closing counts where what may follow it does follow."""
+def _read_text(calls: CallContext, put: Put) -> Reading[str]:
+    """Read the text of a value; returns the closing behind it, "" at the end of the answer.
+
+    A value may have any text in it. A closing counts where something follows that may follow it.
+    """
+    reader = calls.reader
+    call, end_call = calls.markers[CALL], calls.markers[END_CALL]
     following = {
         END_PARAMETER: (PARAMETER, END_FUNCTION, end_call),
-        END_FUNCTION: (FUNCTION, end_call),
+        END_FUNCTION: (calls.markers[FUNCTION], end_call),
+        end_call: (call,),
     }
-    patterns = Patterns(END_PARAMETER, END_FUNCTION, end_call)
+    closings = Patterns(*following)
     line_break = ""
 
-    def put_but_last(text: str) -> None:
+    def put_all_but_line_break(text: str) -> None:
         nonlocal line_break
         text = line_break + text
         body = text.removesuffix("\n")
@@ -118,19 +125,15 @@ def _read_text(reader: Reader, put: Put, end_call: str) -> Reading[str]:
             put(body)
 
     yield from reader.skip("\n")
-    while found := (yield from reader.until(patterns, put_but_last)):
-        if found == end_call:
-            break
+    while found := (yield from reader.until(closings, put_all_but_line_break)):
         reader.record()
-        at_end = not (yield from reader.peek())
-        if at_end or (yield from reader.starts(*following[found])):
+        if not (yield from reader.peek()) or (yield from reader.starts(*following[found])):
             reader.forget()
-            break
-        put_but_last(found + reader.recorded())
-    else:
-        if not reader.natural and line_break:
-            put(line_break)
-    return found
+            return found
+        put_all_but_line_break(found + reader.recorded())
+    if not reader.natural and line_break:
+        put(line_break)
+    return ""
 
 
 def _escaped(text: str) -> str:

@@ -128,6 +128,7 @@ def xml_call(*parameters: tuple[str, str]) -> str:
         ("text", "", '""'),
         ("text", "\nx\n", '"\\nx\\n"'),
         ("text", "a </parameter> b </function> c", '"a </parameter> b </function> c"'),
+        ("text", "a </tool_call> b\n</tool_call>", '"a </tool_call> b\\n</tool_call>"'),
         ("text", "</parameter>\n<div>", '"</parameter>\\n<div>"'),
         ("whole", "5", "5"),
         ("whole", "five", '"five"'),
