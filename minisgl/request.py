@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 
 from minisgl.errors import InvalidRequestError
+from minisgl.events import Event
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -312,3 +313,6 @@ class OutputDelta:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    # Only of an answer that is parsed; its `text` is the content alone.
+    events: Sequence[Event] = ()
+    num_reasoning_tokens: int = 0  # in all

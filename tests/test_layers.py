@@ -15,7 +15,7 @@ import pytest
 from support.folders import ROOT
 
 ROWS = (
-    ("errors", "request", "shards", "config", "keys", "progress", "printable"),
+    ("errors", "events", "request", "shards", "config", "keys", "progress", "printable"),
     ("text", "kvcache"),
     ("scheduler", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),

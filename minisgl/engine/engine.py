@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -52,6 +53,9 @@ from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.template_facts import TemplateFacts
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +177,10 @@ class AsyncEngine:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         return await self._open_intake().chat(messages, any_length, template_options)
 
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does with tools and reasoning. Raises EngineStoppedError."""
+        return await self._open_intake().template_facts()
+
     def _open_intake(self) -> Intake:
         self._check_open()
         if self._intake is None:
@@ -193,17 +201,21 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
     ) -> OutputStream:
         """Queue a request.
 
-        Cached prefixes are shared only between requests of the same client and `cache_salt`.
+        Cached prefixes are shared only between requests of the same client and `cache_salt`. With a
+        `parser`, which serves this answer alone, deltas have events and stop strings match content
+        only.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
         request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = Detokenizer(
+            make = Detokenizer if parser is None else partial(ParsingDetokenizer, parser=parser)
+            detokenizer = make(
                 self.tokenizer,
                 stop=params.stop,
                 include_stop=params.include_stop,
@@ -267,10 +279,16 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
     ) -> AsyncIterator[OutputDelta]:
         """Submit a request and yield its deltas. Closing the iterator aborts the request."""
         stream = self.submit(
-            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            parser=parser,
         )
         try:
             async for delta in stream:
@@ -363,8 +381,10 @@ class AsyncEngine:
         """Detokenize the new tokens; returns the number of those after the end of a stop string."""
         token_ids = request.token_ids
         end = len(token_ids)
+        natural = False
         if request.finished and token_ids[-1] in request.stop_token_ids:
             end -= 1  # EOS or a stop token is not part of the text
+            natural = True
         dropped = 0
         for index in range(len(token_ids) - num_tokens, end):
             stream.text.append(detokenizer.push(token_ids[index]))
@@ -373,7 +393,7 @@ class AsyncEngine:
                 self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
                 break
         if request.finished:
-            stream.text.append(detokenizer.flush())
+            stream.text.append(detokenizer.flush(natural=natural))
         return dropped
 
     def _run_short(self, request: Request) -> None:

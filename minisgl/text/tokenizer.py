@@ -65,11 +65,9 @@ class Tokenizer:
 
         spelling = _spelling_of(self._backend.decoder, name)
         self.drops_first_space = spelling.drops_first_space  # at the beginning of a text
-        special = (
-            token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        special = (token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
         self._longest_token = longest_token(self._backend)
@@ -258,9 +256,19 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.eos_token_id
         return token_id
 
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary for exactly this text."""
+        return self._added.get(text)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template_text(self) -> str:
+        """The chat template, all of them where there are several; "" for none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
