@@ -50,17 +50,20 @@ class Checker:
         self._outline = outline
         self._processor_seconds = processor_seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
         self._closed = threading.Event()
 
     def check(self, source: Source) -> Checked:
         """Try a grammar. Blocks; called by one thread at a time. Raises EngineStoppedError."""
         process = self._start()
         assert process.stdin is not None and process.stdout is not None
-        try:
+        answer = None
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe
+            if not self._ready:
+                send(process.stdin, msgspec.json.encode(asdict(self._outline)))
+                self._ready = receive(process.stdout) is not None
             send(process.stdin, msgspec.json.encode(source))
             answer = receive(process.stdout)
-        except (OSError, ValueError):  # a broken pipe
-            answer = None
         if answer is not None:
             return msgspec.json.decode(answer, type=Checked)
         code = self._wait()
@@ -87,6 +90,7 @@ class Checker:
             if self._process.poll() is None:
                 return self._process
             self._wait()
+        self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from minisgl.grammar.checking import serve; serve({self._processor_seconds!r})"
@@ -101,9 +105,6 @@ class Checker:
         )
         if self._closed.is_set():  # by another thread in the meantime
             _kill(self._process)
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; `check` finds out
-            send(self._process.stdin, msgspec.json.encode(asdict(self._outline)))
         return self._process
 
     def _wait(self) -> int:
@@ -136,6 +137,7 @@ def serve(processor_seconds: float) -> None:
         return
     tokenizer = sketch(msgspec.json.decode(outline, type=Outline))
     limit_memory(MEMORY_BYTES)
+    send(answers, b"")  # no grammar is sent before, so that none has been read when it forks
     while True:
         child = os.fork()
         if child == 0:

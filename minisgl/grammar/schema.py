@@ -16,6 +16,11 @@ ONE = (
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 MAX_REASON_CHARS = 400
+# Places in the Lark grammar that a schema or regex is a part of.
+PREAMBLE = re.compile(
+    r'^at \d+\(\d+\): (failed to compile JSON schema: |invalid regex ".*" \(in regex\): )', re.S
+)
+LINE_AND_COLUMN = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 
 Schema = dict[str, Any]
 Test = Callable[[Schema], str | None]  # the keyword at fault, if it is this schema
@@ -39,6 +44,7 @@ def ignored_keyword(warning: str) -> tuple[str, ...]:
 
 def explain(message: str, schema: object, strict: bool) -> str:
     """Say where `schema` has what llguidance's message is about."""
+    message = PREAMBLE.sub("", message)
     reason = tidy(message)
     for complaint in COMPLAINTS:
         found = complaint.pattern.search(message)
@@ -65,6 +71,8 @@ def tidy(message: str) -> str:
         return "it is too complex; simplify its patterns, or split it"
     if message.startswith("recursion limit"):
         return "it is nested too deeply"
+    message = PREAMBLE.sub("", message)
+    message = LINE_AND_COLUMN.sub(r"line \1, column \2: ", message)
     message = re.split(r"\n *\d+ \| ", message)[0]  # an excerpt of the grammar, as it was converted
     return " ".join(message.split()).rstrip(".")[:MAX_REASON_CHARS]
 

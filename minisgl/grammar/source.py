@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, StructTag
+from llguidance import StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from minisgl.errors import InvalidRequestError
@@ -17,6 +17,9 @@ from minisgl.request import StructuredOutput
 MAX_BYTES = 1 << 20
 # A space, or a line break and an indentation. Without a bound a model may go on for ever.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
+# Behind a grammar, so that the lines in errors are the user's. llguidance would allow only the usual
+# tokens of a text without alternatives, and call the tokenizer for it at every step.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 LARK = re.compile(r"(?m)^\s*(start\s*(\[.*\])?:|%llguidance\b)")
 
@@ -97,17 +100,28 @@ def grammar_text(source: Source) -> str:
         case "json_schema":
             schema = json.loads(source.text)
             options = schema_options(strict=source.strict, whitespace=source.whitespace)
-            return LLMatcher.grammar_from_json_schema({**schema, "x-guidance": options})
+            return f"start: {inline_schema(schema, options)}{OPTIONS}"
         case "regex":
-            return LLMatcher.grammar_from_regex(source.text)
+            return f"start: {inline_regex(source.text)}{OPTIONS}"
         case "choice":
-            return LLMatcher.grammar_from_regex("|".join(map(literal, json.loads(source.text))))
+            choices = "|".join(map(literal, json.loads(source.text)))
+            return f"start: /(?:{choices})/{OPTIONS}"
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(source.text))
+            return f"{_lark(source.text)}{OPTIONS}"
         case "structural_tag":
             return _structural_tags(json.loads(source.text), source)
         case _:
             return source.text
+
+
+def inline_schema(schema: dict[str, Any], options: dict[str, Any]) -> str:
+    """A schema inside a Lark grammar; of its own x-guidance nothing is left."""
+    return f"%json {_as_json({**schema, 'x-guidance': options})}"
+
+
+def inline_regex(regex: str) -> str:
+    """A regex inside a Lark grammar."""
+    return f"/{regex_to_lark(regex, use_ascii='')}/" if regex else '""'
 
 
 def literal(text: str) -> str:
@@ -156,4 +170,4 @@ def _structural_tags(tag: dict[str, Any], source: Source) -> str:
             raise ValueError(f"structures.{index}.begin must start with one of the triggers")
         grammar = {**schema, "x-guidance": options}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=grammar, end=end))
-    return str(StructTag.to_grammar(tags, assume_special=False))
+    return f"{StructTag.to_grammar(tags, assume_special=False)}{OPTIONS}"

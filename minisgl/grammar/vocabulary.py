@@ -121,5 +121,5 @@ class _Words:
             self.tokens[token_id] = SPECIAL + text.encode()
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokenize a text: only to skip forced tokens, which the engine does not do."""
-        return []
+        """Tokenize a text that is forced; no grammar here forces any."""
+        raise NotImplementedError
