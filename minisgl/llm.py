@@ -81,10 +81,10 @@ class LLM:
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's defaults.
         The outputs of SamplingParams(structured=StructuredOutput(...)) follow its constraint, and
-        `parsed` is the value of a JSON one. Without max_tokens an output may fill the rest of the context. cache_salt: cached prefixes
-        are shared only between calls with the same salt. progress: draw a bar if stderr is a
-        terminal. Raises MinisglError for the first prompt that is refused or fails, after aborting
-        the others.
+        `parsed` is the value of a JSON one. Without max_tokens an output may fill the rest of the
+        context. cache_salt: cached prefixes are shared only between calls with the same salt.
+        progress: draw a bar if stderr is a terminal. Raises MinisglError for the first prompt that
+        is refused or fails, after aborting the others.
         """
         batch = _as_batch(prompts)
         if sampling_params is None:

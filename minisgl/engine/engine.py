@@ -220,8 +220,9 @@ class AsyncEngine:
     ) -> OutputStream:
         """Queue a request, whose output `matcher` constrains.
 
-        `params.structured` needs one, from `compile`. Cached prefixes are shared only between requests of the same client and `cache_salt`.
-        Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
+        `params.structured` needs one, from `compile`. Cached prefixes are shared only between
+        requests of the same client and `cache_salt`. Raises InvalidRequestError,
+        ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
         if params.structured is not None and matcher is None:

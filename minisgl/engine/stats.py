@@ -66,20 +66,20 @@ class Totals:
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    num_cached_grammars: int = 0  # constraints whose grammar was compiled before
     step_s: Histogram = field(default_factory=_of_steps)  # on the device, from launch to tokens
     ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
     itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
     e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
     compile_s: Histogram = field(default_factory=_of_requests)  # of grammars
-    num_cached_grammars: int = 0  # constraints whose grammar was compiled before
 
     def copy(self) -> Totals:
         return Totals(
             self.num_output_tokens,
             self.num_graph_steps,
             dict(self.num_finished),
-            *(times.copy() for times in self._histograms()),
             self.num_cached_grammars,
+            *(times.copy() for times in self._histograms()),
         )
 
     def _histograms(self) -> tuple[Histogram, ...]:

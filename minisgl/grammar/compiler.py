@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ class Grammars:
         self,
         tokenizer: Tokenizer,
         vocab_size: int,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Iterable[int],
         *,
         observe: Callable[[float | None], None] = lambda _: None,
     ) -> None:

@@ -17,8 +17,8 @@ from minisgl.request import StructuredOutput
 MAX_BYTES = 1 << 20
 # A space, or a line break and an indentation. Without a bound a model may go on for ever.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
-# Behind a grammar, so that the lines in errors are the user's. llguidance would allow only the usual
-# tokens of a text without alternatives, and call the tokenizer for it at every step.
+# Behind a grammar, so that the lines in errors are the user's. By default llguidance allows only
+# the usual tokens of a text without alternatives, and calls the tokenizer for it at every step.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 GBNF = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 LARK = re.compile(r"(?m)^\s*(start\s*(\[.*\])?:|%llguidance\b)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ class Outline:
 class Vocabulary:
     """The tokens of a model: their bytes, and which of them end an answer or are no text."""
 
-    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, size: int, eos_token_ids: Iterable[int]) -> None:
         """size: number of ids of the model, which may be more than the tokenizer's.
 
         Raises InvalidRequestError if no token ends an answer: a grammar could not, either.
