@@ -161,6 +161,16 @@ class EngineStoppedError(MinisglError):
     type = "service_unavailable"
 
 
+class GrammarError(MinisglError):
+    """The grammar of a request failed while its answer was generated; other requests continue."""
+
+    code = "grammar_failed"
+
+    def __init__(self, reason: str) -> None:
+        """reason: without a word of the grammar or of the answer."""
+        super().__init__(f"The answer cannot be constrained any further: {reason}.")
+
+
 class HostMemoryError(MinisglError):
     """A request asked for more memory than the host has left; others go on."""
 

@@ -15,9 +15,12 @@ import pytest
 from support.folders import ROOT
 
 ROWS = (
-    ("errors", "events", "request", "shards", "config", "keys", "progress", "printable"),
+    (
+        *("errors", "events", "request", "shards", "config", "keys", "progress", "printable"),
+        *("matcher", "subprocesses"),
+    ),
     ("text", "kvcache"),
-    ("scheduler", "client"),
+    ("grammar", "scheduler", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
     ("engine", "llm"),

@@ -36,7 +36,9 @@ from minisgl.errors import (
     StepError,
     without_words,
 )
+from minisgl.grammar.compiler import Compiled, Grammars
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,
@@ -45,6 +47,7 @@ from minisgl.request import (
     Request,
     RequestStatus,
     SamplingParams,
+    StructuredOutput,
     Tenant,
     check_token_ids,
 )
@@ -105,6 +108,7 @@ class AsyncEngine:
                 max_seq_len=self.capacity.max_seq_len,
                 num_places=self.config.max_running_requests + self.config.max_queued_requests,
             )
+        self._grammars: Grammars | None = None  # made when first needed
         self._meter = Meter()
         self._pump_is_due = False
         self._refusal: str | None = None  # why new requests are refused
@@ -193,6 +197,25 @@ class AsyncEngine:
         if self._refusal is not None:
             raise EngineStoppedError(self._refusal)
 
+    async def compile(self, structured: StructuredOutput | None) -> Compiled:
+        """Compile a constraint, for the matchers of requests; None constrains only reasoning.
+
+        Raises InvalidRequestError, which says what is wrong and where; EngineStoppedError.
+        """
+        self._check_open()
+        if self.tokenizer is None:
+            raise InvalidRequestError("structured", "the model has no tokenizer.")
+        if self._grammars is None:
+            self._grammars = Grammars(
+                self.tokenizer,
+                self.vocab_size,
+                self.defaults.eos_token_ids,
+                observe=self._meter.grammar_compiled,
+            )
+        if structured is None:
+            return await self._grammars.unconstrained()
+        return await self._grammars.compile(structured)
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -202,16 +225,22 @@ class AsyncEngine:
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
+        matcher: Matcher | None = None,
     ) -> OutputStream:
-        """Queue a request.
+        """Queue a request, whose output `matcher` constrains.
 
-        Cached prefixes are shared only between requests of the same client and `cache_salt`. With a
-        `parser`, which serves this answer alone, deltas have events and stop strings match content
-        only.
+        Cached prefixes are shared only between requests of the same client and `cache_salt`.
+        `params.structured` needs a `matcher`, from `compile`. With a `parser`, which serves this
+        answer alone, deltas have events and stop strings match content only.
+
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
-        request = self._make_request(prompt_token_ids, params, request_id, cache_salt, tenant)
+        if params.structured is not None and matcher is None:
+            raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
+        request = self._make_request(
+            prompt_token_ids, params, request_id, cache_salt, tenant, matcher
+        )
         detokenizer = None
         if self.tokenizer is not None:
             make = Detokenizer if parser is None else partial(ParsingDetokenizer, parser=parser)
@@ -244,6 +273,7 @@ class AsyncEngine:
         request_id: str | None,
         cache_salt: str | None,
         tenant: Tenant,
+        matcher: Matcher | None,
     ) -> Request:
         request_id = request_id or secrets.token_hex(12)
         if request_id in self._streams:
@@ -264,6 +294,7 @@ class AsyncEngine:
             eos_token_ids=self.defaults.eos_token_ids,
             tenant=tenant,
             cache_salt=cache_salt,
+            matcher=matcher,
         )
         if len(params.logit_bias) + len(request.stop_token_ids) > MAX_EDITS:
             raise InvalidRequestError(
@@ -281,7 +312,13 @@ class AsyncEngine:
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
     ) -> AsyncIterator[OutputDelta]:
-        """Submit a request and yield its deltas. Closing the iterator aborts the request."""
+        """Submit a request and yield its deltas. Closing the iterator aborts the request.
+
+        `params.structured` is compiled first; raises as `compile` does.
+        """
+        matcher: Matcher | None = None
+        if params.structured is not None:
+            matcher = (await self.compile(params.structured)).matcher()
         stream = self.submit(
             prompt_token_ids,
             params,
@@ -289,6 +326,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             tenant=tenant,
             parser=parser,
+            matcher=matcher,
         )
         try:
             async for delta in stream:
@@ -502,6 +540,8 @@ class AsyncEngine:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._intake.settle(), timeout_s)
             self._intake.close(stopped)
+        if self._grammars is not None:
+            self._grammars.close()
         self._refusal = self._refusal or f"{reason} It takes no more requests."
         try:
             await asyncio.wait_for(self._idle.wait(), deadline - self._loop.time())
@@ -531,6 +571,8 @@ class AsyncEngine:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
+        if self._grammars is not None:
+            self._grammars.join()
 
     def abandon(self) -> None:
         """Free the device after the event loop has stopped. Waiting callers are not notified.
@@ -541,6 +583,8 @@ class AsyncEngine:
             return
         if self._intake is not None:
             self._intake.end()
+        if self._grammars is not None:
+            self._grammars.close()
         self._collector.end()
         self._free(self._collector.join(self.config.step_timeout))
 

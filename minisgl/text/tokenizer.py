@@ -35,6 +35,7 @@ MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecon
 MIN_BEGINNING_BYTES = 64 << 10
 BYTES_PER_TOKEN = 4
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # <think>, [TOOL_CALLS]
 MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError for larger ids
 
 
@@ -238,6 +239,14 @@ class Tokenizer:
     def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
         """The bytes of every token by id; with `skip_special_tokens`, b"" for special tokens."""
         return self._visible_bytes if skip_special_tokens else self._all_bytes
+
+    def control_tokens(self) -> dict[int, str]:
+        """The added tokens that are no text: special ones, and markers such as <tool_call>."""
+        return {
+            token_id: token.content
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special or MARKER.fullmatch(token.content)
+        }
 
     # -- facts -------------------------------------------------------------------------------------
 

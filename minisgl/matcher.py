@@ -1,0 +1,42 @@
+"""The engine's view of a grammar: which tokens may follow those that a request has so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+WORD_BITS = 32
+
+# Rows of packed token masks, [rows, mask_words(vocab_size)]: token i is allowed if bit i % 32 of
+# word i // 32 is 1. Bits past the vocabulary mean nothing.
+MaskRows = NDArray[np.uint32]
+
+
+class Matcher(Protocol):
+    """Follows the output of one request. It is called by one thread at a time."""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by output tokens that are settled: they are never taken back."""
+        ...
+
+    def fill(self, words: MaskRows) -> None:
+        """Write the mask of the next token: one row of MaskRows, [words]. Releases the GIL."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why the matcher has failed; what it fills from then on means nothing."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete: nothing but EOS may follow."""
+        ...
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of a packed token mask."""
+    return -(-vocab_size // WORD_BITS)
