@@ -28,6 +28,11 @@ class CallContext:
     markers: Mapping[str, str]  # the spelling of a marker to how it arrives
     tools: Mapping[str, Mapping[str, Any]]  # the JSON Schema of the arguments of each known tool
 
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """The schema of a tool's arguments; empty for an unknown tool."""
+        schema = self.tools.get(name)
+        return schema if isinstance(schema, Mapping) else {}
+
     def start(self, name: str) -> None:
         """Begin a call: what has been read belongs to it."""
         self.reader.forget()

@@ -39,6 +39,8 @@ class Patterns:
 
     def num_held(self, text: str, start: int) -> int:
         """How much of the end of `text`, `start` at most, may be the beginning of one of them."""
+        if not self._longest:
+            return 0
         lengths = range(min(len(text) - start, self._longest), 0, -1)
         return next((length for length in lengths if text[-length:] in self._beginnings), 0)
 

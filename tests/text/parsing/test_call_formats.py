@@ -6,7 +6,18 @@ import json
 from typing import Any
 
 import pytest
-from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, Parsed, parse
+from support.parsed_answers import (
+    LLAMA,
+    MISTRAL,
+    OLD_MISTRAL,
+    PLAIN,
+    QWEN,
+    Parsed,
+    form_of,
+    parse,
+    parsed,
+    replay,
+)
 
 from minisgl.text.tokenizer import Tokenizer
 
@@ -158,6 +169,40 @@ def test_xml_values_have_the_type_of_the_schema(
 ) -> None:
     got = parse(tokenizer, "qwen3_coder", xml_call((name, text)), tools=XML_TOOLS)
     assert got == Parsed("", "", [("f", f'{{"{name}": {value}}}')], 1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        True,
+        {"properties": None},
+        {"properties": [1]},
+        {"properties": {"text": True}},
+        {"properties": {"text": {"type": [1, {}]}}},
+        {"properties": {"text": {"$ref": "#/$defs/1/x"}}, "$defs": [1]},
+        {"properties": {"text": {"$ref": "https://example.org"}}},
+        {"properties": {"text": {"enum": []}}},
+        {"properties": {"text": {"anyOf": [None, {"$ref": "#/properties/text"}]}}},
+    ],
+)
+def test_a_schema_that_says_nothing_leaves_json_as_it_is(schema: Any) -> None:
+    got = parse(QWEN, "qwen3_coder", xml_call(("text", "5")), tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+    got = parse(QWEN, "pythonic", "[f(text=5)]", tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+
+
+def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(20_000):
+        schema = {"anyOf": [schema]}
+    answer = xml_call(("text", "5"))
+    form = form_of(QWEN, "qwen3_coder")
+    tools = {"f": {"properties": {"text": schema}}}
+    assert parsed(replay(QWEN, form, QWEN.encode(answer), tools=tools)).calls == [
+        ("f", '{"text": "5"}')
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
