@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minisgl.request import RequestOutput, SamplingParams
+from minisgl.request import RequestOutput, SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from minisgl.engine import AsyncEngine
     from minisgl.llm import LLM
 
-__all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "RequestOutput", "SamplingParams", "StructuredOutput"]
 __version__ = "0.1.0"
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import operator
 import os
 import threading
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from minisgl.engine.engine import forked
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.progress import LoadProgress
-from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
+from minisgl.request import RequestOutput, SamplingParams, StructuredOutput, TokenLogprobs
 
 # The caller waits for all answers anyway, so a bound would only refuse prompts.
 UNBOUNDED_QUEUE = 1 << 31
@@ -78,10 +80,11 @@ class LLM:
         """Complete prompts (texts or token ids); returns the outputs in their order.
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's defaults.
-        Without max_tokens an output may fill the rest of the context. cache_salt: cached prefixes
-        are shared only between calls with the same salt. progress: draw a bar if stderr is a
-        terminal. Raises MinisglError for the first prompt that is refused or fails, after aborting
-        the others.
+        The outputs of SamplingParams(structured=StructuredOutput(...)) follow its constraint, and
+        `parsed` is the value of a JSON one. Without max_tokens an output may fill the rest of the
+        context. cache_salt: cached prefixes are shared only between calls with the same salt.
+        progress: draw a bar if stderr is a terminal. Raises MinisglError for the first prompt that
+        is refused or fails, after aborting the others.
         """
         batch = _as_batch(prompts)
         if sampling_params is None:
@@ -101,12 +104,31 @@ class LLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
+        response_format: Any = None,
         cache_salt: str | None = None,
         **template_options: Any,
     ) -> RequestOutput:
-        """Generate the reply to a conversation, a list of {"role": ..., "content": ...}."""
+        """Generate the reply to a conversation, a list of {"role": ..., "content": ...}.
+
+        response_format: a JSON schema (a dict) or a pydantic model, which the reply follows. Its
+        value is `parsed`: an instance of the model, of which pydantic raises ValidationError where
+        it checks more than a schema says; None where the reply was cut.
+        """
+        if response_format is not None:
+            if sampling_params is None:
+                sampling_params = self.engine.defaults.sampling()
+            if sampling_params.structured is not None:
+                raise InvalidRequestError(
+                    "response_format", "is not allowed with `structured` in sampling_params."
+                )
+            structured = StructuredOutput(
+                json_schema=_schema_of(response_format), field="response_format"
+            )
+            sampling_params = replace(sampling_params, structured=structured)
         prompt = self._wait_for(self.engine.encode_chat(messages, **template_options))
         [output] = self.generate([prompt], sampling_params, cache_salt=cache_salt, progress=False)
+        if output.parsed is not None and hasattr(response_format, "model_validate"):
+            output.parsed = response_format.model_validate(output.parsed)
         return output
 
     def close(self) -> None:
@@ -200,7 +222,12 @@ class LLM:
         tokens_column = TextColumn("{task.fields[rate]:.0f} tok/s")
         try:
             for prompt_ids, request_params in zip(encoded, params, strict=True):
-                stream = self.engine.submit(prompt_ids, request_params, cache_salt=cache_salt)
+                matcher = None
+                if request_params.structured is not None:
+                    matcher = (await self.engine.compile(request_params.structured)).matcher()
+                stream = self.engine.submit(
+                    prompt_ids, request_params, cache_salt=cache_salt, matcher=matcher
+                )
                 streams.append(stream)
             with Progress(
                 *columns,
@@ -236,14 +263,36 @@ async def _gather(stream: OutputStream) -> RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     if request.params.prompt_logprobs is not None:
         prompt_logprobs = [None, *request.prompt_logprobs]
+    text = "".join(stream.text)
     return RequestOutput(
         prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
         token_ids=request.output_token_ids,
-        text="".join(stream.text),
+        text=text,
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         num_cached_tokens=request.num_cached_tokens,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
+        parsed=_parse(text, request.params.structured),
+    )
+
+
+def _parse(text: str, structured: StructuredOutput | None) -> Any:
+    """The value of a JSON constraint; None where the text was cut, or nothing says it is JSON."""
+    if structured is None or not (structured.json_object or structured.json_schema is not None):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _schema_of(response_format: Any) -> Any:
+    if isinstance(response_format, Mapping):
+        return response_format
+    if hasattr(response_format, "model_json_schema"):
+        return response_format.model_json_schema()
+    raise InvalidRequestError(
+        "response_format", "must be a JSON schema (a dict) or a pydantic model."
     )
 
 

@@ -8,8 +8,10 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr
+from typing import Any
 
 from minisgl.errors import InvalidRequestError
+from minisgl.events import Event
 from minisgl.matcher import Matcher
 
 MAX_LOGPROBS = 20
@@ -19,6 +21,75 @@ MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 MAX_EDITS = MAX_LOGIT_BIAS + 64
 MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """What the output must look like: exactly one constraint. Raises InvalidRequestError.
+
+    strict: refuse a JSON schema that cannot be enforced completely; otherwise its unsupported
+    keywords are ignored. whitespace_pattern: a regex for the blanks between the parts of a JSON
+    text, "" for none; None: a space, or a line break and its indentation.
+    """
+
+    json_schema: Mapping[str, Any] | str | bool | None = None  # a str is a schema as JSON text
+    json_object: bool = False  # any JSON object
+    regex: str | None = None  # in the syntax of Rust's regex crate; the whole output matches
+    grammar: str | None = None  # Lark as llguidance extends it, or GBNF
+    choice: Sequence[str] | None = None  # one of these texts
+    structural_tag: Mapping[str, Any] | str | None = None  # vLLM's legacy form; a str is JSON
+    tool_calls: ToolCallGrammar | None = None
+    strict: bool = False
+    whitespace_pattern: str | None = None
+    field: str = ""  # the name of the constraint in errors; "": its name here
+
+    def __post_init__(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
+        if self.json_schema is False:  # a schema that nothing satisfies
+            given.insert(0, "json_schema")
+        if len(given) != 1:
+            found = f"{len(given)} were given: {', '.join(given)}" if given else "none was given"
+            raise InvalidRequestError(
+                self.field or "structured", f"takes one of {', '.join(CONSTRAINTS[:-1])}; {found}."
+            )
+        [kind] = given
+        if not self.field:
+            object.__setattr__(self, "field", f"structured.{kind}")
+        value = getattr(self, kind)
+        types, said = CONSTRAINTS_TYPES[kind]
+        if not isinstance(value, types):
+            raise InvalidRequestError(self.field, f"must be {said}.")
+        if kind == "choice":
+            texts = () if isinstance(value, str) else tuple(value)
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise InvalidRequestError(self.field, "must be a list of one or more texts.")
+            object.__setattr__(self, "choice", texts)
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise InvalidRequestError("whitespace_pattern", "must be a text, which is a regex.")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallGrammar:
+    """A grammar of tool calls, made by `minisgl.grammar.tools`."""
+
+    text: str  # in llguidance's own form
+    parts: tuple[StructuredOutput, ...]  # from which it is made, to say which of them is wrong
+
+
+# The fields of StructuredOutput that are constraints.
+CONSTRAINTS = (
+    *("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"),
+    "tool_calls",
+)
+CONSTRAINTS_TYPES: Mapping[str, tuple[Any, str]] = {
+    "json_schema": (Mapping | str | bool, "a JSON schema: an object, or its JSON text"),
+    "json_object": (bool, "true or false"),
+    "regex": (str, "a text"),
+    "grammar": (str, "a text: a grammar in Lark, or GBNF"),
+    "choice": (Sequence, "a list of one or more texts"),
+    "structural_tag": (Mapping | str, "an object, or its JSON text"),
+    "tool_calls": (ToolCallGrammar, "a ToolCallGrammar"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +119,7 @@ class SamplingParams:
     logprobs: int | None = None  # 0: of the sampled token; n: also of the n likeliest
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured: StructuredOutput | None = None  # the tokens that would violate it are masked
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -90,6 +162,8 @@ class SamplingParams:
             )
         for index, token_id in enumerate(self.stop_token_ids):
             self._check_integer("stop_token_ids", token_id, 0, MAX_INTEGER, f"entry {index} ")
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise InvalidRequestError("structured", "must be a StructuredOutput.")
         for token_id, bias in self.logit_bias.items():
             self._check_integer("logit_bias", token_id, 0, MAX_INTEGER, "each key ")
             self._check_number("logit_bias", bias, -100, 100, f"the bias of token {token_id} ")
@@ -298,6 +372,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
 
 
 @dataclass(slots=True)
@@ -316,3 +391,6 @@ class OutputDelta:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    # Only of an answer that is parsed; its `text` is the content alone.
+    events: Sequence[Event] = ()
+    num_reasoning_tokens: int = 0  # in all

@@ -15,9 +15,12 @@ import pytest
 from support.folders import ROOT
 
 ROWS = (
-    ("errors", "matcher", "request", "shards", "config", "keys", "progress", "printable"),
+    (
+        *("errors", "events", "matcher", "request", "shards", "config", "keys", "progress"),
+        *("printable", "subprocesses"),
+    ),
     ("text", "kvcache"),
-    ("scheduler", "client"),
+    ("grammar", "scheduler", "client"),
     ("kernels", "distributed", "attention", "layers", "models"),
     ("runner",),
     ("engine", "llm"),

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -36,6 +37,7 @@ from minisgl.errors import (
     StepError,
     without_words,
 )
+from minisgl.grammar.compiler import Compiled, Grammars
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows, Matcher
 from minisgl.request import (
@@ -46,6 +48,7 @@ from minisgl.request import (
     Request,
     RequestStatus,
     SamplingParams,
+    StructuredOutput,
     Tenant,
     check_token_ids,
 )
@@ -54,6 +57,9 @@ from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
 from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.detokenizer import ParsingDetokenizer
+from minisgl.text.template_facts import TemplateFacts
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +111,7 @@ class AsyncEngine:
             )
         self._masks = MaskFiller(self.vocab_size, self.defaults.eos_token_ids)
         self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
+        self._grammars: Grammars | None = None  # made when first needed
         self._meter = Meter()
         self._pump_is_due = False
         self._refusal: str | None = None  # why new requests are refused
@@ -177,6 +184,10 @@ class AsyncEngine:
         """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         return await self._open_intake().chat(messages, any_length, template_options)
 
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does with tools and reasoning. Raises EngineStoppedError."""
+        return await self._open_intake().template_facts()
+
     def _open_intake(self) -> Intake:
         self._check_open()
         if self._intake is None:
@@ -189,6 +200,25 @@ class AsyncEngine:
         if self._refusal is not None:
             raise EngineStoppedError(self._refusal)
 
+    async def compile(self, structured: StructuredOutput | None) -> Compiled:
+        """Compile a constraint, for the matchers of requests; None constrains only reasoning.
+
+        Raises InvalidRequestError, which says what is wrong and where; EngineStoppedError.
+        """
+        self._check_open()
+        if self.tokenizer is None:
+            raise InvalidRequestError("structured", "the model has no tokenizer.")
+        if self._grammars is None:
+            self._grammars = Grammars(
+                self.tokenizer,
+                self.vocab_size,
+                self.defaults.eos_token_ids,
+                observe=self._meter.grammar_compiled,
+            )
+        if structured is None:
+            return await self._grammars.unconstrained()
+        return await self._grammars.compile(structured)
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -197,20 +227,27 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
         matcher: Matcher | None = None,
     ) -> OutputStream:
         """Queue a request, whose output `matcher` constrains.
 
         Cached prefixes are shared only between requests of the same client and `cache_salt`.
+        `params.structured` needs a `matcher`, from `compile`. With a `parser`, which serves this
+        answer alone, deltas have events and stop strings match content only.
+
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
         """
         self._check_open()
+        if params.structured is not None and matcher is None:
+            raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
         request = self._make_request(
             prompt_token_ids, params, request_id, cache_salt, tenant, matcher
         )
         detokenizer = None
         if self.tokenizer is not None:
-            detokenizer = Detokenizer(
+            make = Detokenizer if parser is None else partial(ParsingDetokenizer, parser=parser)
+            detokenizer = make(
                 self.tokenizer,
                 stop=params.stop,
                 include_stop=params.include_stop,
@@ -276,10 +313,23 @@ class AsyncEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
     ) -> AsyncIterator[OutputDelta]:
-        """Submit a request and yield its deltas. Closing the iterator aborts the request."""
+        """Submit a request and yield its deltas. Closing the iterator aborts the request.
+
+        `params.structured` is compiled first; raises as `compile` does.
+        """
+        matcher: Matcher | None = None
+        if params.structured is not None:
+            matcher = (await self.compile(params.structured)).matcher()
         stream = self.submit(
-            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+            prompt_token_ids,
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            parser=parser,
+            matcher=matcher,
         )
         try:
             async for delta in stream:
@@ -419,8 +469,10 @@ class AsyncEngine:
         """Detokenize the new tokens; returns the number of those after the end of a stop string."""
         token_ids = request.token_ids
         end = len(token_ids)
+        natural = False
         if request.finished and token_ids[-1] in request.stop_token_ids:
             end -= 1  # EOS or a stop token is not part of the text
+            natural = True
         dropped = 0
         for index in range(len(token_ids) - num_tokens, end):
             stream.text.append(detokenizer.push(token_ids[index]))
@@ -429,7 +481,7 @@ class AsyncEngine:
                 self._scheduler.finish(request, index + 1 - request.num_prompt_tokens)
                 break
         if request.finished:
-            stream.text.append(detokenizer.flush())
+            stream.text.append(detokenizer.flush(natural=natural))
         return dropped
 
     def _run_short(self, request: Request) -> None:
@@ -540,6 +592,8 @@ class AsyncEngine:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._intake.settle(), timeout_s)
             self._intake.close(stopped)
+        if self._grammars is not None:
+            self._grammars.close()
         self._refusal = self._refusal or f"{reason} It takes no more requests."
         try:
             await asyncio.wait_for(self._idle.wait(), deadline - self._loop.time())
@@ -571,6 +625,8 @@ class AsyncEngine:
         if self._intake is not None:
             self._intake.join()
         self._masks.close()
+        if self._grammars is not None:
+            self._grammars.join()
 
     def abandon(self) -> None:
         """Free the device after the event loop has stopped. Waiting callers are not notified.
@@ -581,6 +637,8 @@ class AsyncEngine:
             return
         if self._intake is not None:
             self._intake.end()
+        if self._grammars is not None:
+            self._grammars.close()
         self._collector.end()
         self._free(self._collector.join(self.config.step_timeout))
 

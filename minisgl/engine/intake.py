@@ -27,6 +27,7 @@ from minisgl.errors import (
     TextTooLongError,
 )
 from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
+from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 # Above the ratio of any natural language or code.
@@ -206,6 +207,7 @@ class Intake:
         )
         self._threads: list[threading.Thread] = []  # that are about to end
         self._warming: asyncio.Future[None] | None = None
+        self._facts: asyncio.Future[TemplateFacts] | None = None
 
     def warm(self) -> None:
         """Start a rendering process, so that the first conversation does not wait for it."""
@@ -248,6 +250,20 @@ class Intake:
             return await line.run(render, len(call))
         except EndlessTemplateError:
             return await self._slow_renderings.run(render, len(call))
+
+    async def template_facts(self) -> TemplateFacts:
+        """What the chat template does, found out once. Raises EngineStoppedError."""
+
+        def look(renderer: Renderer) -> TemplateFacts:
+            return probe(
+                lambda messages, options: renderer.render(
+                    encode_call(self._tokenizer.template_call(messages, **options))
+                )
+            )
+
+        if self._facts is None or (self._facts.done() and self._facts.exception()):
+            self._facts = asyncio.ensure_future(self._slow_renderings.run(look, 0))
+        return await asyncio.shield(self._facts)
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool

@@ -66,18 +66,24 @@ class Totals:
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    num_cached_grammars: int = 0  # constraints whose grammar was compiled before
     step_s: Histogram = field(default_factory=_of_steps)  # on the device, from launch to tokens
     ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
     itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
     e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
+    compile_s: Histogram = field(default_factory=_of_requests)  # of grammars
 
     def copy(self) -> Totals:
         return Totals(
             self.num_output_tokens,
             self.num_graph_steps,
             dict(self.num_finished),
-            *(times.copy() for times in (self.step_s, self.ttft_s, self.itl_s, self.e2e_s)),
+            self.num_cached_grammars,
+            *(times.copy() for times in self._histograms()),
         )
+
+    def _histograms(self) -> tuple[Histogram, ...]:
+        return self.step_s, self.ttft_s, self.itl_s, self.e2e_s, self.compile_s
 
 
 class Meter:
@@ -122,6 +128,13 @@ class Meter:
         if num_steady:
             totals.itl_s.observe(now - before, num_steady)
         totals.num_output_tokens += sum(num_tokens)
+
+    def grammar_compiled(self, seconds: float | None) -> None:
+        """Record what a constraint took; None if it was cached."""
+        if seconds is None:
+            self.totals.num_cached_grammars += 1
+        else:
+            self.totals.compile_s.observe(seconds)
 
     def request_ended(self, request: Request, now: float) -> None:
         reason = request.finish_reason

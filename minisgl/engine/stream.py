@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
+from minisgl.events import Event, joined
 from minisgl.request import FinishReason, OutputDelta, Request
 from minisgl.text.detokenizer import Detokenizer
+from minisgl.text.parsing.detokenizer import ParsingDetokenizer
 
 
 class OutputStream:
@@ -78,7 +80,14 @@ class OutputStream:
         self._num_taken += len(token_ids)
         self._num_prompt_taken = len(request.prompt_logprobs)
         text, self.text = "".join(self.text), []
-        stopped_by = self.detokenizer.stopped if self.detokenizer else None
+        stopped_by: str | None = None
+        events: Sequence[Event] = ()
+        num_reasoning = 0
+        if self.detokenizer is not None:
+            stopped_by = self.detokenizer.stopped
+            if isinstance(self.detokenizer, ParsingDetokenizer):
+                events = joined(self.detokenizer.take_events())
+                num_reasoning = self.detokenizer.num_reasoning_tokens
         stop_reason: str | int | None = stopped_by
         if request.finish_reason is FinishReason.STOP and stopped_by is None:
             last = request.token_ids[-1]
@@ -92,4 +101,6 @@ class OutputStream:
             prompt_logprobs=request.prompt_logprobs[first_prompt:],
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
+            events=events,
+            num_reasoning_tokens=num_reasoning,
         )

@@ -115,6 +115,11 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "minisgl_graph_steps", "Steps that ran as a CUDA graph.", totals.num_graph_steps
     )
+    yield CounterMetricFamily(
+        "minisgl_cached_grammars",
+        "Constraints of requests whose grammar had been compiled before.",
+        totals.num_cached_grammars,
+    )
     finished = CounterMetricFamily(
         "minisgl_requests_finished", "Requests that have ended.", labels=["reason"]
     )
@@ -144,6 +149,11 @@ def _histograms(stats: EngineStats) -> Iterator[Metric]:
         "minisgl_request_seconds",
         "Time from submission to the end of requests that finished with stop or length.",
         totals.e2e_s,
+    )
+    yield _histogram(
+        "minisgl_grammar_compile_seconds",
+        "Time to compile a grammar, or to refuse it; cached ones are not counted.",
+        totals.compile_s,
     )
 
 

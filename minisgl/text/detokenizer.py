@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 from minisgl.text.tokenizer import Tokenizer
-
-# Finds the place from which stop strings may match. Called with the pieces of the text in order
-# until it returns an index into the current piece instead of None.
-StopFrom: TypeAlias = Callable[[str], int | None]
 
 
 class Detokenizer:
@@ -23,19 +18,14 @@ class Detokenizer:
 
     A stop string matches if the token that completes it is output token `min_tokens` or a later
     one, wherever the match began. If one token completes several, the one that begins first wins,
-    then the one listed first. With `stop_from`, a match must lie entirely after the place that it
-    finds, and text before that place is never held back for one.
+    then the one listed first.
     """
 
     __slots__ = (
         "_byte_table",
         "_decode",
         "_drops_first_space",
-        "_held",
-        "_include_stop",
-        "_matchers",
-        "_num_unmatched",
-        "_stop_from",
+        "_stops",
         "stopped",
     )
 
@@ -48,7 +38,6 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         prompt_token_ids: Iterable[int] = (),
-        stop_from: StopFrom | None = None,
     ) -> None:
         self.stopped: str | None = None  # the stop string that was found; later pushes add nothing
         self._byte_table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
@@ -57,11 +46,7 @@ class Detokenizer:
         self._drops_first_space = tokenizer.drops_first_space and not any(
             self._byte_table[token_id] for token_id in prompt_token_ids
         )
-        self._matchers = [_StopMatcher(text) for text in stop]
-        self._stop_from = stop_from  # None: stop strings may match
-        self._include_stop = include_stop
-        self._num_unmatched = min_tokens - 1  # number of future tokens that cannot complete a match
-        self._held = ""  # the longest suffix of the text that is a prefix of a stop string
+        self._stops = StopStrings(stop, include_stop, min_tokens) if stop else None
 
     def push(self, token_id: int) -> str:
         """Add the next output token; returns the text that became final."""
@@ -70,27 +55,46 @@ class Detokenizer:
             self._drops_first_space = False
             data = data.removeprefix(b" ")
         text = self._decode(data)
-        return self._match(text) if self._matchers else text
+        if self._stops is None:
+            return text
+        self._stops.count_token()
+        final = self._stops.match(text)
+        self.stopped = self._stops.found
+        return final
 
-    def flush(self) -> str:
-        """Return the rest of the text at the end of the output; a broken character is U+FFFD."""
+    def flush(self, *, natural: bool = True) -> str:
+        """Return the rest of the text at the end of the output; a broken character is U+FFFD.
+
+        natural: whether the model has ended it, which matters only to a detokenizer that parses.
+        """
         if self.stopped is not None:
             return ""
-        held, self._held = self._held, ""
+        held = self._stops.release() if self._stops is not None else ""
         return held + self._decode(b"", True)
 
-    def _match(self, text: str) -> str:
-        if self.stopped is not None:
-            return ""
-        if self._stop_from is not None:
-            start = self._stop_from(text)
-            if start is None:
-                self._num_unmatched -= 1
-                return text
-            self._stop_from = None
-            return text[:start] + self._match(text[start:])
-        may_stop = self._num_unmatched <= 0
+
+class StopStrings:
+    """Cuts a text that arrives in pieces off at the first of some strings."""
+
+    __slots__ = ("_held", "_include", "_matchers", "_num_unmatched", "found")
+
+    def __init__(self, strings: Sequence[str], include: bool = False, min_tokens: int = 0) -> None:
+        """`include`: the text keeps the string. Before `min_tokens` tokens none is found."""
+        self.found: str | None = None
+        self._matchers = [_StopMatcher(text) for text in strings]
+        self._include = include
+        self._num_unmatched = min_tokens - 1  # tokens yet to come that cannot complete a match
+        self._held = ""  # the longest end of the text that is the beginning of a string
+
+    def count_token(self) -> None:
+        """Call for each token, before its text is matched."""
         self._num_unmatched -= 1
+
+    def match(self, text: str) -> str:
+        """Take the next piece; returns the text that is final, nothing after a match."""
+        if self.found is not None:
+            return ""
+        may_stop = self._num_unmatched < 0
         text = self._held + text
         first = len(text)
         for matcher in self._matchers:
@@ -99,13 +103,20 @@ class Detokenizer:
                 end = matcher.find(text, end)
             if end is not None and end - len(matcher.stop) < first:
                 first = end - len(matcher.stop)
-                self.stopped = matcher.stop
-        if self.stopped is not None:
-            return text[:first] + self.stopped if self._include_stop else text[:first]
+                self.found = matcher.stop
+        if self.found is not None:
+            return text[:first] + self.found if self._include else text[:first]
         num_held = max(matcher.num_matched for matcher in self._matchers)
         num_final = len(text) - num_held
         self._held = text[num_final:]
         return text[:num_final]
+
+    def release(self) -> str:
+        """Return what may have become a match; the next one begins after it."""
+        held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.num_matched = 0
+        return held
 
 
 class _StopMatcher:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -18,13 +17,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
-from pathlib import Path
-from struct import Struct
 from typing import IO, Any, NoReturn
 
 import msgspec
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
+from minisgl.subprocesses import limit_memory, receive, send
 
 RENDER_SECONDS = 10.0
 # Memory that a rendering may allocate beyond that of the idle process.
@@ -32,7 +30,6 @@ MEMORY_BYTES = 1 << 30
 MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; four times the limit of a request body
 MAX_REASON_CHARS = 1000
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
-LENGTH = Struct("!Q")  # precedes every message between the processes
 
 CONTINUE = "continue_final_message"
 STOPPED = "The engine was closed before the conversation was rendered."
@@ -154,9 +151,9 @@ class Renderer:
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
             if not self._ready:
-                self._ready = _receive(process.stdout) is not None
-            _send(process.stdin, call)
-            answer = _receive(process.stdout)
+                self._ready = receive(process.stdout) is not None
+            send(process.stdin, call)
+            answer = receive(process.stdout)
         except (OSError, ValueError):  # a broken pipe
             answer = None
         if answer is None:
@@ -202,32 +199,16 @@ class Renderer:
         return MinisglError(f"The process that renders chat templates ended with {code}.")
 
 
-def _send(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(LENGTH.pack(len(message)))
-    pipe.write(message)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> bytes | None:
-    """None where the other side has ended."""
-    head = pipe.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (length,) = LENGTH.unpack(head)
-    message = pipe.read(length)
-    return message if len(message) == length else None
-
-
 def serve(seconds: float, processor_seconds: float) -> None:
     """Run the process: have calls answered until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     render({"conversations": [[{}]], "chat_template": ""})  # load everything first
-    _limit_memory(MEMORY_BYTES)
+    limit_memory(MEMORY_BYTES)
     for number in TIME_IS_UP:
         signal.signal(number, signal.SIG_DFL)
     try:
-        _send(answers, b"")  # report that it is ready
+        send(answers, b"")  # report that it is ready
         while True:
             child = os.fork()
             if child == 0:
@@ -235,7 +216,7 @@ def serve(seconds: float, processor_seconds: float) -> None:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if -code not in TIME_IS_UP:
                 break
-            _send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
+            send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
     except BrokenPipeError:
         code = 0
     if code < 0:
@@ -249,14 +230,14 @@ def _serve_calls(
     """Answer calls, in the process that is killed when a rendering takes too long."""
     code = 1
     try:
-        while (call := _receive(calls)) is not None:
+        while (call := receive(calls)) is not None:
             # The default action of SIGALRM kills the process, whatever it executes.
             signal.setitimer(signal.ITIMER_REAL, seconds)
             signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             answer = msgspec.json.encode(_answer(call))
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(answers, answer)
+            send(answers, answer)
         code = 0
     except BrokenPipeError:
         code = 0
@@ -280,13 +261,3 @@ def _answer(call: bytes) -> _Rendered:
 
 def _refused(reason: str) -> _Rendered:
     return _Rendered(reason=f"the model's chat template refuses them: {reason}")
-
-
-def _limit_memory(more: int) -> None:
-    try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:  # not on Linux; limits of time and text size remain
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -35,6 +35,7 @@ MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecon
 MIN_BEGINNING_BYTES = 64 << 10
 BYTES_PER_TOKEN = 4
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")  # <think>, [TOOL_CALLS]
 MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError for larger ids
 
 
@@ -65,11 +66,9 @@ class Tokenizer:
 
         spelling = _spelling_of(self._backend.decoder, name)
         self.drops_first_space = spelling.drops_first_space  # at the beginning of a text
-        special = (
-            token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = self._backend.get_added_tokens_decoder()
+        special = (token_id for token_id, token in added.items() if token.special)
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._all_bytes = _TokenBytes(self._backend, spelling)
         self._visible_bytes = _TokenBytes(self._backend, spelling, hidden=special)
         self._longest_token = longest_token(self._backend)
@@ -241,6 +240,14 @@ class Tokenizer:
         """The bytes of every token by id; with `skip_special_tokens`, b"" for special tokens."""
         return self._visible_bytes if skip_special_tokens else self._all_bytes
 
+    def control_tokens(self) -> dict[int, str]:
+        """The added tokens that are no text: special ones, and markers such as <tool_call>."""
+        return {
+            token_id: token.content
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special or MARKER.fullmatch(token.content)
+        }
+
     # -- facts -------------------------------------------------------------------------------------
 
     @property
@@ -258,9 +265,19 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.eos_token_id
         return token_id
 
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that was added to the vocabulary for exactly this text."""
+        return self._added.get(text)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template_text(self) -> str:
+        """The chat template, all of them where there are several; "" for none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:

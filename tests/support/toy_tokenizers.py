@@ -37,8 +37,8 @@ def wrap(backend: Backend, chat_template: str | None = TEMPLATE) -> PreTrainedTo
 
 
 @cache
-def byte_level_backend() -> Backend:
-    """A byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
+def trained_byte_level() -> str:
+    """A byte-level BPE, as JSON."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -49,6 +49,13 @@ def byte_level_backend() -> Backend:
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS, trainer)
+    return backend.to_str()
+
+
+@cache
+def byte_level_backend() -> Backend:
+    """A byte-level BPE, as in GPT-2, Llama 3 and Qwen, with tokens added."""
+    backend = Backend.from_str(trained_byte_level())
     added = ("<think>", "two words", "日本", "abab")
     backend.add_tokens([AddedToken(token) for token in added])
     return backend
@@ -94,3 +101,14 @@ def byte_level() -> Tokenizer:
 @cache
 def spelled() -> Tokenizer:
     return Tokenizer(wrap(spelled_backend()), "toy")
+
+
+@cache
+def with_tokens(
+    *texts: str, special: tuple[str, ...] = (), chat_template: str | None = TEMPLATE
+) -> Tokenizer:
+    """A byte-level one with a token for each of these texts; decoding may skip the special."""
+    backend = Backend.from_str(trained_byte_level())
+    backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    return Tokenizer(wrap(backend, chat_template), "toy")

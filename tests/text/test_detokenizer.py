@@ -133,17 +133,15 @@ def expected(
     stop: Sequence[str],
     include_stop: bool = False,
     min_tokens: int = 0,
-    after: str = "",
 ) -> Outcome:
     """Decode everything after every token and look everywhere."""
     num_seen = 0
     for num_tokens in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:num_tokens]).rstrip("\ufffd")
-        first = text.find(after) + len(after) if after in text else len(text)
         found = [
             (start, order)
             for order, string in enumerate(stop)
-            for start in range(first, len(text))
+            for start in range(len(text))
             if text.startswith(string, start) and start + len(string) > num_seen
         ]
         num_seen = len(text)
@@ -262,50 +260,3 @@ def test_stop_strings_are_not_tracked_by_the_garbage_collector() -> None:
     before = num_long()
     detokenizers = [Detokenizer(byte_level(), stop=["x" * length]) for _ in range(20)]
     assert num_long() < before + len(detokenizers)
-
-
-class After:
-    """Stop strings count behind the first `tag`."""
-
-    def __init__(self, tag: str) -> None:
-        self._tag = tag
-        self._text = ""
-
-    def __call__(self, piece: str) -> int | None:
-        before = len(self._text)
-        self._text += piece
-        found = self._text.find(self._tag)
-        return None if found < 0 else found + len(self._tag) - before
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    ids=outputs(),
-    tag=st.text("ab", min_size=1, max_size=3),
-    stop=STOPS,
-    include_stop=st.booleans(),
-    min_tokens=st.integers(0, 8),
-)
-def test_stop_strings_are_found_only_after_the_place_given_by_stop_from(
-    ids: list[int], tag: str, stop: list[str], include_stop: bool, min_tokens: int
-) -> None:
-    got = run(
-        byte_level(),
-        ids,
-        stop=tuple(stop),
-        include_stop=include_stop,
-        min_tokens=min_tokens,
-        stop_from=After(tag),
-    )
-    assert got == expected(byte_level(), ids, stop, include_stop, min_tokens, tag)
-
-
-def test_no_text_is_held_back_before_the_place_given_by_stop_from(tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(tokenizer, stop=["<end>"], stop_from=After("</think>"))
-    ids = tokenizer.encode("a <end>b <en</think>c<end>d", add_special_tokens=False)
-    text = ""
-    for count, token_id in enumerate(ids, 1):
-        text += detokenizer.push(token_id)
-        if "</think>" not in tokenizer.decode(ids[:count]):
-            assert text == tokenizer.decode(ids[:count])
-    assert text.endswith("<en</think>c") and detokenizer.stopped == "<end>"

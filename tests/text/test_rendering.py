@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
+from minisgl.subprocesses import send
 from minisgl.text.rendering import (
     EndlessTemplateError,
     Renderer,
-    _send,
     encode_call,
     render,
 )
@@ -88,7 +88,7 @@ def test_closing_ends_a_template_that_does_not_end() -> None:
     assert rendered(renderer, "{{ 1 + 1 }}") == "2"
     process = renderer._process
     assert process is not None and process.stdin is not None and process.stdout is not None
-    _send(process.stdin, encode_call(call_of(ENDLESS)))
+    send(process.stdin, encode_call(call_of(ENDLESS)))
     renderer.close()
     assert process.stdout.read() == b""  # it comes when nobody has the pipe open any more
     assert renderer.wait() == -signal.SIGKILL

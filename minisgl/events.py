@@ -1,0 +1,79 @@
+"""What a parsed answer consists of, in the order in which the model writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningText:
+    """Goes on with the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentText:
+    """Goes on with the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Begins a tool call. Calls are counted from 0 within an answer."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Goes on with the arguments of a call: JSON text once they are complete."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """Ends a call. Its arguments are incomplete where the answer was cut inside of them."""
+
+    index: int
+
+
+Event: TypeAlias = ReasoningText | ContentText | CallStart | CallArguments | CallEnd
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The same events, with texts that follow each other made one."""
+    runs: list[tuple[Event, list[str]]] = []  # an event, and the texts of all of its kind
+    for event in events:
+        last = runs[-1][0] if runs else None
+        match event:
+            case CallStart() | CallEnd():
+                runs.append((event, []))
+            case CallArguments(index=index):
+                if isinstance(last, CallArguments) and last.index == index:
+                    runs[-1][1].append(event.text)
+                else:
+                    runs.append((event, [event.text]))
+            case _:
+                if type(event) is type(last):
+                    runs[-1][1].append(event.text)
+                else:
+                    runs.append((event, [event.text]))
+    return [_with_text(event, texts) if len(texts) > 1 else event for event, texts in runs]
+
+
+def _with_text(event: Event, texts: list[str]) -> Event:
+    text = "".join(texts)
+    match event:
+        case CallArguments(index=index):
+            return CallArguments(index, text)
+        case ReasoningText():
+            return ReasoningText(text)
+        case _:
+            return ContentText(text)

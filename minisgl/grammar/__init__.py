@@ -1,0 +1,1 @@
+"""Constrains answers: constraints become grammars, and grammars become masks of tokens."""

@@ -1,0 +1,190 @@
+"""Tries grammars in a process that can be killed.
+
+Compiling is native code that cannot be interrupted: some grammars of a few kilobytes take minutes
+or overflow the stack. A grammar that this process has compiled in time is safe for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from typing import IO, NoReturn
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.grammar.schema import explain, ignored_keyword, tidy
+from minisgl.grammar.source import Source, grammar_text
+from minisgl.grammar.vocabulary import Outline, sketch
+from minisgl.subprocesses import limit_memory, receive, send
+
+# Seconds of a grammar on the clock, for a process that gets nothing of a processor.
+CLOCK_SECONDS = 30.0
+MEMORY_BYTES = 1 << 30
+TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
+TOO_LARGE = "it is too large or nested too deeply to compile."
+CLOSED = "The engine was closed before the grammar was compiled."
+# Errors must not quote what a client sent, for they may end up in a log.
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What came of a grammar: its text as llguidance compiles it, or the reason against it."""
+
+    text: str = ""
+    reason: str = ""
+    ignored_keywords: tuple[str, ...] = ()
+    is_slow: bool = False  # it was killed
+
+
+class Checker:
+    """A process that tries one grammar at a time, started when first needed."""
+
+    def __init__(self, outline: Outline, processor_seconds: float) -> None:
+        self._outline = outline
+        self._processor_seconds = processor_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._closed = threading.Event()
+
+    def check(self, source: Source) -> Checked:
+        """Try a grammar. Blocks; called by one thread at a time. Raises EngineStoppedError."""
+        process = self._start()
+        assert process.stdin is not None and process.stdout is not None
+        answer = None
+        with contextlib.suppress(OSError, ValueError):  # a broken pipe
+            if not self._ready:
+                send(process.stdin, msgspec.json.encode(asdict(self._outline)))
+                self._ready = receive(process.stdout) is not None
+            send(process.stdin, msgspec.json.encode(source))
+            answer = receive(process.stdout)
+        if answer is not None:
+            return msgspec.json.decode(answer, type=Checked)
+        code = self._wait()
+        if self._closed.is_set():
+            raise EngineStoppedError(CLOSED)
+        raise MinisglError(f"The process that tries grammars ended with {code}.")
+
+    def close(self) -> None:
+        """End the process, whatever it is doing. May be called by any thread."""
+        self._closed.set()
+        process = self._process
+        if process is not None:
+            _kill(process)
+
+    def wait(self) -> None:
+        """Wait until the process has ended, after `close`."""
+        if self._process is not None:
+            self._wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._closed.is_set():
+            raise EngineStoppedError(CLOSED)
+        if self._process is not None:
+            if self._process.poll() is None:
+                return self._process
+            self._wait()
+        self._ready = False
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from minisgl.grammar.checking import serve; serve({self._processor_seconds!r})"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # llguidance's panics quote the grammar
+            process_group=0,  # Ctrl-C must not reach it; killed together with the one it forks
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        if self._closed.is_set():  # by another thread in the meantime
+            _kill(self._process)
+        return self._process
+
+    def _wait(self) -> int:
+        process, self._process = self._process, None
+        assert process is not None
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve(processor_seconds: float) -> None:
+    """Run the process: have grammars tried until its parent has gone.
+
+    It forks the process that tries them, and another one when that has ended: to start one takes
+    much longer, and holds up the engine for a moment.
+    """
+    sources, answers = sys.stdin.buffer, sys.stdout.buffer
+    for number in TIME_IS_UP:
+        signal.signal(number, signal.SIG_DFL)  # the default action kills the process
+    outline = receive(sources)
+    if outline is None:
+        return
+    tokenizer = sketch(msgspec.json.decode(outline, type=Outline))
+    limit_memory(MEMORY_BYTES)
+    send(answers, b"")  # no grammar is sent before, so that none has been read when it forks
+    while True:
+        child = os.fork()
+        if child == 0:
+            _serve(tokenizer, sources, answers, processor_seconds)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            os._exit(0)  # skip the flush of stdout
+        is_slow = -code in TIME_IS_UP
+        with contextlib.suppress(BrokenPipeError):
+            send(answers, msgspec.json.encode(Checked(reason=TOO_LARGE, is_slow=is_slow)))
+
+
+def _serve(
+    tokenizer: LLTokenizer, sources: IO[bytes], answers: IO[bytes], processor_seconds: float
+) -> NoReturn:
+    """Try grammars, in the process that is killed when one takes too long."""
+    code = 1
+    try:
+        while (message := receive(sources)) is not None:
+            source = msgspec.json.decode(message, type=Source)
+            signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+            checked = check(tokenizer, source)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            send(answers, msgspec.json.encode(checked))
+        code = 0
+    except BrokenPipeError:
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def check(tokenizer: LLTokenizer, source: Source) -> Checked:
+    """Compile a grammar in this process, and compute its first mask."""
+    try:
+        text = grammar_text(source)
+    except (ValueError, RecursionError) as error:
+        return Checked(reason=f"{tidy(str(error))}.")
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = matcher.get_error()
+        if source.kind == "json_schema":
+            return Checked(reason=explain(reason, source.schema, source.strict))
+        return Checked(reason=f"{tidy(reason)}.")
+    warnings = matcher.get_grammar_warnings()
+    ignored = sorted({keyword for warning in warnings for keyword in ignored_keyword(warning)})
+    return Checked(text, ignored_keywords=tuple(ignored))

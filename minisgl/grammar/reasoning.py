@@ -1,0 +1,169 @@
+"""Lets an answer begin with reasoning, which no grammar constrains."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minisgl.grammar.matching import GrammarMatcher
+from minisgl.grammar.vocabulary import Vocabulary
+from minisgl.matcher import WORD_BITS, MaskRows
+
+MAX_LINE_BREAKS = 2  # between the end of the reasoning and the beginning of the answer
+CROSSED = "The end of the reasoning and the beginning of the answer are one token."
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningGate:
+    """How the reasoning of one answer begins and ends.
+
+    The grammar is that of what follows it. With a budget, the closing marker is forced after so
+    many tokens of reasoning.
+    """
+
+    closing: str  # the marker's text
+    closing_ids: tuple[int, ...]  # its tokens
+    opening_id: int | None = None  # of a model that opens the block itself
+    is_open: bool = False  # by the prompt
+    budget: int | None = None
+
+
+class _Stage(enum.Enum):
+    BEFORE = enum.auto()  # the first token decides whether there is any reasoning
+    INSIDE = enum.auto()
+    BETWEEN = enum.auto()  # line breaks may follow
+    AFTER = enum.auto()
+
+
+class GatedMatcher:
+    """A Matcher of reasoning and what follows it; `inner`: None constrains only the reasoning."""
+
+    def __init__(
+        self, gate: ReasoningGate, vocabulary: Vocabulary, inner: GrammarMatcher | None
+    ) -> None:
+        self._gate = gate
+        self._vocabulary = vocabulary
+        self._inner = inner
+        self._stage = _Stage.INSIDE if gate.is_open else _Stage.BEFORE
+        self._closing = gate.closing.encode()
+        self._num_tokens = 0  # of reasoning
+        self._num_forced = 0  # tokens of the closing marker that the budget has forced
+        self._tail = b""  # of the reasoning, as much as may begin the marker
+        self._num_line_breaks = 0
+        self._error: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        return self._error or (self._inner.error if self._inner is not None else None)
+
+    @property
+    def finished(self) -> bool:
+        return self._error is None and self._inner is not None and self._inner.finished
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is complete as it is."""
+        after = self._stage in (_Stage.BETWEEN, _Stage.AFTER)
+        return self._inner is None or (after and self._inner.may_end)
+
+    def copy(self) -> GatedMatcher:
+        """A matcher in the same state, which goes its own way."""
+        inner = None if self._inner is None else self._inner.copy()
+        copied = GatedMatcher(self._gate, self._vocabulary, inner)
+        for name, value in vars(self).items():
+            if name != "_inner":
+                setattr(copied, name, value)
+        return copied
+
+    # -- tokens ------------------------------------------------------------------------------------
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for index, token_id in enumerate(token_ids):
+            if self._stage is _Stage.AFTER:
+                self._accept_after(token_ids[index:])
+                return
+            self._accept(token_id)
+
+    def _accept(self, token_id: int) -> None:
+        if self._stage is _Stage.INSIDE:
+            self._accept_reasoning(token_id)
+        elif self._stage is _Stage.BEFORE and token_id == self._gate.opening_id:
+            self._stage = _Stage.INSIDE
+        elif self._stage is _Stage.BETWEEN and self._is_line_break(token_id):
+            self._num_line_breaks += self._vocabulary.line_breaks[token_id]
+        else:
+            self._stage = _Stage.AFTER
+            self._accept_after([token_id])
+
+    def _accept_after(self, token_ids: Sequence[int]) -> None:
+        if self._inner is not None:
+            self._inner.accept(token_ids)
+
+    def _accept_reasoning(self, token_id: int) -> None:
+        gate = self._gate
+        if self._is_forced:
+            self._num_forced += 1
+            closed = self._num_forced == len(gate.closing_ids)
+        elif len(gate.closing_ids) == 1:
+            closed = token_id == gate.closing_ids[0]
+        else:
+            closed = self._closes_as_text(token_id)
+        self._num_tokens += 1
+        if closed:
+            self._stage = _Stage.BETWEEN
+
+    def _closes_as_text(self, token_id: int) -> bool:
+        text = self._tail + self._vocabulary.token_bytes[token_id]
+        _, found, rest = text.partition(self._closing)
+        self._tail = text[-(len(self._closing) - 1) :]
+        if found and rest.strip():
+            self._error = CROSSED
+        return bool(found)
+
+    @property
+    def _is_forced(self) -> bool:
+        return self._gate.budget is not None and self._num_tokens >= self._gate.budget
+
+    def _is_line_break(self, token_id: int) -> bool:
+        count = self._vocabulary.line_breaks.get(token_id, MAX_LINE_BREAKS + 1)
+        return self._num_line_breaks + count <= MAX_LINE_BREAKS
+
+    # -- masks -------------------------------------------------------------------------------------
+
+    def fill(self, words: MaskRows) -> None:
+        if self._stage is _Stage.INSIDE:
+            self._fill_reasoning(words)
+        elif self._inner is None:
+            words.fill(0xFFFFFFFF)
+        else:
+            self._inner.fill(words)
+            if self._stage is _Stage.BEFORE and self._gate.budget != 0:
+                _allow(words, self._gate.opening_id)
+            elif self._stage is _Stage.BETWEEN:
+                for token_id in self._vocabulary.line_breaks:
+                    if self._is_line_break(token_id):
+                        _allow(words, token_id)
+
+    def _fill_reasoning(self, words: MaskRows) -> None:
+        if self._is_forced:
+            words.fill(0)
+            _allow(words, self._gate.closing_ids[self._num_forced])
+            return
+        if self._inner is None:
+            words.fill(0xFFFFFFFF)
+        else:
+            words[:] = self._vocabulary.unfinished  # an answer must follow
+        if len(self._gate.closing_ids) > 1 and (begun := self._begun()):
+            for token_id in self._vocabulary.crossing(self._closing[begun:]):
+                words[token_id // WORD_BITS] &= ~(1 << int(token_id) % WORD_BITS) & 0xFFFFFFFF
+
+    def _begun(self) -> int:
+        """How much of the closing marker the reasoning ends with."""
+        lengths = range(len(self._closing) - 1, 0, -1)
+        return next((n for n in lengths if self._tail.endswith(self._closing[:n])), 0)
+
+
+def _allow(words: MaskRows, token_id: int | None) -> None:
+    if token_id is not None:
+        words[token_id // WORD_BITS] |= 1 << token_id % WORD_BITS

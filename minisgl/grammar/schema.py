@@ -1,0 +1,144 @@
+"""Finds the place in a JSON schema that llguidance complains about without naming it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# Keywords by what they hold: a schema, a list of schemas, or schemas by name.
+ONE = (
+    *("items", "additionalProperties", "additionalItems", "not", "if", "then", "else"),
+    *("contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"),
+)
+SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+MAX_REASON_CHARS = 400
+# Places in the Lark grammar that a schema or regex is a part of.
+PREAMBLE = re.compile(
+    r'^at \d+\(\d+\): (failed to compile JSON schema: |invalid regex ".*" \(in regex\): )', re.S
+)
+LINE_AND_COLUMN = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+
+Schema = dict[str, Any]
+Test = Callable[[Schema], str | None]  # the keyword at fault, if it is this schema
+
+
+@dataclass(frozen=True, slots=True)
+class _Complaint:
+    """A kind of message, and the keyword that it is about."""
+
+    pattern: re.Pattern[str]
+    find: Callable[[re.Match[str]], Test]
+    ignorable: bool = False  # without strict
+
+
+def ignored_keyword(warning: str) -> tuple[str, ...]:
+    """The keywords that a warning of llguidance says are ignored."""
+    if found := re.match(r"Unimplemented keys: (\[.*\])", warning):
+        return tuple(map(str, json.loads(found[1])))
+    return ("format",) if warning.startswith("Unknown format") else ("oneOf",)
+
+
+def explain(message: str, schema: object, strict: bool) -> str:
+    """Say where `schema` has what llguidance's message is about."""
+    message = PREAMBLE.sub("", message)
+    reason = tidy(message)
+    for complaint in COMPLAINTS:
+        found = complaint.pattern.search(message)
+        if found is None:
+            continue
+        test = complaint.find(found)
+        for place, part in _parts(schema, ""):
+            if keyword := test(part):
+                if complaint.ignorable and strict:
+                    reason = (
+                        "it is not supported, so it cannot be enforced; leave it out, or do "
+                        "without strict, which ignores it"
+                    )
+                return f"at {place}/{_escaped(keyword)}: {reason}."
+    return f"{reason}."
+
+
+def tidy(message: str) -> str:
+    """A message of llguidance in one line, without what only its authors understand."""
+    message = message.replace("<non-verbose/>", "").strip()
+    if re.match("NoExtension", message):
+        return "nothing can satisfy it"
+    if re.search("fuel|too (big|large|complex)|[Ll]exer|Unable to determine|grammar size", message):
+        return "it is too complex; simplify its patterns, or split it"
+    if message.startswith("recursion limit"):
+        return "it is nested too deeply"
+    message = PREAMBLE.sub("", message)
+    message = LINE_AND_COLUMN.sub(r"line \1, column \2: ", message)
+    message = re.split(r"\n *\d+ \| ", message)[0]  # an excerpt of the grammar, as it was converted
+    return " ".join(message.split()).rstrip(".")[:MAX_REASON_CHARS]
+
+
+def _parts(schema: object, place: str) -> Iterator[tuple[str, Schema]]:
+    """The schema and those inside, with JSON pointers; definitions come last."""
+    waiting: list[tuple[str, object]] = [(place, schema)]
+    while waiting:
+        place, part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield place, part
+        inside: list[tuple[str, object]] = []
+        for keyword in ONE:
+            inside.append((f"{place}/{keyword}", part.get(keyword)))
+        for keyword in SEVERAL:
+            if isinstance(members := part.get(keyword), list):
+                inside += [(f"{place}/{keyword}/{i}", each) for i, each in enumerate(members)]
+        for keyword in NAMED:
+            if isinstance(named := part.get(keyword), dict):
+                inside += [
+                    (f"{place}/{keyword}/{_escaped(name)}", each) for name, each in named.items()
+                ]
+        waiting += reversed(inside)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _has_all(found: re.Match[str]) -> Test:
+    keywords: list[str] = json.loads(found[1])
+    return lambda part: keywords[0] if all(keyword in part for keyword in keywords) else None
+
+
+def _has(keyword: str) -> Callable[[re.Match[str]], Test]:
+    return lambda _: lambda part: keyword if keyword in part else None
+
+
+def _named(found: re.Match[str]) -> Test:
+    return _has(found[1])(found)
+
+
+def _has_value(keyword: str, prefix: str = "") -> Callable[[re.Match[str]], Test]:
+    return lambda found: lambda part: keyword if part.get(keyword) == prefix + found[1] else None
+
+
+def _quoted(keyword: str) -> Callable[[re.Match[str]], Test]:
+    def find(found: re.Match[str]) -> Test:
+        return lambda part: keyword if str(part.get(keyword, found)) in found.string else None
+
+    return find
+
+
+COMPLAINTS = (
+    _Complaint(re.compile(r"Unimplemented keys: (\[.*\])"), _has_all, ignorable=True),
+    _Complaint(re.compile(r"Unknown format: (.*)"), _has_value("format"), ignorable=True),
+    _Complaint(re.compile("oneOf constraints are not supported"), _has("oneOf"), ignorable=True),
+    _Complaint(re.compile(r"Invalid type: (.*)"), _has_value("type")),
+    _Complaint(re.compile(r"Pointer '(.*)' does not exist"), _has_value("$ref", "#")),
+    _Complaint(re.compile(r"Resource '(.*)' is not present"), _has_value("$ref")),
+    _Complaint(re.compile("patternProperty regexes"), _has("patternProperties")),
+    _Complaint(re.compile("regex|look"), _quoted("pattern")),
+    _Complaint(re.compile(r"(\w+) \([^)]*\) is greater than"), _named),
+    _Complaint(re.compile(r"for '(\w+)'"), _named),
+    _Complaint(re.compile("required property"), _has("required")),
+    _Complaint(re.compile(r"^(\w+) must be"), _named),
+    _Complaint(re.compile("NoExtension"), _has("$ref")),
+)

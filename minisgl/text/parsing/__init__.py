@@ -1,0 +1,1 @@
+"""Parses answers while they are generated: reasoning, content, tool calls."""

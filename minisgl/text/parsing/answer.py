@@ -1,0 +1,156 @@
+"""The incremental parser of one answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from minisgl.events import Event
+from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.emitter import Emitter
+from minisgl.text.parsing.formats import CallFormat, ReasoningFormat
+from minisgl.text.parsing.reader import FIRST_MARK, Patterns, Reader, Reading
+
+
+class AnswerParser:
+    """Turns the tokens of one answer into events, as early as they are certain.
+
+    Give it the answer in pieces of any size, then end it: the events joined do not depend on the
+    pieces. Nothing that was emitted is taken back. Reasoning blocks and calls may follow each
+    other in any order; a call inside of an open block ends the block, and a block that nothing
+    closes goes on to the end of the answer. What is not a call after all is content.
+    """
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        *,
+        marker_ids: Mapping[str, int],
+        hidden: Iterable[str] = (),
+        in_reasoning: bool = False,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`marker_ids`: the markers that are one token, which are found by it and never by text.
+
+        `hidden` are markers without a text where they are no markup. `in_reasoning`: the prompt has
+        opened a block. `tools`: the JSON Schemas of the arguments, by the names of the tools.
+        """
+        self.num_reasoning_tokens = 0
+        self._has_closed = False  # a block
+        marks = {text: chr(FIRST_MARK + index) for index, text in enumerate(marker_ids)}
+        self._mark_of = {marker_ids[text]: mark for text, mark in marks.items()}
+        self.marker_ids = self._mark_of.keys()
+        spellings = {mark: text for text, mark in marks.items()}
+        spellings |= {marks[text]: "" for text in hidden if text in marks}
+        self._calls = calls
+        self._reader = Reader()
+        self._emitter = Emitter(spellings)
+        spelled = [*(calls.markers if calls else ())]
+        markers = {text: marks.get(text, text) for text in spelled}
+        self._context = CallContext(self._reader, self._emitter, markers, tools or {})
+
+        self._open = self._close = ""
+        if reasoning is not None:
+            self._open = marks.get(reasoning.open, reasoning.open)
+            self._close = marks.get(reasoning.close, reasoning.close)
+        blocks = [text for text in (self._open, self._close) if text]
+        openings = [markers.get(text, text) for text in (calls.openings if calls else ())]
+        self._closing = markers[calls.closing] if calls and calls.closing else ""
+        in_content = [*blocks, *openings, *([self._closing] if self._closing else [])]
+        self._in_content = Patterns(*in_content)
+        self._in_reasoning = Patterns(*blocks, *openings)
+        self._reading: Reading[None] | None = self._answer(in_reasoning)
+        next(self._reading)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether a block has been opened and not closed."""
+        return self._emitter.is_reasoning
+
+    def feed(self, pieces: Iterable[tuple[int, str]]) -> list[Event]:
+        """Go on with the next tokens, each with the text that it completes.
+
+        A marker's token comes with what its own spelling is not part of: the rest of a character
+        that it has broken off, in general nothing.
+        """
+        for token_id, text in pieces:
+            before = self._emitter.is_reasoning
+            self._advance(text + self._mark_of.get(token_id, ""))
+            self.num_reasoning_tokens += before or self._emitter.is_reasoning
+        return self._emitter.take()
+
+    def finish(self, natural: bool, rest: str = "") -> list[Event]:
+        """End the answer, after the `rest` of its text, which no token has completed.
+
+        `natural`: the model has ended it, so what is open is complete as it stands.
+        """
+        self._reader.end(natural)
+        self._advance(rest)
+        return self._emitter.take()
+
+    def _advance(self, text: str) -> None:
+        if self._reading is None or not (text or self._reader.ended):
+            return
+        self._reader.feed(text)
+        try:
+            next(self._reading)
+        except StopIteration:
+            self._reading = None
+
+    def _answer(self, in_reasoning: bool) -> Reading[None]:
+        yield
+        if in_reasoning:
+            yield from self._block()
+        yield from self._bare_call()
+        emitter = self._emitter
+        while found := (yield from self._reader.until(self._in_content, emitter.text)):
+            if found == self._close:
+                if not emitter.begun:
+                    emitter.close_reasoning()  # of a block that the prompt has closed
+                elif not self._has_closed and not emitter.at_line_start:
+                    emitter.text(found)  # the answer speaks of the marker
+            elif found == self._open:
+                if emitter.at_line_start:
+                    yield from self._block()
+                    yield from self._bare_call()
+                else:
+                    emitter.text(found)
+            elif found == self._closing:
+                if not emitter.num_calls or not emitter.at_line_start:
+                    emitter.text(found)
+            else:
+                yield from self._call(found)
+        emitter.end()
+
+    def _block(self) -> Reading[None]:
+        """Read a reasoning block whose opening has been read."""
+        emitter = self._emitter
+        emitter.open_reasoning()
+        while found := (yield from self._reader.until(self._in_reasoning, emitter.text)):
+            if found == self._close:
+                emitter.close_reasoning()
+                self._has_closed = True
+                return
+            if found == self._open:
+                if not emitter.at_line_start:
+                    emitter.text(found)
+            elif (yield from self._call(found)):
+                return
+
+    def _call(self, opening: str) -> Reading[bool]:
+        """Read calls after their opening; what turns out to be none is text."""
+        assert self._calls is not None
+        self._reader.record()
+        found = yield from self._calls.read(self._context, opening)
+        if not found:
+            self._emitter.text(opening + self._reader.recorded())
+        return found
+
+    def _bare_call(self) -> Reading[None]:
+        """Read calls that nothing announces, where an answer begins."""
+        if self._calls is None or self._calls.bare is None:
+            return
+        self._reader.record()
+        if not (yield from self._calls.bare(self._context)):
+            self._emitter.text(self._reader.recorded())

@@ -1,0 +1,122 @@
+"""What the readers of all call formats share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl.text.parsing.emitter import Emitter
+from minisgl.text.parsing.reader import Put, Reader, Reading
+
+NAME, ARGUMENTS = "name", ("arguments", "parameters")
+# Members that a call may have besides.
+OTHERS = ("id", "type", "function", "call_id")
+
+
+@dataclass(slots=True)
+class CallContext:
+    """What a reader of calls works with.
+
+    A reader begins behind the opening and returns whether it has found a call; where it has not,
+    it has emitted nothing, and what it read is recorded.
+    """
+
+    reader: Reader
+    emitter: Emitter
+    markers: Mapping[str, str]  # the spelling of a marker to how it arrives
+    tools: Mapping[str, Mapping[str, Any]]  # the JSON Schema of the arguments of each known tool
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """The schema of a tool's arguments; empty for an unknown tool."""
+        schema = self.tools.get(name)
+        return schema if isinstance(schema, Mapping) else {}
+
+    def start(self, name: str) -> None:
+        """Begin a call: what has been read belongs to it."""
+        self.reader.forget()
+        self.emitter.start_call(name)
+
+
+def read_object(calls: CallContext, *, bare: bool = False) -> Reading[bool]:
+    """Read `{"name": …, "arguments": …}` of which the brace comes next.
+
+    The members may be in any order; arguments that come before the name wait for it. A `bare`
+    object, which no marker announces, must look like a call in every member.
+    """
+    reader, emitter = calls.reader, calls.emitter
+    reader.take(1)
+    name: str | None = None
+    started = has_arguments = complete = False
+    waiting: list[str] = []
+
+    def start() -> None:
+        nonlocal started
+        assert name is not None
+        started = True
+        calls.start(name)
+        emitter.arguments("".join(waiting))
+
+    def put(text: str) -> None:
+        if started:
+            emitter.arguments(text)
+        else:
+            waiting.append(text)
+
+    while True:
+        char = yield from reader.peek()
+        if char in ("}", ","):
+            reader.take(1)
+            if complete := char == "}":
+                break
+            continue
+        key = yield from reader.string()
+        if key is None or (yield from reader.peek()) != ":":
+            break
+        reader.take(1)
+        yield from reader.peek()
+        if key == NAME and name is None:
+            name = yield from reader.string()
+            if not name:
+                break
+            if has_arguments or not bare:
+                start()
+        elif key in ARGUMENTS and not has_arguments:
+            has_arguments = True
+            if name and not started:
+                start()
+            yield from read_arguments(reader, put)
+        elif (bare and key not in OTHERS) or not (yield from reader.value(_ignore)):
+            break
+    if complete and name and not started and name in calls.tools:
+        start()
+    if started:
+        if not has_arguments and (complete or reader.natural):
+            emitter.arguments("{}")
+        emitter.end_call()
+    return started
+
+
+def read_arguments(reader: Reader, put: Put) -> Reading[None]:
+    """Read a value that is the arguments, to `put` as it comes.
+
+    A string that has them inside is taken for what is inside of it, and null for no arguments.
+    """
+    if (yield from reader.starts("{")):
+        yield from reader.value(put)
+        return
+    parts: list[str] = []
+    yield from reader.value(parts.append)
+    text = "".join(parts)
+    try:
+        value = json.loads(text)
+        if isinstance(value, str) and isinstance(json.loads(value), dict):
+            text = value
+    except (ValueError, RecursionError):
+        value = text
+    put("{}" if value is None else text)
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,106 @@
+"""Makes events of what has been read, and decides which blanks are a part of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from minisgl.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ContentText,
+    Event,
+    ReasoningText,
+)
+from minisgl.text.parsing.reader import BLANKS, MARKS
+
+MAX_HELD_CHARS = 1000
+ANY_MARK = re.compile(f"[{MARKS}]")
+
+
+class Emitter:
+    """Collects the events of one answer.
+
+    Line breaks after the opening of a block and on both sides of its closing are markup, and so
+    are blanks around calls. The last MAX_HELD_CHARS blanks at the end of a text are held back until
+    it is known what follows; at the end of the answer they are text.
+    """
+
+    def __init__(self, spellings: Mapping[str, str]) -> None:
+        """`spellings`: the text of each mark."""
+        self.num_calls = 0
+        self.is_reasoning = False
+        self._spellings = spellings
+        self._events: list[Event] = []
+        self._dropped = ""  # the characters that are no text until another one comes
+        self._held = ""
+        self.begun = False  # text has been emitted since the last markup
+
+    def take(self) -> list[Event]:
+        """The events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def at_line_start(self) -> bool:
+        """Whether nothing but blanks has been written in this line."""
+        return not self.begun or "\n" in self._held
+
+    def text(self, text: str) -> None:
+        """Go on with the reasoning or the content."""
+        text = self._spelled(text).lstrip(self._dropped)
+        if not text:
+            return
+        self._dropped = ""
+        end = len(text.rstrip("\n" if self.is_reasoning else BLANKS))
+        if end:
+            self._put(self._held + text[:end])
+            self._held = ""
+        self._held += text[end:]
+        if len(self._held) > MAX_HELD_CHARS:
+            self._put(self._held[:-MAX_HELD_CHARS])
+            self._held = self._held[-MAX_HELD_CHARS:]
+
+    def open_reasoning(self) -> None:
+        self._drop("\n")
+        self.is_reasoning = True
+
+    def close_reasoning(self) -> None:
+        self._drop("\n")
+        self.is_reasoning = False
+
+    def start_call(self, name: str) -> None:
+        self._drop(BLANKS)
+        self.is_reasoning = False  # a call ends a block that was left open
+        self._events.append(CallStart(self.num_calls, self._spelled(name)))
+
+    def arguments(self, text: str) -> None:
+        """Go on with the arguments of the call, which are text already or JSON."""
+        if text := self._spelled(text):
+            self._events.append(CallArguments(self.num_calls, text))
+
+    def end_call(self) -> None:
+        self._events.append(CallEnd(self.num_calls))
+        self.num_calls += 1
+
+    def end(self) -> None:
+        """End the answer: what is held back is text."""
+        if self._held:
+            self._put(self._held)
+            self._held = ""
+
+    def _drop(self, characters: str) -> None:
+        """Leave out what is held back, and `characters` until there is another one."""
+        self._held = ""
+        self._dropped = characters
+        self.begun = False
+
+    def _put(self, text: str) -> None:
+        self.begun = True
+        self._events.append(ReasoningText(text) if self.is_reasoning else ContentText(text))
+
+    def _spelled(self, text: str) -> str:
+        if not self._spellings or text.isascii():
+            return text
+        return ANY_MARK.sub(lambda mark: self._spellings[mark[0]], text)

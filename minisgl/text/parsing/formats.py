@@ -1,0 +1,149 @@
+"""The ways in which models write tool calls and reasoning: one place for parsers and grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.json_formats import (
+    ARGS,
+    CALL_ID,
+    END_TOOL_CALL,
+    PYTHON_TAG,
+    TOOL_CALL,
+    TOOL_CALLS,
+    read_hermes,
+    read_llama3,
+    read_mistral,
+)
+from minisgl.text.parsing.python_format import PYTHON_END, PYTHON_START, read_pythonic
+from minisgl.text.parsing.reader import Reading
+from minisgl.text.parsing.xml_format import FUNCTION, read_qwen3_coder
+
+
+class ArgumentStyle(Enum):
+    """How the arguments of a call are written."""
+
+    JSON = "json"  # an object
+    XML = "xml"  # `<parameter=NAME>\nVALUE\n</parameter>\n` for each, strings as plain text
+    PYTHON = "python"  # NAME=LITERAL for each, with `, ` between them
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpelling:
+    """How a model writes its calls:
+
+    begin, then for each call head + name + middle + arguments + tail with `between` after all but
+    the last, then end.
+    """
+
+    head: str
+    middle: str
+    tail: str
+    between: str
+    begin: str = ""
+    end: str = ""
+    arguments: ArgumentStyle = ArgumentStyle.JSON
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """A family's format of tool calls: its facts, and how it is read."""
+
+    name: str
+    spelling: CallSpelling
+    markers: tuple[str, ...]  # what may be a single token
+    openings: tuple[str, ...]  # the markers that begin calls wherever they are
+    read: Callable[[CallContext, str], Reading[bool]]  # given the opening, which has been read
+    closing: str = ""  # without text where it stands after a call
+    # Reads calls that an answer begins with, without an opening.
+    bare: Callable[[CallContext], Reading[bool]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The markers around a block of reasoning."""
+
+    open: str
+    close: str
+
+
+THINK = ReasoningFormat("<think>", "</think>")
+MAGISTRAL = ReasoningFormat("[THINK]", "[/THINK]")
+
+HERMES = CallFormat(
+    "hermes",
+    CallSpelling(
+        head=f'{TOOL_CALL}\n{{"name": "',
+        middle='", "arguments": ',
+        tail=f"}}\n{END_TOOL_CALL}",
+        between="\n",
+    ),
+    markers=(TOOL_CALL, END_TOOL_CALL),
+    openings=(TOOL_CALL,),
+    read=read_hermes,
+    closing=END_TOOL_CALL,
+)
+QWEN3_CODER = CallFormat(
+    "qwen3_coder",
+    CallSpelling(
+        head=f"{TOOL_CALL}\n{FUNCTION}",
+        middle=">\n",
+        tail=f"</function>\n{END_TOOL_CALL}",
+        between="\n",
+        arguments=ArgumentStyle.XML,
+    ),
+    markers=(TOOL_CALL, END_TOOL_CALL, FUNCTION),
+    openings=(TOOL_CALL, FUNCTION),
+    read=read_qwen3_coder,
+    closing=END_TOOL_CALL,
+)
+LLAMA3_JSON = CallFormat(
+    "llama3_json",
+    CallSpelling(head='{"name": "', middle='", "parameters": ', tail="}", between="; "),
+    markers=(PYTHON_TAG,),
+    openings=(PYTHON_TAG,),
+    read=read_llama3,
+    bare=read_llama3,
+)
+PYTHONIC = CallFormat(
+    "pythonic",
+    CallSpelling(
+        head="",
+        middle="(",
+        tail=")",
+        between=", ",
+        begin="[",
+        end="]",
+        arguments=ArgumentStyle.PYTHON,
+    ),
+    markers=(PYTHON_START, PYTHON_END),
+    openings=(PYTHON_START,),
+    read=read_pythonic,
+    closing=PYTHON_END,
+    bare=read_pythonic,
+)
+# Tokenizers before version 11; all that an answer has is read the same.
+MISTRAL_LIST = CallFormat(
+    "mistral",
+    CallSpelling(
+        head='{"name": "',
+        middle='", "arguments": ',
+        tail="}",
+        between=", ",
+        begin=f"{TOOL_CALLS}[",
+        end="]",
+    ),
+    markers=(TOOL_CALLS, ARGS, CALL_ID),
+    openings=(TOOL_CALLS,),
+    read=read_mistral,
+)
+MISTRAL = CallFormat(
+    "mistral",
+    CallSpelling(head=TOOL_CALLS, middle=ARGS, tail="", between=""),
+    markers=(TOOL_CALLS, ARGS, CALL_ID),
+    openings=(TOOL_CALLS,),
+    read=read_mistral,
+)

@@ -1,0 +1,73 @@
+"""Readers of the formats in which a call is a JSON object, or has one for its arguments."""
+
+from __future__ import annotations
+
+import re
+
+from minisgl.text.parsing.calls import CallContext, read_arguments, read_object
+from minisgl.text.parsing.reader import Patterns, Reading
+
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+TOOL_NAME = re.compile(r"[\w.\-]+")
+
+
+def read_hermes(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `{"name": …, "arguments": …}` and its closing marker, which may be missing."""
+    if (yield from calls.reader.peek()) != "{" or not (yield from read_object(calls)):
+        return False
+    while (yield from calls.reader.peek()) == "}":  # one too many, as small models write it
+        calls.reader.take(1)
+    yield from calls.reader.skip(calls.markers[END_TOOL_CALL])
+    return True
+
+
+def read_llama3(calls: CallContext, opening: str = "") -> Reading[bool]:
+    """Read objects with `; ` between them. Without an opening each must look like a call."""
+    found = False
+    while (yield from calls.reader.peek()) == "{":
+        if found:
+            calls.reader.record()
+        if not (yield from read_object(calls, bare=not opening)):
+            if found:
+                calls.emitter.text(calls.reader.recorded())
+            break
+        found = True
+        if (yield from calls.reader.peek()) in (";", ","):
+            calls.reader.take(1)
+    return found
+
+
+def read_mistral(calls: CallContext, opening: str) -> Reading[bool]:
+    """Read `[{"name": …, "arguments": …}, …]`, or `name[ARGS]{…}` with a `[CALL_ID]` or none."""
+    reader = calls.reader
+    if (yield from reader.peek()) == "[":
+        reader.take(1)
+        found = False
+        while (yield from reader.peek()) == "{" and (yield from read_object(calls)):
+            found = True
+            if (yield from reader.peek()) == ",":
+                reader.take(1)
+        if found:
+            yield from reader.skip("]")
+        return found
+    name = yield from reader.match(TOOL_NAME)
+    if not name:
+        return False
+    yield from reader.peek()
+    args = calls.markers[ARGS]
+    if (yield from reader.skip(calls.markers[CALL_ID])):
+        announced = yield from reader.until(Patterns(args), lambda _: None)
+    else:
+        announced = yield from reader.skip(args)
+    has_arguments = (yield from reader.peek()) == "{"
+    if not announced and not has_arguments:
+        return False
+    calls.start(name)
+    if has_arguments:
+        yield from read_arguments(reader, calls.emitter.arguments)
+    elif reader.natural:
+        calls.emitter.arguments("{}")
+    calls.emitter.end_call()
+    return True

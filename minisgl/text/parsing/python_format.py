@@ -1,0 +1,141 @@
+"""Reader of calls that are written as a list of Python calls, `[f(a=1, b="x"), g()]`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minisgl.text.parsing.calls import CallContext
+from minisgl.text.parsing.reader import Patterns, Reader, Reading
+
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+NAME = re.compile(r"[\w.\-]+")
+QUOTES = ('"', "'")
+SYNTAX = Patterns(*QUOTES, *"([{", *")]}")
+UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+WORDS = {"true": True, "false": False, "null": None}  # as JSON has them
+
+
+def read_pythonic(calls: CallContext, opening: str = "") -> Reading[bool]:
+    """Read a list of calls. Each is emitted at its closing parenthesis.
+
+    An element that is no call with literal arguments ends the calls; it and the rest is content.
+    """
+    reader = calls.reader
+    if (yield from reader.peek()) != "[":
+        return False
+    reader.take(1)
+    found = False
+    while True:
+        if found:
+            reader.record()
+        char = yield from reader.peek()
+        if found and char == ",":
+            reader.take(1)
+            continue
+        if found and char == "]":
+            reader.take(1)
+            break
+        name = yield from reader.match(NAME)
+        source = None
+        if name and (yield from reader.starts("(")):
+            source = yield from _read_parentheses(reader)
+        properties = calls.schema(name).get("properties")
+        names = [*properties] if isinstance(properties, Mapping) else []
+        arguments = None if source is None else arguments_as_json(source, names)
+        if arguments is None:
+            if found:
+                calls.emitter.text(reader.recorded())
+            return found
+        calls.start(name)
+        calls.emitter.arguments(arguments)
+        calls.emitter.end_call()
+        found = True
+    reader.forget()
+    yield from reader.peek()
+    yield from reader.skip(calls.markers[PYTHON_END])
+    return True
+
+
+def _read_parentheses(reader: Reader) -> Reading[str | None]:
+    """Read Python up to the parenthesis that closes the first one; None if there is none."""
+    parts: list[str] = []
+    depth = 0
+    while found := (yield from reader.until(SYNTAX, parts.append)):
+        parts.append(found)
+        if found in QUOTES:
+            if not (yield from _read_string(reader, found, parts)):
+                return None
+            continue
+        depth += 1 if found in "([{" else -1
+        if not depth:
+            return "".join(parts)
+    return None
+
+
+def _read_string(reader: Reader, quote: str, parts: list[str]) -> Reading[bool]:
+    """Read the rest of a string; returns whether it has an end."""
+    if (yield from reader.starts(quote * 2)):
+        parts.append(reader.take(2))
+        quote *= 3
+    elif (yield from reader.starts(quote)):
+        parts.append(reader.take(1))
+        return True
+    syntax = Patterns(quote, "\\")
+    while (found := (yield from reader.until(syntax, parts.append))) == "\\":
+        parts.append(found)
+        parts.append((yield from reader.character()))
+    parts.append(found)
+    return bool(found)
+
+
+def arguments_as_json(source: str, names: Sequence[str] = ()) -> str | None:
+    """The arguments in `source`, a pair of parentheses around literals, as JSON; None if they are
+    not. Arguments without a name have those of `names`, in their order."""
+    try:
+        call = _parsed(f"f{source}")
+        if not isinstance(call, ast.Call) or len(call.args) > len(names):
+            return None
+        found: dict[str, Any] = dict(
+            zip(names, map(_literal, call.args), strict=False)  # the rest are optional
+        )
+        for keyword in call.keywords:
+            if keyword.arg is None or keyword.arg in found:
+                return None
+            found[keyword.arg] = _literal(keyword.value)
+        return _as_json(found)
+    except UNREADABLE:
+        return None
+
+
+def _as_json(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode("utf-8")  # a lone surrogate from an escape is no text
+    return text
+
+
+def python_as_json(source: str) -> str | None:
+    """A Python literal as JSON; None if it is none, or has what JSON has not."""
+    try:
+        return _as_json(_literal(_parsed(source)))
+    except UNREADABLE:
+        return None
+
+
+def _parsed(source: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about escapes, on the standard error
+        return ast.parse(source, mode="eval").body
+
+
+def _literal(node: ast.expr) -> Any:
+    return ast.literal_eval(_JSONWords().visit(node))
+
+
+class _JSONWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(WORDS[node.id]) if node.id in WORDS else node

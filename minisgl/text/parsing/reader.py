@@ -1,0 +1,231 @@
+"""Reads a text that arrives in pieces.
+
+What reads is a generator: it yields where it needs more text, and is resumed when there is some.
+So a format is written down as if the whole text were there. Nothing is looked at twice but the
+beginning of a marker at the end of a piece, so the time is linear in the length of the text.
+
+A marker that is a single token of the vocabulary arrives as one character, its *mark*: a lone
+surrogate, which no decoded text contains.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+Put: TypeAlias = Callable[[str], object]
+
+MARKS = "\ud800-\udfff"
+FIRST_MARK = 0xD800
+BLANKS = " \t\r\n"
+NOT_BLANK = re.compile(f"[^{BLANKS}]")
+
+
+class Patterns:
+    """Texts to look for."""
+
+    def __init__(self, *texts: str) -> None:
+        self._regex = re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
+        self._beginnings = {text[:length] for text in texts for length in range(1, len(text))}
+        self._longest = max(map(len, self._beginnings), default=0)
+
+    def find(self, text: str, start: int) -> re.Match[str] | None:
+        """The first of them in `text` from `start` on."""
+        return self._regex.search(text, start)
+
+    def num_held(self, text: str, start: int) -> int:
+        """How much of the end of `text`, `start` at most, may be the beginning of one of them."""
+        if not self._longest:
+            return 0
+        lengths = range(min(len(text) - start, self._longest), 0, -1)
+        return next((length for length in lengths if text[-length:] in self._beginnings), 0)
+
+
+class Reader:
+    """A text that arrives in pieces, and the place up to which it is read."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.natural = False  # the model has ended the answer; known when it has ended
+        self._text = ""
+        self._at = 0
+        self._record: list[str] | None = None
+
+    def feed(self, piece: str) -> None:
+        self._text = self._text[self._at :] + piece
+        self._at = 0
+
+    def end(self, natural: bool) -> None:
+        self.ended, self.natural = True, natural
+
+    def record(self) -> None:
+        """Keep what is read from here on, until `recorded` or `forget`."""
+        self._record = []
+
+    def recorded(self) -> str:
+        """What has been read since `record`."""
+        read, self._record = "".join(self._record or ()), None
+        return read
+
+    def forget(self) -> None:
+        self._record = None
+
+    def take(self, num_chars: int) -> str:
+        """Read so many characters, which are there."""
+        taken = self._text[self._at : self._at + num_chars]
+        self._at += num_chars
+        if self._record is not None:
+            self._record.append(taken)
+        return taken
+
+    def more(self) -> Reading[bool]:
+        """Wait for more text; False at the end."""
+        before = len(self._text) - self._at
+        while len(self._text) - self._at == before and not self.ended:
+            yield
+        return len(self._text) - self._at > before
+
+    def peek(self) -> Reading[str]:
+        """Read blanks; returns the character after them, which is not read, or "" at the end."""
+        while not (found := NOT_BLANK.search(self._text, self._at)):
+            self.take(len(self._text) - self._at)
+            if not (yield from self.more()):
+                return ""
+        if found.start() > self._at:
+            self.take(found.start() - self._at)
+        return found[0]
+
+    def starts(self, *texts: str) -> Reading[str]:
+        """Which of `texts` comes next, without reading it; "" for none."""
+        while True:
+            for text in texts:
+                if self._text.startswith(text, self._at):
+                    return text
+            rest = self._text[self._at : self._at + max(map(len, texts))]
+            if not any(text.startswith(rest) for text in texts):
+                return ""
+            if not (yield from self.more()):
+                return ""
+
+    def skip(self, *texts: str) -> Reading[str]:
+        """Read one of `texts` if it comes next; returns it, or ""."""
+        found = yield from self.starts(*texts)
+        self.take(len(found))
+        return found
+
+    def character(self) -> Reading[str]:
+        """Read one character; "" at the end."""
+        if self._at < len(self._text) or (yield from self.more()):
+            return self.take(1)
+        return ""
+
+    def match(self, regex: re.Pattern[str]) -> Reading[str]:
+        """Read as many characters as `regex`, a class of characters with `+`, matches."""
+        parts: list[str] = []
+        while True:
+            if found := regex.match(self._text, self._at):
+                parts.append(self.take(len(found[0])))
+            if self._at < len(self._text) or not (yield from self.more()):
+                return "".join(parts)
+
+    def until(self, patterns: Patterns, put: Put) -> Reading[str]:
+        """Read up to and with the first of `patterns`; returns it, or "" at the end.
+
+        What is before it goes to `put` as it comes.
+        """
+        while not (found := patterns.find(self._text, self._at)):
+            num_held = patterns.num_held(self._text, self._at)
+            self._pass_on(len(self._text) - num_held, put)
+            if not (yield from self.more()):
+                self._pass_on(len(self._text), put)
+                return ""
+        self._pass_on(found.start(), put)
+        return self.take(len(found[0]))
+
+    def value(self, put: Put) -> Reading[bool]:
+        """Read a JSON value, to `put` as it comes; returns whether it has come to its end."""
+        scanner = ValueScanner()
+        while True:
+            end = scanner.scan(self._text, self._at)
+            self._pass_on(len(self._text) if end is None else end, put)
+            if end is not None:
+                return scanner.complete
+            if not (yield from self.more()):
+                return scanner.is_scalar
+
+    def string(self) -> Reading[str | None]:
+        """Read a JSON string; None where there is none, or a broken one."""
+        parts: list[str] = []
+        if not (yield from self.starts('"')) or not (yield from self.value(parts.append)):
+            return None
+        try:
+            return str(json.loads("".join(parts), strict=False))
+        except ValueError:
+            return None
+
+    def _pass_on(self, end: int, put: Put) -> None:
+        if end > self._at:
+            put(self.take(end - self._at))
+
+
+class ValueScanner:
+    """Finds the end of one JSON value in a text that arrives in pieces.
+
+    It knows strings, escapes and depth, and judges nothing else. A mark or a `<` outside of a
+    string, which no JSON has there, ends the value as it stands.
+    """
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "complete", "is_scalar")
+
+    _IN_STRING = re.compile(r'["\\]')
+    _OUTSIDE = re.compile(f'["{{}}\\[\\]<{MARKS}]')
+    _AFTER_SCALAR = re.compile(f"[,;}}\\]<{BLANKS}{MARKS}]")
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.is_scalar = False  # a number or a word, which nothing closes
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False  # the last character was a backslash
+
+    def scan(self, text: str, start: int) -> int | None:
+        """Go over the next piece, which is `text` from `start` on.
+
+        Returns the place in `text` where the value ends, None if that is not in it.
+        """
+        position = start
+        if start < len(text) and not self._depth and not self._in_string and not self.is_scalar:
+            self.is_scalar = text[start] not in '"{['
+        if self.is_scalar:
+            after = self._AFTER_SCALAR.search(text, start)
+            self.complete = after is not None
+            return after.start() if after else None
+        while position < len(text):
+            if self._escaped:
+                self._escaped = False
+                position += 1
+                continue
+            found = (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, position)
+            if found is None:
+                return None
+            position = found.end()
+            match found[0]:
+                case "\\":
+                    self._escaped = True
+                    continue
+                case '"':
+                    self._in_string = not self._in_string
+                case "{" | "[":
+                    self._depth += 1
+                case "}" | "]":
+                    self._depth -= 1
+                case _:
+                    return found.start()
+            if not self._depth and not self._in_string:
+                self.complete = True
+                return position
+        return None

@@ -1,0 +1,146 @@
+"""Chooses the parsers of a model, by name or by what its chat template and vocabulary show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.formats import (
+    HERMES,
+    LLAMA3_JSON,
+    MAGISTRAL,
+    MISTRAL,
+    MISTRAL_LIST,
+    PYTHONIC,
+    QWEN3_CODER,
+    THINK,
+    CallFormat,
+    ReasoningFormat,
+)
+from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
+from minisgl.text.tokenizer import Tokenizer
+
+AUTO, NONE = "auto", "none"
+TOOL_PARSERS = (AUTO, "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", NONE)
+REASONING_PARSERS = (AUTO, "think", NONE)
+_BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC)}
+
+MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
+
+# What only the templates of a family have, the first that is found. Templates of the XML format
+# have the tags of hermes too, and those of Llama's Python calls mention parameters.
+_SIGNS = (
+    ("qwen3_coder", ("<function=",)),
+    ("mistral", (TOOL_CALLS,)),
+    ("hermes", ("<tool_call>",)),
+    ("pythonic", ("func_name1(", "<|python_start|>")),
+    ("llama3_json", ("<|python_tag|>", '"parameters": ')),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes reasoning and calls, with the tokens that its vocabulary has for them."""
+
+    calls: CallFormat | None
+    reasoning: ReasoningFormat | None
+    marker_ids: Mapping[str, int] = field(default_factory=dict)  # the markers that are one token
+    special: frozenset[str] = frozenset()  # those that are left out of texts, as EOS is
+
+    def __str__(self) -> str:
+        """The names of both parsers."""
+        calls = self.calls.name if self.calls else NONE
+        return f"tool calls {calls}, reasoning {'think' if self.reasoning else NONE}"
+
+    def parser(
+        self,
+        *,
+        in_reasoning: bool = False,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        parse_calls: bool = True,
+        skip_special_tokens: bool = True,
+    ) -> AnswerParser | None:
+        """A parser for one answer; None where there is nothing to parse.
+
+        `in_reasoning`: see `opens_reasoning`. `tools`: the JSON Schemas of the arguments by name.
+        """
+        calls = self.calls if parse_calls else None
+        if calls is None and self.reasoning is None:
+            return None
+        texts = markers_of(calls, self.reasoning)
+        return AnswerParser(
+            calls,
+            self.reasoning,
+            marker_ids={text: self.marker_ids[text] for text in texts if text in self.marker_ids},
+            hidden=self.special if skip_special_tokens else (),
+            in_reasoning=in_reasoning,
+            tools=tools,
+        )
+
+    def opens_reasoning(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of a reasoning block.
+
+        Only what follows the last control token is looked at, which is the generation prompt and
+        what the answer is to continue: earlier messages may have any text.
+        """
+        if self.reasoning is None:
+            return False
+        open, close = self.reasoning.open, self.reasoning.close
+        visible = tokenizer.byte_table(skip_special_tokens=True)
+        markers = self.marker_ids.values()
+        tail: list[bytes] = []
+        for token_id in reversed(prompt_token_ids[-MAX_TAIL_TOKENS:]):
+            if not visible[token_id] and token_id not in markers:
+                text = b"".join(reversed(tail)).decode("utf-8", "replace")
+                return text.rfind(open) > text.rfind(close)
+            tail.append(tokenizer.token_bytes(token_id))
+        text = b"".join(reversed(tail)).decode("utf-8", "replace")
+        return text.rstrip().endswith(open)
+
+
+def choose_format(
+    tokenizer: Tokenizer, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+) -> AnswerFormat:
+    """The format that the named parsers read; `auto` goes by the chat template and the vocabulary.
+
+    Raises ValueError for a name that is none of TOOL_PARSERS, REASONING_PARSERS.
+    """
+    if tool_parser not in TOOL_PARSERS or reasoning_parser not in REASONING_PARSERS:
+        raise ValueError(f"no such parsers: {tool_parser}, {reasoning_parser}")
+    template = tokenizer.chat_template_text
+    calls = _call_format(tool_parser, template, tokenizer)
+    reasoning = _reasoning_format(reasoning_parser, template, tokenizer)
+    ids = {text: tokenizer.added_token_id(text) for text in markers_of(calls, reasoning)}
+    marker_ids = {text: token_id for text, token_id in ids.items() if token_id is not None}
+    visible = tokenizer.byte_table(skip_special_tokens=True)
+    special = frozenset(text for text, token_id in marker_ids.items() if not visible[token_id])
+    return AnswerFormat(calls, reasoning, marker_ids, special)
+
+
+def markers_of(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> list[str]:
+    """The markers of a format."""
+    block = [reasoning.open, reasoning.close] if reasoning else []
+    return [*block, *(calls.markers if calls else ())]
+
+
+def _call_format(name: str, template: str, tokenizer: Tokenizer) -> CallFormat | None:
+    if name == AUTO:
+        found = (name for name, signs in _SIGNS if any(sign in template for sign in signs))
+        name = next(found, NONE) if "tools" in template else NONE
+    if name == "mistral":
+        return MISTRAL_LIST if tokenizer.added_token_id(ARGS) is None else MISTRAL
+    return _BY_NAME.get(name)
+
+
+def _reasoning_format(name: str, template: str, tokenizer: Tokenizer) -> ReasoningFormat | None:
+    if name == NONE:
+        return None
+    for form in (THINK, MAGISTRAL):
+        if form.open in template or form.close in template:
+            return form
+    if name == AUTO:
+        return None
+    known = (form for form in (THINK, MAGISTRAL) if tokenizer.added_token_id(form.open) is not None)
+    return next(known, THINK)

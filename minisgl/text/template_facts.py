@@ -1,0 +1,98 @@
+"""Finds out what a chat template does with tools, calls and reasoning, by rendering with it.
+
+Templates say nothing about themselves, and what they read like misleads. So each fact is a short
+conversation that is rendered, and what of it the text has.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from minisgl.errors import InvalidRequestError
+
+Message: TypeAlias = Mapping[str, Any]
+# The text of a conversation under the template, given its options. Raises InvalidRequestError.
+Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
+
+MAX_SECONDS = 10.0  # after which no more is rendered
+OPENINGS = ("<think>", "[THINK]")
+# Words that no template has by itself.
+QUESTION, RESULT, SYSTEM = "probed-question", "probed-result", "probed-system"
+TOOL_NAME, VALUE = "probed_tool", "probed-value"
+LONG_ID, SHORT_ID = "call_abcdefghijklmnopqrs", "abcdefghi"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": TOOL_NAME,
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What a chat template does. What it cannot render counts as not done."""
+
+    offers_tools: bool = False  # `tools` are in the prompt
+    takes_calls: bool = False  # so are the calls of an assistant message
+    takes_results: bool = False  # and `tool` messages
+    wants_text_arguments: bool = False  # of calls; others take them as an object
+    wants_short_ids: bool = False  # 9 letters or digits: it refuses others
+    system_anywhere: bool = False  # a system message may follow others
+    opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
+    switches_reasoning: bool = False  # `enable_thinking` makes a difference
+
+
+def probe(render: Render) -> TemplateFacts:
+    """The facts of the template that `render` renders with."""
+    deadline = time.monotonic() + MAX_SECONDS
+
+    def text_of(messages: Sequence[Message], **options: Any) -> str:
+        """The text, "" where the template refuses."""
+        if time.monotonic() > deadline:
+            return ""
+        try:
+            return render(messages, options)
+        except InvalidRequestError:
+            return ""
+
+    question = {"role": "user", "content": QUESTION}
+    plain = text_of([question])
+
+    def with_call(arguments: object, call_id: str) -> str:
+        function = {"name": TOOL_NAME, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": call_id, "name": TOOL_NAME, "content": RESULT}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return text_of([question, answer, result])
+
+    ways = [(as_text, short) for short in (False, True) for as_text in (False, True)]
+    called, wants_text_arguments, wants_short_ids = "", False, False
+    for as_text, short in ways:
+        arguments = {"key": VALUE}
+        text = with_call(
+            json.dumps(arguments) if as_text else arguments, SHORT_ID if short else LONG_ID
+        )
+        if VALUE in text:
+            called, wants_text_arguments, wants_short_ids = text, as_text, short
+            break
+    answer = {"role": "assistant", "content": "a"}
+    late = text_of([question, answer, {"role": "system", "content": SYSTEM}, question])
+    return TemplateFacts(
+        offers_tools=TOOL_NAME in text_of([question], tools=[TOOL]),
+        takes_calls=TOOL_NAME in called and VALUE in called,
+        takes_results=RESULT in called,
+        wants_text_arguments=wants_text_arguments,
+        wants_short_ids=wants_short_ids,
+        system_anywhere=SYSTEM in late,
+        opens_reasoning=plain.rstrip().endswith(OPENINGS),
+        switches_reasoning=len(
+            {text_of([question], enable_thinking=choice) for choice in (True, False)}
+        )
+        > 1,
+    )

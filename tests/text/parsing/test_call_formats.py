@@ -1,0 +1,398 @@
+"""Tool calls in all formats. `parse` replays each answer in all splits of its tokens."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.parsed_answers import (
+    LLAMA,
+    MISTRAL,
+    OLD_MISTRAL,
+    PLAIN,
+    QWEN,
+    Parsed,
+    form_of,
+    parse,
+    parsed,
+    replay,
+)
+
+from minisgl.text.tokenizer import Tokenizer
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+}
+# Arguments as models write them, which have to come out letter for letter.
+ARGUMENTS = [
+    "{}",
+    '{"city": "Köln"}',
+    '{"city":"K\\u00f6ln","days":  3.50e+1}',
+    '{"command": "mkdir test/{a,b && echo \\"}\\" \\\\"}',
+    '{"text": "</tool_call> <tool_call> ]} [ARGS] {"}',
+    '{"emoji": "👨‍👩‍👧", "escaped": "\\ud83d\\udc4d", "zero": "\\u0000"}',
+    '{"nested": {"list": [1, [2, {"a": []}]], "none": null}, "big": 12345678901234567890}',
+    '{\n  "city": "Ulm"\n}',
+    '{"path": "C:\\\\"}',
+]
+
+
+# -- hermes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_hermes_arguments_come_out_letter_for_letter(tokenizer: Tokenizer, arguments: str) -> None:
+    answer = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert parse(tokenizer, "hermes", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ("Hello {you}: <tool> \n", "Hello {you}: <tool> \n", []),
+        (call("f", '{"a": 1}') + "\n", "", [("f", '{"a": 1}')]),
+        (
+            "\n".join(call(name, "{}") for name in "fgh"),
+            "",
+            [("f", "{}"), ("g", "{}"), ("h", "{}")],
+        ),
+        (call("f", "{}") + call("f", "{}"), "", [("f", "{}"), ("f", "{}")]),
+        ("I look.\n\n" + call("f", "{}") + "\n\nDone. \n", "I look.Done. \n", [("f", "{}")]),
+        ('<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
+        ('<tool_call>{"name": "f", "parameters": {"a":1}}</tool_call>', "", [("f", '{"a":1}')]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
+        (
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            "",
+            [("f", '{"a": 1}')],
+        ),
+        ('<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', "", [("f", "{}")]),
+        (
+            '<tool_call>{"name": "f", "extra": [1, "}"], "arguments": {}, "id": 3}</tool_call>',
+            "",
+            [("f", "{}")],
+        ),
+        # The closing tag is missing, and so is a brace.
+        ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call> x', "x", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>', "",
+         [("no_such_tool", "{}")]),
+        # No calls.
+        ("<tool_call> is a tag", "<tool_call> is a tag", []),
+        ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
+        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+        ("<tool_call>", "<tool_call>", []),
+        ('<tool_call>{"name"', '<tool_call>{"name"', []),
+        ("<tool_ca", "<tool_ca", []),
+    ],
+)  # fmt: skip
+def test_hermes_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    assert parse(tokenizer, "hermes", answer) == Parsed("", content, calls, len(calls))
+
+
+def test_a_call_that_is_cut_keeps_what_the_model_wrote() -> None:
+    answer = '<tool_call>\n{"name": "f", "arguments": {"a": "x{'
+    for natural in (True, False):
+        got = parse(QWEN, "hermes", answer, natural=natural)
+        assert got == Parsed("", "", [("f", '{"a": "x{')], 1)
+
+
+# -- qwen3_coder -----------------------------------------------------------------------------------
+
+TYPES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "whole": {"type": "integer"},
+    "real": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "either": {"type": ["integer", "string"]},
+    "items": {"type": "array"},
+    "thing": {"$ref": "#/$defs/Thing"},
+    "choice": {"enum": ["a", "1"]},
+    "self": {"$ref": "#/properties/self"},
+}
+XML_TOOLS = {"f": {"type": "object", "properties": TYPES, "$defs": {"Thing": {"type": "object"}}}}
+
+
+def xml_call(*parameters: tuple[str, str]) -> str:
+    inside = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in parameters)
+    return f"<tool_call>\n<function=f>\n{inside}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("text", "5", '"5"'),
+        ("text", 'a "b" \\ <i>x</i>\n\n  y\t👍🏽', '"a \\"b\\" \\\\ <i>x</i>\\n\\n  y\\t👍🏽"'),
+        ("text", "", '""'),
+        ("text", "\nx\n", '"\\nx\\n"'),
+        ("text", "a </parameter> b </function> c", '"a </parameter> b </function> c"'),
+        ("text", "a </tool_call> b\n</tool_call>", '"a </tool_call> b\\n</tool_call>"'),
+        ("text", "</parameter>\n<div>", '"</parameter>\\n<div>"'),
+        ("whole", "5", "5"),
+        ("whole", "five", '"five"'),
+        ("whole", "05", '"05"'),
+        ("real", "5.50", "5.50"),
+        ("real", "NaN", '"NaN"'),
+        ("flag", "True", "true"),
+        ("flag", "false", "false"),
+        ("flag", "yes", '"yes"'),
+        ("maybe", "null", "null"),
+        ("maybe", "5", '"5"'),
+        ("either", "5", "5"),
+        ("either", "x", '"x"'),
+        ("items", '[1,  "a"]', '[1,  "a"]'),
+        ("items", "['a', True, None]", '["a", true, null]'),
+        ("items", "{1}", '"{1}"'),
+        ("thing", '{"a": 1.0}', '{"a": 1.0}'),
+        ("thing", "broken {", '"broken {"'),
+        ("choice", "1", '"1"'),
+        ("self", "1", "1"),
+        ("unknown", "5", "5"),
+        ("unknown", "five", '"five"'),
+    ],
+)
+def test_xml_values_have_the_type_of_the_schema(
+    tokenizer: Tokenizer, name: str, text: str, value: str
+) -> None:
+    got = parse(tokenizer, "qwen3_coder", xml_call((name, text)), tools=XML_TOOLS)
+    assert got == Parsed("", "", [("f", f'{{"{name}": {value}}}')], 1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        True,
+        {"properties": None},
+        {"properties": [1]},
+        {"properties": {"text": True}},
+        {"properties": {"text": {"type": [1, {}]}}},
+        {"properties": {"text": {"$ref": "#/$defs/1/x"}}, "$defs": [1]},
+        {"properties": {"text": {"$ref": "https://example.org"}}},
+        {"properties": {"text": {"enum": []}}},
+        {"properties": {"text": {"anyOf": [None, {"$ref": "#/properties/text"}]}}},
+    ],
+)
+def test_a_schema_that_says_nothing_leaves_json_as_it_is(schema: Any) -> None:
+    got = parse(QWEN, "qwen3_coder", xml_call(("text", "5")), tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+    got = parse(QWEN, "pythonic", "[f(text=5)]", tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+
+
+def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(20_000):
+        schema = {"anyOf": [schema]}
+    answer = xml_call(("text", "5"))
+    form = form_of(QWEN, "qwen3_coder")
+    tools = {"f": {"properties": {"text": schema}}}
+    assert parsed(replay(QWEN, form, QWEN.encode(answer), tools=tools)).calls == [
+        ("f", '{"text": "5"}')
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "arguments"),
+    [
+        (xml_call(), "", ["{}"]),
+        ("Well.\n" + xml_call(), "Well.", ["{}"]),
+        ("\n".join([xml_call(("text", "a")), xml_call()]), "", ['{"text": "a"}', "{}"]),
+        (
+            xml_call(("text", "a"), ("whole", "1"), ("text", "b")),
+            "",
+            ['{"text": "a", "whole": 1, "text": "b"}'],
+        ),
+        # The tag around is forgotten, in front or behind.
+        ("<function=f>\n<parameter=text>\na\n</parameter>\n</function>", "", ['{"text": "a"}']),
+        ("<function=f>\n</function>\n</tool_call>\nx", "x", ["{}"]),
+        ("<tool_call><function=f><parameter=text>a</parameter></function></tool_call>", "",
+         ['{"text": "a"}']),
+        (
+            "<tool_call>\n<function=f>\n</function>\n<function=f>\n</function>\n</tool_call>",
+            "",
+            ["{}", "{}"],
+        ),
+        ("<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>", "", ['{"text": "a"}']),
+        ("<tool_call>\n<function=f>\n<parameter=text>\na\n</function>\n</tool_call>", "",
+         ['{"text": "a"}']),
+        # The model ends without closing anything.
+        ("<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>", "", ['{"text": "a"}']),
+        ("<tool_call>\n<function=f>\n<parameter=whole>\n1", "", ['{"whole": 1}']),
+        ("<tool_call>\n<function=f>\n<parameter=text>\na\n", "", ['{"text": "a"}']),
+        ("<tool_call>\n<function=f>", "", ["{}"]),
+        # No calls.
+        ("Write `<function=f>` for it.", "Write `<function=f>` for it.", []),
+        ("<tool_call> what?", "<tool_call> what?", []),
+        ("<function=", "<function=", []),
+    ],
+)  # fmt: skip
+def test_xml_answers(tokenizer: Tokenizer, answer: str, content: str, arguments: list[str]) -> None:
+    got = parse(tokenizer, "qwen3_coder", answer, tools=XML_TOOLS)
+    assert got == Parsed("", content, [("f", text) for text in arguments], len(arguments))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "arguments"),
+    [
+        ("text>\nab\n", '{"text": "ab\\n'),
+        ("text>\nab", '{"text": "ab'),
+        ("whole>\n12", '{"whole": '),
+        ("whole>\n12\n</parameter>\n", '{"whole": 12'),
+        ("te", "{"),
+    ],
+)
+def test_an_xml_call_that_is_cut_is_not_completed(parameter: str, arguments: str) -> None:
+    answer = f"<tool_call>\n<function=f>\n<parameter={parameter}"
+    got = parse(QWEN, "qwen3_coder", answer, natural=False, tools=XML_TOOLS)
+    assert got == Parsed("", "", [("f", arguments)], 1)
+
+
+# -- llama3_json -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_llama_arguments_come_out_letter_for_letter(arguments: str) -> None:
+    answer = f'{{"name": "f", "parameters": {arguments}}}'
+    assert parse(LLAMA, "llama3_json", answer) == Parsed("", "", [("f", arguments)], 1)
+
+
+@pytest.mark.parametrize("tokenizer", [LLAMA, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ('{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ('\n{"type": "function", "name": "f", "parameters": {}} \n', "", [("f", "{}")]),
+        ('{"parameters": {"a": 1}, "name": "g"}', "", [("g", '{"a": 1}')]),
+        (
+            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": ";"}}',
+            "",
+            [("f", "{}"), ("g", '{"a": ";"}')],
+        ),
+        ('{"name": "f", "parameters": {}}\n{"name": "g", "parameters": {}}', "",
+         [("f", "{}"), ("g", "{}")]),
+        ('<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ('Now: <|python_tag|>{"name": "f", "parameters": {}}', "Now:", [("f", "{}")]),
+        ('{"name": "known"}', "", [("known", "{}")]),
+        ('{"name": "f", "parameters": {}}; and {', "and {", [("f", "{}")]),
+        ('{"name": "f", "parameters": {}}; {"a": 1} {', '{"a": 1} {', [("f", "{}")]),
+        # No calls.
+        ('{"name": "Ada", "age": 36}', '{"name": "Ada", "age": 36}', []),
+        ('{"name": "unknown"}', '{"name": "unknown"}', []),
+        ('{"answer": {"name": "f", "parameters": {}}}',
+         '{"answer": {"name": "f", "parameters": {}}}', []),
+        (' {"na', ' {"na', []),
+        ('It is {"name": "f", "parameters": {}}', 'It is {"name": "f", "parameters": {}}', []),
+        ("{}", "{}", []),
+    ],
+)  # fmt: skip
+def test_llama_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    got = parse(tokenizer, "llama3_json", answer, tools={"known": {}})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+# -- pythonic --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        ('[f(a=1, b="x"), g()]', "", [("f", '{"a": 1, "b": "x"}'), ("g", "{}")]),
+        (' [f(a=1)]\n', "", [("f", '{"a": 1}')]),
+        ("[get-it.now(a=[1, (2, 3)], b={'k': True, 'n': None})]", "",
+         [("get-it.now", '{"a": [1, [2, 3]], "b": {"k": true, "n": null}}')]),
+        ("[f(a=true, b=null, c=-1.5)]", "", [("f", '{"a": true, "b": null, "c": -1.5}')]),
+        ("""[f(a=")'] (", b=')"] (', c='''it's "q" \\'''  ''')]""", "",
+         [("f", json.dumps({"a": ")'] (", "b": ')"] (', "c": "it's \"q\" '''  "}))]),
+        ('[f(a="", b=\'\', c="ö\\n\\u00e9 👍🏽 \\d")]', "",
+         [("f", '{"a": "", "b": "", "c": "ö\\né 👍🏽 \\\\d"}')]),
+        ('[known("Ulm", 3)]', "", [("known", '{"city": "Ulm", "days": 3}')]),
+        ("[f(a=1)] Done.", "Done.", [("f", '{"a": 1}')]),
+        ("<|python_start|>[f(a=1)]<|python_end|>", "", [("f", '{"a": 1}')]),
+        ("[f(a=1), 5]", "5]", [("f", '{"a": 1}')]),
+        # No calls.
+        ("[1, 2]", "[1, 2]", []),
+        ("[]", "[]", []),
+        ("[link](http://a.b)", "[link](http://a.b)", []),
+        ("[f(x)]", "[f(x)]", []),
+        ("[f(1)]", "[f(1)]", []),
+        ("[f(a=b)]", "[f(a=b)]", []),
+        ("[f(**{'a': 1})]", "[f(**{'a': 1})]", []),
+        ("[f(a={1})]", "[f(a={1})]", []),
+        ("[f(a=1e999)]", "[f(a=1e999)]", []),
+        ('[f(a="\\ud800")]', '[f(a="\\ud800")]', []),
+        ("[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
+        ("[f(a=1", "[f(a=1", []),
+        ("[f(a='1", "[f(a='1", []),
+        ("[f(a='1\\", "[f(a='1\\", []),
+        ("No [f(a=1)]", "No [f(a=1)]", []),
+    ],
+)  # fmt: skip
+def test_pythonic_answers(answer: str, content: str, calls: list[tuple[str, str]]) -> None:
+    got = parse(PLAIN, "pythonic", answer, tools={"known": WEATHER})
+    assert got == Parsed("", content, calls, len(calls))
+
+
+# -- mistral ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("tokenizer", [MISTRAL, OLD_MISTRAL], ids=["new", "old"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("[TOOL_CALLS]f[ARGS]", ""), ('[TOOL_CALLS][{"name": "f", "arguments": ', "}]")],
+    ids=["args", "list"],
+)
+def test_mistral_arguments_come_out_letter_for_letter(
+    tokenizer: Tokenizer, before: str, after: str, arguments: str
+) -> None:
+    got = parse(tokenizer, "mistral", before + arguments + after)
+    assert [name for name, _ in got.calls] == ["f"] and not got.content
+    if tokenizer is MISTRAL:  # a control token has no text, as everywhere
+        arguments = arguments.replace("[ARGS]", "")
+    assert got.calls == [("f", arguments)]
+
+
+@pytest.mark.parametrize("tokenizer", [MISTRAL, OLD_MISTRAL, PLAIN], ids=["new", "old", "text"])
+@pytest.mark.parametrize(
+    ("answer", "content", "calls"),
+    [
+        (
+            '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, '
+            '{"arguments": {}, "name": "g"}]',
+            "",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [("f", '{"a": 1}'), ("g", "{}")]),
+        ('[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+        ('I look.\n[TOOL_CALLS]f{"a": 1} ', "I look.", [("f", '{"a": 1}')]),
+        ("[TOOL_CALLS]f[ARGS]", "", [("f", "{}")]),
+        ('[TOOL_CALLS]f [ARGS] {"a": 1} and', "and", [("f", '{"a": 1}')]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+    ],
+)
+def test_mistral_answers(
+    tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    assert parse(tokenizer, "mistral", answer) == Parsed("", content, calls, len(calls))
+
+
+def test_a_control_token_that_announces_no_call_has_no_text() -> None:
+    assert parse(MISTRAL, "mistral", "a[TOOL_CALLS] b").content == "a b"
+    assert parse(PLAIN, "mistral", "a[TOOL_CALLS] b").content == "a[TOOL_CALLS] b"

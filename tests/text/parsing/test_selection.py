@@ -1,0 +1,114 @@
+"""The choice of parsers by template and vocabulary, and how a prompt leaves a block."""
+
+from __future__ import annotations
+
+import pytest
+from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, form_of
+from support.toy_tokenizers import with_tokens
+
+from minisgl.text.parsing import formats
+from minisgl.text.parsing.selection import AnswerFormat, choose_format
+from minisgl.text.tokenizer import Tokenizer
+
+CONTROL = ("<|im_start|>", "<|im_end|>")
+
+
+def with_template(template: str | None, *tokens: str) -> Tokenizer:
+    return with_tokens(*tokens, special=CONTROL, chat_template=template)
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{% if tools %}<tools>{% endif %}<tool_call>", formats.HERMES, None),
+        ("{{ tools }}<tool_call>{{ reasoning_content }}</think>", formats.HERMES, formats.THINK),
+        ("{{ tools }}<tool_call><function=x><parameter=y>", formats.QWEN3_CODER, None),
+        ("{{ tools }}[TOOL_CALLS][ARGS]", formats.MISTRAL_LIST, None),
+        ("{{ tools }}[TOOL_CALLS][THINK]", formats.MISTRAL_LIST, formats.MAGISTRAL),
+        ('{{ tools }}{"name": name, "parameters": values}', formats.LLAMA3_JSON, None),
+        ("{{ tools }}<|python_tag|>", formats.LLAMA3_JSON, None),
+        ("{{ tools }}[func_name1(a=b)] parameters", formats.PYTHONIC, None),
+        ("<tool_call> is not offered", None, None),
+        ("{{ tools }} in words of its own", None, None),
+        ("<think>\n", None, formats.THINK),
+        (None, None, None),
+    ],
+)
+def test_auto_goes_by_the_chat_template(
+    template: str | None,
+    calls: formats.CallFormat | None,
+    reasoning: formats.ReasoningFormat | None,
+) -> None:
+    form = choose_format(with_template(template))
+    assert (form.calls, form.reasoning) == (calls, reasoning)
+
+
+def test_mistral_writes_args_where_the_vocabulary_has_them() -> None:
+    assert form_of(MISTRAL, "mistral").calls is formats.MISTRAL
+    assert form_of(OLD_MISTRAL, "mistral").calls is formats.MISTRAL_LIST
+
+
+def test_named_parsers_do_not_need_a_template() -> None:
+    form = form_of(with_template(None), "hermes", "think")
+    assert (form.calls, form.reasoning, dict(form.marker_ids)) == (
+        formats.HERMES,
+        formats.THINK,
+        {},
+    )
+    assert form_of(MISTRAL, "none", "think").reasoning is formats.MAGISTRAL
+    assert str(form) == "tool calls hermes, reasoning think"
+    assert str(form_of(QWEN, "none")) == "tool calls none, reasoning none"
+
+
+def test_unknown_parsers_are_refused() -> None:
+    for names in (("herms", "none"), ("none", "thinking")):
+        with pytest.raises(ValueError, match="no such parsers"):
+            form_of(QWEN, *names)
+
+
+def test_markers_are_tokens_only_where_they_were_added_as_tokens() -> None:
+    assert form_of(QWEN, "hermes", "think").marker_ids.keys() == {
+        *("<tool_call>", "</tool_call>", "<think>", "</think>")
+    }
+    assert form_of(PLAIN, "hermes", "think").marker_ids == {}
+    llama = form_of(LLAMA, "llama3_json")
+    assert llama.marker_ids.keys() == llama.special == {"<|python_tag|>"}
+    assert form_of(QWEN, "hermes").special == frozenset()
+
+
+def test_there_is_no_parser_where_there_is_nothing_to_parse() -> None:
+    assert AnswerFormat(None, None).parser() is None
+    assert form_of(QWEN, "hermes").parser(parse_calls=False) is None
+    assert form_of(QWEN, "hermes", "think").parser(parse_calls=False) is not None
+
+
+@pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    ("prompt", "opens"),
+    [
+        ("<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n<think>\nHalf a thou", True),
+        ("<|im_start|>assistant\n<think>a</think>Half an ans", False),
+        # What a user or an earlier answer says does not count.
+        ("<|im_start|>user\nWhat is <think>?<|im_end|><|im_start|>assistant\n", False),
+        ("<|im_start|>user\n</think><|im_end|><|im_start|>assistant\n<think>", True),
+        # Nothing tells the generation prompt from what is before it: only the end counts.
+        ("user: what is <think>?\nassistant:", False),
+        ("user: hello\nassistant: <think>\n", True),
+        ("", False),
+    ],
+)
+def test_a_prompt_opens_reasoning_behind_its_last_control_token(
+    tokenizer: Tokenizer, prompt: str, opens: bool
+) -> None:
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    assert form_of(tokenizer, "hermes", "think").opens_reasoning(tokenizer, ids) is opens
+    assert not form_of(tokenizer, "hermes").opens_reasoning(tokenizer, ids)
+
+
+def test_tokens_of_magistral_open_reasoning_though_they_are_control_tokens() -> None:
+    form = form_of(MISTRAL, "mistral", "think")
+    for prompt, opens in (("<s>a[THINK]", True), ("<s>[THINK]a[/THINK]", False)):
+        assert form.opens_reasoning(MISTRAL, MISTRAL.encode(prompt)) is opens
