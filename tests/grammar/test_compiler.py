@@ -219,7 +219,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 async def test_pathological_constraints_are_refused_and_the_loop_goes_on(
     bench: GrammarBench, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl.grammar.compiler.SLOW_SECONDS", 0.4)
+    monkeypatch.setattr("minisgl.grammar.compiler.QUICK_SECONDS", 0.1)
+    monkeypatch.setattr("minisgl.grammar.compiler.SLOW_SECONDS", 0.2)
     grammars = Grammars(bench.tokenizer, bench.size, bench.eos)
     ticks = 0
 
