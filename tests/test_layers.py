@@ -16,7 +16,7 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "request", "shards", "config", "keys", "progress", "printable", "matcher"),
+        *("errors", "matcher", "request", "shards", "config", "keys", "progress", "printable"),
         "subprocesses",
     ),
     ("text", "kvcache"),

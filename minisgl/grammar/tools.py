@@ -209,7 +209,7 @@ class _Arguments:
         if tool.strict and "format" in schema:
             raise InvalidRequestError(
                 tool.field,
-                f"at /properties/{escaped(key)}/format: it cannot be enforced, for the model writes "
+                f"at /properties/{escaped(key)}/format: cannot be enforced, for the model writes "
                 "strings in calls as plain text; leave it out, or do without strict.",
             )
         return self._raw_text(f"{name}_value", _text_regex(schema))
