@@ -55,8 +55,6 @@ def array(items: dict[str, Any], **more: Any) -> dict[str, Any]:
 PERSON = closed({"name": TEXT, "age": {"type": "integer"}, "email": TEXT})
 COUNT = {"type": "integer", "minimum": 1}
 ITEM = closed({"sku": TEXT, "count": COUNT, "price": {"type": "number"}})
-    {"sku": TEXT, "count": {"type": "integer", "minimum": 1}, "price": {"type": "number"}}
-)
 NODE = closed({"value": TEXT, "children": array({"$ref": "#/$defs/node"})})
 ELEMENT = closed({"tag": {"enum": ["div", "button"]}, "inside": array({"$ref": "#"})})
 CONTAINER = closed({"name": TEXT, "image": TEXT, "ports": array({"type": "integer"})})
@@ -81,8 +79,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "array bounds": array(TEXT, minItems=2, maxItems=10),
     "string lengths": closed({"title": {**TEXT, "maxLength": 80}, "body": TEXT}),
-        {"title": {**TEXT, "maxLength": 80}, "body": {**TEXT, "minLength": 9}}
-    ),
     "formats": closed({name: {**TEXT, "format": name} for name in ("date", "uuid", "email")}),
     "patterns": closed({"phone": {**TEXT, "pattern": "^\\+[0-9]{6,14}$"}, "zip": TEXT}),
     "map": {"type": "object", "additionalProperties": {"type": "number"}},
