@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from minisgl.config import AttentionSpec
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 
@@ -30,10 +30,16 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """The KV cache of one layer. Page 0 is scratch: padded rows write to it, and it is never
-    read."""
+    read.
+
+    Both are of the dtype of the queries, or float8_e4m3fn with scales that multiply them. Tokens
+    attend to what is stored, their own included, so that it does not matter in which step, or for
+    which request, it was computed.
+    """
 
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
+    scales: KVScales = UNSCALED
 
     @property
     def page_size(self) -> int:
@@ -103,9 +109,9 @@ class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
     Decode and prefill may use different backends. Query head h reads KV head
-    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim], of the dtype of the
-    cache; `spec.scale` multiplies q · k. Both methods return a new tensor of the shape of q, and
-    queue their work on the current stream.
+    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]; `spec.scale` multiplies
+    q · k. Both methods return a new tensor of the shape of q, and queue their work on the current
+    stream.
     """
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
@@ -179,7 +185,7 @@ class Attention:
         if decodes.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
             return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec)
         q = dispatch.qk_norm_rope_store_kv(
-            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope
+            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
         )
         return self(q, kv, batch, spec)
 

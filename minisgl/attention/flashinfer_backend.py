@@ -105,9 +105,10 @@ class FlashInferAttention:
         )
 
     def _make_prefill_wrapper(self, device: torch.device) -> Any:
-        # auto: fa3 on sm_90, fa2 elsewhere.
+        # auto: fa3 on sm_90, fa2 elsewhere. fa3 reads FP8 only with queries in FP8.
+        fp8 = self._shape.kv_dtype != self._shape.dtype
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._scratch_on(device), "NHD", backend="auto"
+            self._scratch_on(device), "NHD", backend="fa2" if fp8 else "auto"
         )
 
     def _scratch_on(self, device: torch.device) -> Tensor:
@@ -155,8 +156,8 @@ class TrtllmAttention:
             batch.page_table.contiguous(),
             batch.lengths.contiguous(),
             max_seq_len=batch.page_table.shape[1] * kv.page_size,
-            bmm1_scale=spec.scale,
-            bmm2_scale=1.0,
+            bmm1_scale=spec.scale * kv.scales.k,
+            bmm2_scale=kv.scales.v,
             kv_layout="NHD",
         )
         return out
@@ -248,8 +249,9 @@ class _Rotation:
 
 def _run(wrapper: Any, q: Tensor, kv: LayerKV, spec: AttentionSpec) -> Tensor:
     """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies."""
-    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=spec.scale, out=q.new_empty(q.shape))
-    return out
+    scale = spec.scale * kv.scales.k
+    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
+    return out if kv.scales.v == 1 else out.mul_(kv.scales.v)
 
 
 def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:

@@ -32,7 +32,7 @@ class TorchAttention:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
-        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].nbytes))
+        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].numel() * q.itemsize))
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
@@ -65,16 +65,17 @@ def _decode(
     # mask does not exclude.
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
     index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
-    k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
+    # [num_rows, longest, kv heads, head_dim]
+    k, v = _gather(kv.k, index, q.dtype), _gather(kv.v, index, q.dtype)
     attend = _attend_fused if q.is_cpu else _attend_plainly
     out = attend(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         (positions <= last)[:, None, None],
-        scale,
+        scale * kv.scales.k,
     )
-    return out.reshape(num_rows, num_heads, head_dim)
+    return _scaled(out, kv.scales.v).reshape(num_rows, num_heads, head_dim)
 
 
 def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> None:
@@ -85,8 +86,9 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     positions = torch.arange(end, device=q.device)
     index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
-    k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
-    v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
+    # [kv heads, 1, end, head_dim]
+    k = _gather(kv.k, index, q.dtype).transpose(0, 1).unsqueeze(1)
+    v = _gather(kv.v, index, q.dtype).transpose(0, 1).unsqueeze(1)
     attend = _attend_fused if q.is_cpu else _attend_plainly
     block = max(1, _MAX_MASK_ELEMENTS // end if q.is_cpu else _MAX_SCORES // (end * num_heads))
     for first in range(0, length, block):
@@ -94,7 +96,8 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
         visible = start + stop  # keys of the block's last query
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
         mask = positions[:visible] <= positions[start + first : visible].unsqueeze(1)
-        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale)
+        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale * kv.scales.k)
+        attended = _scaled(attended, kv.scales.v)
         out[first:stop] = attended.reshape(num_heads, -1, head_dim).transpose(0, 1)
 
 
@@ -121,7 +124,16 @@ def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     return pages * page_size + positions % page_size
 
 
-def _gather(cache: Tensor, index: Tensor) -> Tensor:
-    """cache: [pages, page_size, kv heads, head_dim]; returns [*index.shape, kv heads, head_dim]."""
+def _gather(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """cache: [pages, page_size, kv heads, head_dim]; returns [*index.shape, kv heads, head_dim] in
+    `dtype`, which holds every e4m3 number."""
     flat = cache.view(-1, *cache.shape[2:])
-    return flat.index_select(0, index.flatten()).view(*index.shape, *cache.shape[2:])
+    if cache.dtype != torch.float8_e4m3fn:
+        found = flat.index_select(0, index.flatten())
+    else:  # which torch selects as bytes alone
+        found = flat.view(torch.uint8).index_select(0, index.flatten()).view(cache.dtype).to(dtype)
+    return found.view(*index.shape, *cache.shape[2:])
+
+
+def _scaled(out: Tensor, scale: float) -> Tensor:
+    return out if scale == 1 else out * scale

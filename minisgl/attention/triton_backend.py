@@ -17,13 +17,17 @@ from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
 
-def decode_tiles(num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning) -> DecodeTiles:
-    """The tiles of a decode batch. num_items: number of (row, KV head) pairs."""
+def decode_tiles(
+    num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning, *, fp8: bool = False
+) -> DecodeTiles:
+    """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
+    fp8: whether the KV cache is in FP8."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
     if head_dim > 128:
         return tuning.wide_decode_tiles
-    return next(tiles for most, tiles in tuning.decode_tiles if num_items <= most)
+    table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
+    return next(tiles for most, tiles in table if num_items <= most)
 
 
 def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> PrefillTiles:
@@ -86,7 +90,11 @@ class TritonAttention:
         num_kv_heads = kv.k.shape[2]
         tuning = tuning_of(heads.device)
         tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads, head_dim, heads.itemsize, tuning
+            num_rows * num_kv_heads,
+            head_dim,
+            heads.itemsize,
+            tuning,
+            fp8=kv.k.dtype == torch.float8_e4m3fn,
         )
         target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
         num_stats = (target_splits + num_rows) * num_heads
@@ -103,6 +111,7 @@ class TritonAttention:
             ),
             tiles=tiles,
             norm_rope=norm_rope,
+            scales=kv.scales,
             pdl=self._pdl,
         )
 
@@ -117,6 +126,7 @@ class TritonAttention:
             batch.ends,
             scale=spec.scale,
             tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
+            scales=kv.scales,
             pdl=self._pdl,
         )
 

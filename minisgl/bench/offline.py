@@ -12,10 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
+from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.online.config import Point
 from minisgl.bench.online.metrics_poller import Sample
+from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.figures import (
     Figures,
     Limit,
@@ -26,7 +28,7 @@ from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import print_figures, print_spreads
-from minisgl.bench.roofline import Peak, Work, engine_peak
+from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.requests import make_offline_request
@@ -90,7 +92,8 @@ async def _measure(
     rows: Sequence[TraceEntry],
 ) -> tuple[RunRecord, PointResult]:
     """Measure every repetition; the run and the result are of the last one."""
-    peak = engine_peak(engine.config)
+    peak = engine_peak(engine.config, engine.model)
+    counter = energy_counter(engine_gpus(engine.config))
     freeze_memory()
     repetitions: list[Figures] = []
     for repetition in range(1, config.repeat + 1):
@@ -111,8 +114,9 @@ async def _measure(
         ]
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
-            run = await run_offline(engine, jobs)
-        figures = Figures.of(run)
+            with metered(counter) as spent:
+                run = await run_offline(engine, jobs)
+        figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {title}: {figures.elapsed_s:.2f} s, "
@@ -131,8 +135,15 @@ async def _measure(
 
 def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) -> Limit:
     config = engine.config
-    most = config.max_running_requests
-    return Limit.of(figures, peak, Work.of(run, engine.model, config.dtype, max_running=most))
+    work = Work.of(
+        run,
+        engine.model,
+        peak,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        max_running=config.max_running_requests,
+    )
+    return Limit.of(figures, peak, work)
 
 
 @asynccontextmanager

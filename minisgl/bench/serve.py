@@ -14,6 +14,7 @@ from rich.console import Console
 
 import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
+from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.config import LoadConfig, Point, check_load
@@ -261,8 +262,8 @@ async def _measure_point(
         if point.request_rate is not None:
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, polled = await _run(console, server, point, schedule, options, title)
-        figures = online_figures(run, polled.counts, load.limits_s)
+        run, polled, spent = await _run(console, server, point, schedule, options, title)
+        figures = online_figures(run, polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
@@ -274,7 +275,7 @@ async def _measure_point(
     return PointResult(
         point=point,
         figures=figures,
-        limit=share_of_limit(server, run, figures),
+        limit=share_of_limit(server, point, run, figures),
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
@@ -291,8 +292,9 @@ async def _run(
     schedule: Sequence[ScheduledRequest],
     options: ServeOptions,
     title: str,
-) -> tuple[OnlineRun, PollResult]:
+) -> tuple[OnlineRun, PollResult, Spent]:
     progress = Progress()
+    counter = energy_counter(server.started.gpus if server.started else ())
 
     def snapshot() -> ProgressSnapshot:
         return ProgressSnapshot(
@@ -303,20 +305,23 @@ async def _run(
         poll_metrics(server.target) as polled,
         live(console, title, len(schedule), "events", snapshot),
     ):
-        run = await run_online(
-            server.target,
-            schedule,
-            max_concurrency=point.max_concurrency,
-            timeout_s=options.load.request_timeout,
-            progress=progress,
-        )
+        with metered(counter) as spent:
+            run = await run_online(
+                server.target,
+                schedule,
+                max_concurrency=point.max_concurrency,
+                timeout_s=options.load.request_timeout,
+                progress=progress,
+            )
     if not run.requests:
         reason = next(iter(run.failures), "there was nothing to ask")
         raise OnlineRunError(with_remedy(reason, options.workload, server.target.endpoint))
-    return run, polled
+    return run, polled, spent
 
 
-def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) -> Limit | None:
+def share_of_limit(
+    server: ServerUnderTest, point: Point, run: OnlineRun, figures: Figures
+) -> Limit | None:
     """The hardware's limit, for a server started by the benchmark on a GPU."""
     started = server.started
     if started is None or started.peak is None or figures.num_steps is None:
@@ -326,11 +331,14 @@ def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) ->
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
+    most = started.run_info.engine_options["max_running_requests"]
     work = Work.of(
         record,
         started.model,
-        started.dtype,
-        max_running=started.run_info.engine_options["max_running_requests"],
+        started.peak,
+        dtype=started.dtype,
+        kv_dtype=started.kv_dtype,
+        max_running=min(most, point.max_concurrency or most),
     )
     return Limit.of(figures, started.peak, work)
 

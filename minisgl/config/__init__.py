@@ -9,11 +9,15 @@ from minisgl.config.engine import ATTENTION_BACKENDS, EngineConfig, refuse_engin
 from minisgl.config.facts import (
     DTYPE_BYTES,
     DTYPES,
+    FP8,
+    UNSCALED,
     AttentionSpec,
     DeviceFacts,
     ExpertFacts,
+    KVScales,
     KVSpec,
     ModelFacts,
+    Quantized,
 )
 from minisgl.config.options import (
     HIDDEN,
@@ -23,6 +27,13 @@ from minisgl.config.options import (
     option,
     option_names,
     refuse,
+)
+from minisgl.config.quantization import (
+    BLOCK,
+    FP8_WHILE_LOADING,
+    Activations,
+    QuantScheme,
+    Storage,
 )
 from minisgl.config.resolve import (
     CAPTURED_BACKENDS,
@@ -43,6 +54,7 @@ from minisgl.config.resolve import (
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "BLOCK",
     "CAPTURED_BACKENDS",
     "CPU_KV_BYTES",
     "CPU_KV_TOKENS",
@@ -52,19 +64,27 @@ __all__ = [
     "DTYPE_BYTES",
     "FLASHINFER_PAGE_SIZE",
     "FLOAT32_BACKENDS",
+    "FP8",
+    "FP8_WHILE_LOADING",
     "HIDDEN",
     "LARGEST_AUTO_GRAPH",
     "MAX_CPU_RANKS",
     "TRTLLM_PAGE_SIZES",
     "TYPE_NAMES",
+    "UNSCALED",
+    "Activations",
     "AttentionSpec",
     "Capacity",
     "DeviceFacts",
     "EngineConfig",
     "ExpertFacts",
+    "KVScales",
     "KVSpec",
     "ModelFacts",
+    "QuantScheme",
+    "Quantized",
     "ResolvedConfig",
+    "Storage",
     "check_at_least",
     "check_types",
     "option",

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
+
+
+class KVScales(NamedTuple):
+    """What multiplies the keys and the values that a layer's KV cache stores, to read them."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+    @property
+    def inverse(self) -> tuple[float, float]:
+        """What multiplies keys and values to store them."""
+        return 1 / self.k, 1 / self.v
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +36,8 @@ class KVSpec:
 
     num_kv_heads: int
     head_dim: int
-    dtype: str  # one of DTYPES
+    dtype: str  # one of DTYPES, or FP8
+    scales: KVScales = UNSCALED  # for FP8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -25,7 +46,7 @@ class KVSpec:
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +76,11 @@ class AttentionSpec:
         }
         return tuple(name for name, used in found.items() if used)
 
-    def kv(self, dtype: str) -> KVSpec:
+    def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
         """The KV cache of the layer in `dtype`."""
-        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+        return KVSpec(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, scales=scales
+        )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
         """The attention of one of `num_ranks` ranks, which must divide the number of heads."""
@@ -69,6 +92,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """The quantised among some matrices."""
+
+    scheme: QuantScheme
+    num_weights: int
+    num_bytes: int  # with their scales and zero points
+
+    @staticmethod
+    def of(scheme: QuantScheme, maps: Iterable[tuple[int, int]]) -> Quantized:
+        """maps: rows and columns of each matrix."""
+        sizes = list(maps)
+        return Quantized(
+            scheme=scheme,
+            num_weights=sum(n * k for n, k in sizes),
+            num_bytes=sum(scheme.matrix_bytes(n, k) for n, k in sizes),
+        )
+
+
+def _matrix_bytes(num_weights: int, dtype: str, quantized: Quantized | None) -> int:
+    """The bytes of matrices of which some may be quantised, the others in `dtype`."""
+    if quantized is None:
+        return num_weights * DTYPE_BYTES[dtype]
+    return (num_weights - quantized.num_weights) * DTYPE_BYTES[dtype] + quantized.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFacts:
     """Properties of the layers with experts."""
 
@@ -76,10 +125,11 @@ class ExpertFacts:
     num_experts: int  # per layer
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
+    quantized: Quantized | None = None  # of these
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of one expert, in a model that computes in `dtype`."""
-        return self.num_weights * DTYPE_BYTES[dtype]
+        return _matrix_bytes(self.num_weights, dtype, self.quantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +145,22 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
+    quantized: Quantized | None = None  # of the layers' matrices, without experts
+    kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
+
+    @property
+    def fp8_activations(self) -> bool:
+        """Whether products of layers or experts round their inputs to FP8, where the device can
+        multiply that."""
+        parts = (self.quantized, self.experts and self.experts.quantized)
+        return any(part.scheme.activations != Activations.NONE for part in parts if part)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """The KV cache of each layer in `dtype`."""
-        return tuple(spec.kv(dtype) for spec in self.attention)
+        """The KV cache of each layer in `dtype`: one of DTYPES, or FP8."""
+        scales = [UNSCALED] * len(self.attention)
+        if dtype == FP8 and self.kv_scales is not None:
+            scales = list(self.kv_scales)
+        return tuple(spec.kv(dtype, its) for spec, its in zip(self.attention, scales, strict=True))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes per token of the KV caches of all layers in `dtype`."""
@@ -107,7 +169,8 @@ class ModelFacts:
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of layers and head, without experts, in a model that computes in
         `dtype`."""
-        return (self.num_layer_weights + self.num_head_weights) * DTYPE_BYTES[dtype]
+        head = self.num_head_weights * DTYPE_BYTES[dtype]
+        return head + _matrix_bytes(self.num_layer_weights, dtype, self.quantized)
 
     def can_divide(self, num_ranks: int) -> bool:
         """True if the model can be sharded over `num_ranks` ranks."""
@@ -134,6 +197,7 @@ class DeviceFacts:
     has_cuda: bool
     free_cpu_bytes: int
     num_gpus: int = 0
+    compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from minisgl.config import (
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
+from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
@@ -49,7 +50,9 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=config.quantization)
+    if config.kv_cache_dtype != "model" and config.load_format != "dummy":
+        model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
     # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
@@ -71,12 +74,13 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s, in pages of %d, context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
         (capacity.num_pages - 1) * capacity.page_size,
+        resolved.kv_dtype,
         capacity.page_size,
         capacity.max_seq_len,
         "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",

@@ -33,6 +33,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     return DeviceFacts(
         has_cuda=True,
         num_gpus=torch.cuda.device_count(),
+        compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
         prefill_backends=tuple(name for name in found.prefill if name not in missing),
         decode_backends=tuple(name for name in found.decode if name not in missing),

@@ -80,7 +80,7 @@ def load_runner(
     del trial
     num_pages = config.num_pages or fit_num_pages(
         config,
-        model_config.facts().on_rank(config.tp).kv_specs(config.dtype),
+        model_config.facts().on_rank(config.tp).kv_specs(config.kv_dtype),
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
@@ -135,7 +135,8 @@ def _load_model(
         if config.device == "cuda":
             room = f"{free_at_start / GIB:.1f} GiB that are free on the device"
         raise DeviceMemoryError(
-            f"The weights do not fit into the {room}; choose a smaller model or --dtype bfloat16."
+            f"The weights do not fit into the {room}; choose a smaller model, "
+            "--quantization fp8 or --dtype bfloat16."
         ) from error
 
 
@@ -163,7 +164,7 @@ class _Builder:
             head_dim=layer.head_dim,
             page_size=config.page_size,
             dtype=getattr(torch, config.dtype),
-            kv_dtype=getattr(torch, layer.kv(config.dtype).dtype),
+            kv_dtype=getattr(torch, config.kv_dtype),
         )
         self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         self._captured_attention = self._attention
@@ -175,7 +176,7 @@ class _Builder:
     def __call__(self, num_pages: int) -> ModelRunner:
         config = self._config
         kv = allocate_kv(
-            self._facts.kv_specs(config.dtype),
+            self._facts.kv_specs(config.kv_dtype),
             num_pages=num_pages,
             page_size=config.page_size,
             device=self._lanes.device,

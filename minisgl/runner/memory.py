@@ -30,7 +30,7 @@ def allocate_kv(
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     try:
-        return [LayerKV(k=zeros(spec), v=zeros(spec)) for spec in layers]
+        return [LayerKV(zeros(spec), zeros(spec), spec.scales) for spec in layers]
     except RuntimeError as error:  # on a CPU; OutOfMemoryError on a GPU
         raise DeviceMemoryError(
             f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "

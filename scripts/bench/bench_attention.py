@@ -4,6 +4,9 @@ Decode: replays of a CUDA graph that attends once in each of several layers, who
 do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Medians; bytes and operations
 are those that the arithmetic needs, each key and value read once and masked scores left out.
 
+Each case is timed with the cache in the dtypes of `--kv-dtype`: bfloat16, and FP8 where a backend
+reads it.
+
 `--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and say for each
 case which three are best, and beside them the time of those that it uses now. All are compiled
 first, by `--jobs` processes, into Triton's cache on disk.
@@ -18,7 +21,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +54,11 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
+    kv_dtype: torch.dtype = DTYPE
 
     def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim}"
+        kind = "bf16" if self.kv_dtype == DTYPE else "fp8"
+        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim} {kind}"
 
     def shape(self, page_size: int) -> AttentionShape:
         return AttentionShape(
@@ -62,7 +67,7 @@ class Heads:
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=DTYPE,
-            kv_dtype=DTYPE,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -79,7 +84,12 @@ class AttentionCase:
     @property
     def kv_bytes(self) -> int:
         heads = self.heads
-        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * 2
+        itemsize = heads.kv_dtype.itemsize
+        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * itemsize
+
+    def with_kv(self, dtype: torch.dtype) -> AttentionCase:
+        """The same with its cache in `dtype`."""
+        return replace(self, heads=replace(self.heads, kv_dtype=dtype))
 
     @property
     def spec(self) -> AttentionSpec:
@@ -100,6 +110,7 @@ DECODE_CASES = [
         ((256, 800), Heads(40, 8)),
         ((256, 800), Heads(64, 8)),
         ((64, 4096), Heads(16, 8)),
+        ((64, 8192), Heads(40, 8)),
         ((32, 800), Heads(16, 8)),
         ((8, 800), Heads(16, 8)),
         ((1, 100), Heads(16, 8)),
@@ -119,9 +130,14 @@ TUNED_DECODES = [
     AttentionCase(num_rows, context, heads, page_size)
     for heads in TUNED_HEADS
     for page_size in (16, 64)
-    for num_rows, context in [*((n, 640) for n in (1, 8, 32, 64, 128, 256)), (1, 32768)]
+    for num_rows, context in [
+        *((n, 640) for n in (1, 8, 32, 64, 128, 256)),
+        (64, 8192),
+        (1, 32768),
+    ]
 ]
 TUNED_PREFILLS = [AttentionCase(8, 2048, heads, 16) for heads in TUNED_HEADS]
+KV_DTYPES = {"bf16": DTYPE, "fp8": torch.float8_e4m3fn}
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -134,7 +150,9 @@ def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[LayerKV], 
     table = 1 + torch.randperm(num_pages - 1, device=DEVICE)
     size = (num_pages, case.page_size, case.heads.num_kv_heads, case.heads.head_dim)
     layers = [
-        LayerKV(*(torch.randn(size, dtype=DTYPE, device=DEVICE) for _ in range(2)))
+        LayerKV(
+            *(torch.randn(size, dtype=DTYPE, device=DEVICE).to(case.heads.kv_dtype) for _ in "kv")
+        )
         for _ in range(num_layers)
     ]
     return layers, table.view(case.num_rows, pages_per_row).int()
@@ -232,7 +250,7 @@ def report(
             result = measure(attention, case)
         except (ImportError, RuntimeError, ValueError) as error:  # not all backends take all pages
             result = str(error).partition("\n")[0]
-        print(f"{case!s:42} {name:8} {result}", flush=True)
+        print(f"{case!s:47} {name:8} {result}", flush=True)
 
 
 def measure_decode(attention: Attention, case: AttentionCase) -> str:
@@ -256,16 +274,17 @@ def describe_prefill(case: AttentionCase, seconds: float) -> str:
 # -- tuning ----------------------------------------------------------------------------------------
 
 
-def tune_decode(jobs: int) -> None:
+def tune_decode(cases: list[AttentionCase], jobs: int) -> None:
     """One way of working for each number of splits that a case can come to."""
     from minisgl.attention.triton_backend import TritonAttention
 
     candidates = decode_candidates()
     alike = {(tiles.block_n, tiles.num_warps, tiles.num_stages): tiles for tiles in candidates}
-    kinds = itertools.product(TUNED_HEADS, (16, 64), [*alike.values(), None])
+    heads = dict.fromkeys(case.heads for case in cases)
+    kinds = itertools.product(heads, (16, 64), [*alike.values(), None])
     compile_all(compile_decode, list(kinds), jobs)
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    for case in TUNED_DECODES:
+    for case in cases:
         clock = DecodeClock(case, REPLAYS_IN_TUNING)
         different = {
             (
@@ -296,7 +315,10 @@ def decode_candidates() -> list[DecodeTiles]:
             (64, 4, 2),
             (64, 4, 3),
             (64, 4, 4),
+            (128, 4, 2),
+            (128, 4, 3),
             (128, 8, 2),
+            (128, 8, 3),
         )
         for programs_per_sm in (1, 2, 3, 4, 8, 16, 32)
         for min_split in (64, 128, 256)
@@ -326,12 +348,13 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
             TritonAttention(tiles).decode(q, layer, rows, case.spec)
 
 
-def tune_prefill(jobs: int) -> None:
+def tune_prefill(cases: list[AttentionCase], jobs: int) -> None:
     from minisgl.attention.triton_backend import TritonAttention
 
     candidates = prefill_candidates()
-    compile_all(compile_prefill, list(itertools.product(TUNED_HEADS, [*candidates, None])), jobs)
-    for case in TUNED_PREFILLS:
+    heads = dict.fromkeys(case.heads for case in cases)
+    compile_all(compile_prefill, list(itertools.product(heads, [*candidates, None])), jobs)
+    for case in cases:
         clock = PrefillClock(case, REPLAYS_IN_TUNING)
         times = {
             str(tiles): seconds_or_none(clock, TritonAttention(prefill=tiles))
@@ -418,19 +441,34 @@ def main() -> None:
     parser.add_argument("--only", choices=["decode", "prefill"], help="one of the two tables")
     parser.add_argument("--tune", action="store_true", help="try the tiles of Triton's decode")
     parser.add_argument("--tune-prefill", action="store_true", help="try those of its prefill")
+    parser.add_argument(
+        "--kv-dtype", nargs="+", choices=KV_DTYPES, default=["bf16"], help="of the cache"
+    )
+    parser.add_argument(
+        "--heads", type=int, nargs="+", choices=(16, 32, 40, 64), help="only cases of these"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="that compile")
     options = parser.parse_args()
     torch.manual_seed(0)
+
+    def chosen(cases: list[AttentionCase]) -> list[AttentionCase]:
+        return [
+            case.with_kv(KV_DTYPES[name])
+            for case in cases
+            for name in options.kv_dtype
+            if not options.heads or case.heads.num_heads in options.heads
+        ]
+
     if options.tune:
-        tune_decode(options.jobs)
+        tune_decode(chosen(TUNED_DECODES), options.jobs)
     if options.tune_prefill:
-        tune_prefill(options.jobs)
+        tune_prefill(chosen(TUNED_PREFILLS), options.jobs)
     if options.tune or options.tune_prefill:
         return
     if options.only != "prefill":
-        report(DECODE_CASES, options.backends, measure_decode)
+        report(chosen(DECODE_CASES), options.backends, measure_decode)
     if options.only != "decode":
-        report(PREFILL_CASES, options.backends, measure_prefill)
+        report(chosen(PREFILL_CASES), options.backends, measure_prefill)
 
 
 if __name__ == "__main__":

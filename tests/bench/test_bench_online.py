@@ -36,13 +36,13 @@ from minisgl.bench.online.metrics_poller import Sample, StepCounts, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.server import StartedServer
 from minisgl.bench.online.target import Endpoint, served_model
+from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.figures import Figures, spreads
 from minisgl.bench.report.output import flat, write_csv
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import print_spreads
-from minisgl.bench.roofline import Peak
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig
@@ -602,7 +602,14 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
     )
     peak = Peak(bytes_per_s=1e9, operations_per_s=1e12)
     started = StartedServer(
-        description=[], run_info=setting, model=facts, device="cuda", dtype="bfloat16", peak=peak
+        description=[],
+        run_info=setting,
+        model=facts,
+        device="cuda",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        gpus=[],
+        peak=peak,
     )
     site = ServerUnderTest(
         target=Endpoint(url=""), run_info=setting, sizes=STANDARD, vocab_size=9, started=started
@@ -610,14 +617,21 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0)])
     counts = StepCounts(num_steps=3, num_graph_steps=0, num_retractions=0)
     found = online_figures(run, counts, {})
-    limit = share_of_limit(site, run, found)
+    point = Point(None, None)
+    limit = share_of_limit(site, point, run, found)
     assert limit is not None
     weights = 2 * (facts.num_layer_weights + facts.num_head_weights)
     assert limit.work.weight_bytes == 3 * weights
-    assert limit.share == pytest.approx(limit.seconds / 4.0)
+    assert limit.share == pytest.approx(limit.work.seconds / 4.0)
+    # What may run at once at a point decides which requests share a step.
+    two = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(1.0, 2.0, 3.0, 5.0)])
+    counted = online_figures(two, replace(counts, num_steps=60), {})
+    limits = [share_of_limit(site, Point(None, most), two, counted) for most in (1, 2)]
+    works = [found.work for found in limits if found is not None]
+    assert works[0].decode_operations < works[1].decode_operations
     for other in (replace(site, started=None), replace(site, started=replace(started, peak=None))):
-        assert share_of_limit(other, run, found) is None
-    assert share_of_limit(site, run, online_figures(run, None, {})) is None
+        assert share_of_limit(other, point, run, found) is None
+    assert share_of_limit(site, point, run, online_figures(run, None, {})) is None
 
 
 async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:

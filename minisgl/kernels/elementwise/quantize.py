@@ -1,0 +1,356 @@
+"""Rounding of activations to FP8 (e4m3) in Triton, alone or in the kernel that computes them.
+
+A row's scale s is the largest magnitude in it / 448, of a group of columns the largest in the
+group, and 1 if all are 0; or it is given (static). The row becomes e4m3(clamp(x / s, ±448)), where
+x is what the kernels of norm.py and activation.py would have written, rounded as they round it. A
+row gets the same bits whatever the other rows and their number: its sums are one program's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernels import device
+from minisgl.kernels.device import apply_norm, rms_scale
+from minisgl.kernels.launch import pdl_options, warps_for
+from minisgl.kernels.rows import Fp8Rows, room
+from minisgl.kernels.tuning import tuning_of
+
+_COLUMNS = 1024  # of a row that a program has at work at a time
+_WIDE = 4096  # in one that has all of a long row
+_SHORT = 8192  # columns of a row that one program takes, be there few rows or many
+
+
+def quantize(
+    x: Tensor, group: int | None = None, static: Tensor | None = None, *, pdl: bool = True
+) -> Fp8Rows:
+    """x: [m, k], its rows contiguous.
+
+    group: columns that share a scale, a power of two up to 1024; or static: [1] float32, the scale
+    of all; or neither: each row has one. `pdl`: overlap launches where the device can, by the rule
+    of launch.py.
+    """
+    return _quantize(x, x.shape[1], group, static, gated=False, pdl=pdl)
+
+
+def silu_mul_quantize(
+    gate_up: Tensor, group: int | None = None, static: Tensor | None = None, *, pdl: bool = True
+) -> Fp8Rows:
+    """quantize(silu_mul(gate_up), group, static). gate_up: [m, 2 · k], its rows contiguous."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, group, static, gated=True, pdl=pdl)
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int | None = None,
+    static: Tensor | None = None,
+    *,
+    pdl: bool = True,
+) -> Fp8Rows:
+    """quantize(rms_norm(x, weight, eps), group, static). x contiguous."""
+    return _norm(x, None, weight, eps, group, static, pdl=pdl)
+
+
+def add_rms_norm_quantize(
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    group: int | None = None,
+    static: Tensor | None = None,
+    *,
+    pdl: bool = True,
+) -> Fp8Rows:
+    """The same of add_rms_norm(delta, residual, weight, eps). Both contiguous; `residual` receives
+    the sum."""
+    return _norm(residual, delta, weight, eps, group, static, pdl=pdl)
+
+
+def _quantize(
+    x: Tensor, size: int, group: int | None, static: Tensor | None, *, gated: bool, pdl: bool
+) -> Fp8Rows:
+    assert x.stride(1) == 1
+    num_rows = len(x)
+    out = _allocate(num_rows, size, group, x)
+    if num_rows == 0:
+        return out
+    # The scale of a whole row takes a program that has all of it, or a launch that finds it first.
+    whole = group is None and static is None
+    spread = whole and size > _SHORT and num_rows <= tuning_of(x.device).fp8_spread_rows
+    columns = _COLUMNS
+    if whole and not spread:
+        columns = 2 * _COLUMNS if size <= _SHORT else _WIDE
+    across = triton.cdiv(size, columns)
+    pieces = across if whole and not spread else 1
+    grid = (num_rows * across // pieces,)
+    options = {"num_warps": warps_for(columns, 8), **pdl_options(x.device, pdl)}
+    parts = None
+    if spread:
+        parts = torch.empty((num_rows, across), dtype=torch.float32, device=x.device)
+        _largest_of_parts[grid](
+            parts, x, x.stride(0), size=size, columns=columns, gated=gated, **options
+        )
+    _quantize_rows[grid](
+        out.data,
+        out.scale,
+        x,
+        parts,
+        static,
+        x.stride(0),
+        out.scale.stride(-1),
+        size=size,
+        group=group or 0,
+        columns=columns,
+        pieces=pieces,
+        gated=gated,
+        **options,
+    )
+    return out
+
+
+def _norm(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group: int | None,
+    static: Tensor | None,
+    *,
+    pdl: bool,
+) -> Fp8Rows:
+    assert residual.is_contiguous() and (delta is None or delta.is_contiguous())
+    num_rows, size = residual.shape
+    out = _allocate(num_rows, size, group, residual)
+    if num_rows == 0:
+        return out
+    _norm_and_quantize_rows[(num_rows,)](
+        out.data,
+        out.scale,
+        residual,
+        delta,
+        weight,
+        static,
+        eps,
+        out.scale.stride(-1),
+        size=size,
+        group=group or 0,
+        columns=_COLUMNS,
+        pieces=triton.cdiv(size, _COLUMNS),
+        num_warps=warps_for(_COLUMNS, 8),
+        **pdl_options(residual.device, pdl),
+    )
+    return out
+
+
+def _allocate(num_rows: int, size: int, group: int | None, like: Tensor) -> Fp8Rows:
+    rows, device = room(num_rows), like.device
+    data = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=device)
+    groups = 1 if group is None else triton.cdiv(size, group)
+    scale = torch.empty((groups, rows), dtype=torch.float32, device=device)[:, :num_rows]
+    return Fp8Rows(data[:num_rows], scale[0] if group is None else scale.T, like.dtype)
+
+
+@triton.jit
+def _load(x, column, size: tl.constexpr, gated: tl.constexpr):
+    """Columns of a row of x, or of silu_mul(x) if `gated`."""
+    found = tl.load(x + column, mask=column < size, other=0.0)
+    if gated:
+        up = tl.load(x + size + column, mask=column < size, other=0.0)
+        found = device.silu_mul(found, up, found.dtype)
+    return found
+
+
+@triton.jit
+def _largest_of_parts(
+    parts,
+    x,
+    x_stride,
+    size: tl.constexpr,
+    columns: tl.constexpr,
+    gated: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The largest magnitude in each `columns` of a row."""
+    across: tl.constexpr = (size + columns - 1) // columns
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * columns + tl.arange(0, columns)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    found = _load(x + row * x_stride, column, size, gated)
+    tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
+
+
+@triton.jit
+def _quantize_rows(
+    out,
+    scales,
+    x,
+    parts,
+    static,
+    x_stride,
+    scale_stride,
+    size: tl.constexpr,
+    group: tl.constexpr,
+    columns: tl.constexpr,
+    pieces: tl.constexpr,
+    gated: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """`pieces` times `columns` of a row: all of it, or a part if the scale is not that of a row, or
+    `parts` has the largest magnitudes of each. x is the input of silu_mul if `gated`."""
+    across: tl.constexpr = (size + columns * pieces - 1) // (columns * pieces)
+    row = (tl.program_id(0) // across).to(tl.int64)
+    first = tl.program_id(0) % across * columns * pieces
+    lane = first + tl.arange(0, columns)
+    x += row * x_stride
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    loaded, largest = (), 0.0
+    for i in tl.static_range(pieces):
+        loaded += (_load(x, lane + i * columns, size, gated),)
+    if parts is not None:
+        part = tl.arange(0, triton.next_power_of_2(across))
+        found = tl.load(parts + row * across + part, mask=part < across, other=0.0)
+        largest = tl.max(found)
+    elif static is None and group == 0:
+        for i in tl.static_range(pieces):
+            largest = tl.maximum(largest, tl.max(tl.abs(loaded[i].to(tl.float32))))
+    for i in tl.static_range(pieces):
+        start = first + i * columns
+        _write(
+            out, scales, loaded[i], largest, static, row, start, scale_stride,
+            size, group, columns,
+        )  # fmt: skip
+
+
+@triton.jit
+def _norm_and_quantize_rows(
+    out,
+    scales,
+    residual,
+    delta,
+    weight,
+    static,
+    eps,
+    scale_stride,
+    size: tl.constexpr,
+    group: tl.constexpr,
+    columns: tl.constexpr,
+    pieces: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A row a program, held in registers as `pieces` times `columns`."""
+    factors, loaded, normed = (), (), ()
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        factors += (tl.load(weight + column, mask=column < size, other=0.0),)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    row = tl.program_id(0).to(tl.int64)
+    residual += row * size
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        x = tl.load(residual + column, mask=column < size, other=0.0)
+        if delta is not None:
+            added = tl.load(delta + row * size + column, mask=column < size, other=0.0)
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        loaded += (x,)
+    squares = tl.zeros((columns,), tl.float32)
+    for i in tl.static_range(pieces):
+        squares += _squared(loaded[i])
+    by = rms_scale(tl.sum(squares), size, eps)
+    largest = tl.zeros((columns,), tl.float32)
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        if delta is not None:
+            tl.store(residual + column, loaded[i], mask=column < size)
+        normed += (apply_norm(loaded[i], by, factors[i]),)
+        largest = tl.maximum(largest, tl.abs(normed[i].to(tl.float32)))
+    if static is None and group == 0:
+        largest = tl.max(largest)
+    for i in tl.static_range(pieces):
+        _write(
+            out, scales, normed[i], largest, static, row, i * columns, scale_stride,
+            size, group, columns,
+        )  # fmt: skip
+
+
+@triton.jit
+def _squared(x):
+    wide = x.to(tl.float32)
+    return wide * wide
+
+
+@triton.jit
+def _write(
+    out,
+    scales,
+    x,
+    largest,
+    static,
+    row,
+    first,
+    scale_stride,
+    size: tl.constexpr,
+    group: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Writes x, the columns from `first` on of a row, and their scales. `largest`: of the row, if
+    that is what its scale follows from."""
+    column = first + tl.arange(0, columns)
+    wide = x.to(tl.float32)
+    if group > 0:
+        wide = tl.reshape(wide, (columns // group, group))
+        scale = _scale_of(tl.max(tl.abs(wide), 1))
+        place = first // group + tl.arange(0, columns // group)
+        exists = place * group < size
+        tl.store(scales + row + place.to(tl.int64) * scale_stride, scale, mask=exists)
+        quotient = tl.reshape(_divide(wide, scale[:, None]), (columns,))
+    elif static is None:
+        scale = _scale_of(largest)
+        if first == 0:
+            tl.store(scales + row, scale)
+        quotient = _divide(wide, scale)
+    else:
+        scale = tl.load(static)
+        if first == 0:
+            tl.store(scales + row, scale)
+        beyond = tl.abs(wide) >= 512 * scale  # there may be no finite quotient to correct
+        quotient = tl.where(beyond, wide * float("inf"), _divide(wide, scale))
+        quotient = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + row * size + column, quotient.to(tl.float8e4nv), mask=column < size)
+
+
+@triton.jit
+def _scale_of(largest):
+    return tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
+
+
+@triton.jit
+def _divide(x, scale):
+    """x / scale as IEEE 754 rounds it, where that is below 512 and not so small that e4m3 has 0.
+
+    A product with the reciprocal, corrected twice by its exact remainder (Markstein, Computation of
+    elementary functions on the IBM RISC System/6000 processor, 1990): the same for all x, where
+    tl.div_rn branches, and in steps that overlap.
+    """
+    # By a power of two, so that no remainder is subnormal; and negated, for the sign of zeros.
+    by = tl.where(scale < 2.0**-40, 2.0**80, tl.where(scale > 2.0**40, 2.0**-80, 1.0))
+    x *= by * -1.0
+    scale *= by
+    inverse = tl.div_rn(-1.0, scale)
+    scale = tl.where(inverse == 0, 1.0, scale)  # finite / inf is 0, not NaN
+    quotient = x * inverse
+    quotient = tl.fma(tl.fma(quotient, scale, x), inverse, quotient)
+    return tl.fma(tl.fma(quotient, scale, x), inverse, quotient)
