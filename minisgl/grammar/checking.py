@@ -147,11 +147,13 @@ def serve(processor_seconds: float) -> None:
         if child == 0:
             _serve(tokenizer, sources, answers, processor_seconds)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == 0:
-            os._exit(0)  # skip the flush of stdout
+        if code >= 0:  # the engine has gone, or this is broken
+            os._exit(code)  # skip the flush of stdout
         is_slow = -code in TIME_IS_UP
-        with contextlib.suppress(BrokenPipeError):
+        try:
             send(answers, msgspec.json.encode(Checked(reason=TOO_LARGE, is_slow=is_slow)))
+        except BrokenPipeError:
+            os._exit(0)
 
 
 def _limit_stack() -> None:
@@ -188,6 +190,8 @@ def check(tokenizer: LLTokenizer, source: Source) -> Checked:
         text = grammar_text(source)
     except (ValueError, RecursionError) as error:
         return Checked(reason=f"{tidy(str(error))}.")
+    except MemoryError:
+        return Checked(reason=TOO_LARGE)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
