@@ -15,7 +15,8 @@ LAYER = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.
 def version() -> int:
     """Print the versions of minisgl, Python and the packages that matter most.
 
-    Then the hardware, and the attention backends that run on it.
+    Then the hardware, the attention backends that run on it, and what computes with quantised
+    weights and caches.
     """
     found = versions()
     for package in ("python", *PACKAGES):
@@ -41,6 +42,7 @@ def _hardware() -> Iterator[str]:
     import torch
 
     from minisgl.attention.backends import available_backends
+    from minisgl.kernels.hardware import describe_formats
 
     capability = None
     if torch.cuda.is_available():
@@ -60,3 +62,5 @@ def _hardware() -> Iterator[str]:
     yield f"attention prefill {', '.join(found.prefill)}; decode {', '.join(found.decode)}"
     for name, reason in found.missing.items():
         yield f"attention without {name}: {reason}"
+    for name, computed in describe_formats(capability).items():
+        yield f"{name} {computed}"

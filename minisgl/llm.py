@@ -1,4 +1,4 @@
-"""The engine without an event loop of your own: `LLM(...).generate(prompts)`."""
+"""The synchronous interface of the engine: `LLM(...).generate(prompts)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.progress import LoadProgress
 from minisgl.request import RequestOutput, SamplingParams, TokenLogprobs
 
-# Offline, the caller waits for all answers anyway, so that a bound would be of no use.
+# The caller waits for all answers anyway, so a bound would only refuse prompts.
 UNBOUNDED_QUEUE = 1 << 31
 
 NOT_BOOLS = "must be texts or token ids, which are integers; True and False are neither."
@@ -32,21 +32,21 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model, ready to generate. Use it from any thread, as often as you like; then `close` it.
+    """A loaded model. All methods are thread-safe; `close` it after use.
 
         with LLM("Qwen/Qwen3-0.6B", dtype="bfloat16") as llm:
             [output] = llm.generate(["The capital of France is"])
 
-    The options are those of EngineConfig. The engine runs on a loop in a thread of its own.
+    The options are those of EngineConfig. The engine runs on an event loop in a thread of its own.
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        """Blocks until the model is loaded. Raises MinisglError."""
+        """Load the model; blocks until it is ready. Raises MinisglError."""
         config = EngineConfig(model=model, **{"max_queued_requests": UNBOUNDED_QUEUE, **options})
         self._closed = False
         self._process_id = os.getpid()
-        self._waiting: set[threading.Thread] = set()  # for an answer
-        self._entry = threading.Lock()  # between coming to wait and being the last to do so
+        self._waiting: set[threading.Thread] = set()  # threads that wait for an answer
+        self._entry = threading.Lock()  # orders new waiters and the end
         self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -59,12 +59,12 @@ class LLM:
         except Exception:
             self._stop_loop()
             raise
-        except BaseException:  # Ctrl-C, which does not wait for the thread that loads
+        except BaseException:  # Ctrl-C does not wait for the loading thread
             self._closed = True
             self._end_thread()
             raise
-        # Only there are the threads that compute still at work. `atexit` comes after they have
-        # been ended, which is a failed step to whoever waits for one.
+        # This hook runs while worker threads still live. `atexit` hooks run after these have been
+        # joined, when every step would fail.
         threading._register_atexit(_abandon, weakref.ref(self))  # type: ignore[attr-defined]
 
     def generate(
@@ -75,13 +75,13 @@ class LLM:
         cache_salt: str | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids), in their order; an iterator is read to its end.
+        """Complete prompts (texts or token ids); returns the outputs in their order.
 
-        `sampling_params`: one for all or one each; the checkpoint's own defaults if None. Without
-        max_tokens an answer may take all the room that its prompt leaves.
-        `cache_salt`: cached prefixes are shared only with calls of the same salt.
-        `progress` draws a bar on stderr where that is a terminal. Raises MinisglError for the first
-        prompt that is refused or fails, and then ends the others.
+        sampling_params: one for all prompts or one for each; None: the checkpoint's defaults.
+        Without max_tokens an output may fill the rest of the context. cache_salt: cached prefixes
+        are shared only between calls with the same salt. progress: draw a bar if stderr is a
+        terminal. Raises MinisglError for the first prompt that is refused or fails, after aborting
+        the others.
         """
         batch = _as_batch(prompts)
         if sampling_params is None:
@@ -104,13 +104,13 @@ class LLM:
         cache_salt: str | None = None,
         **template_options: Any,
     ) -> RequestOutput:
-        """Answer a conversation, a list of {"role": ..., "content": ...}."""
+        """Generate the reply to a conversation, a list of {"role": ..., "content": ...}."""
         prompt = self._wait_for(self.engine.encode_chat(messages, **template_options))
         [output] = self.generate([prompt], sampling_params, cache_salt=cache_salt, progress=False)
         return output
 
     def close(self) -> None:
-        """End what is running and free the device. Idempotent; a fork has nothing to end."""
+        """Abort running requests and free the device. Idempotent; without effect in a fork."""
         if os.getpid() != self._process_id:
             return
         with self._closing:
@@ -137,13 +137,13 @@ class LLM:
         self._loop.close()
 
     async def _stop_after_others(self) -> None:
-        """Nobody who came before the end waits for ever, and what is cancelled has noticed."""
+        """Stop the loop once all other tasks have ended, so that no caller waits for ever."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()
 
     def _abandon(self) -> None:
-        """The interpreter ends. It waits for other threads, so their answers are waited for."""
+        """Finish at interpreter exit, which waits for other threads and so for their answers."""
         if os.getpid() != self._process_id:
             return
         while True:
@@ -177,7 +177,7 @@ class LLM:
             self._waiting.add(thread)
         try:
             return future.result()
-        except BaseException:  # Ctrl-C too: do not leave the work running unattended
+        except BaseException:  # including Ctrl-C: cancel the work
             future.cancel()
             raise
         finally:
@@ -230,7 +230,7 @@ class LLM:
 
 
 async def _gather(stream: OutputStream) -> RequestOutput:
-    """The whole answer, for one wake-up of the loop however many tokens it has."""
+    """Collect a whole output, waking the loop only once."""
     await stream.wait_finished()
     request = stream.request
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -254,7 +254,7 @@ def _abandon(reference: weakref.ref[LLM]) -> None:
 
 
 def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
-    """A single prompt is a batch of one."""
+    """Normalize prompts to a list; a single prompt becomes a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
     items = [*_iterate(prompts)]
@@ -266,7 +266,7 @@ def _as_batch(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
 
 
 def _as_prompt(item: Any) -> str | list[int]:
-    """A text, or plain integers from those of any library."""
+    """Normalize a prompt to a str or a list of int, also from arrays of other libraries."""
     if isinstance(item, str):
         return item
     try:
@@ -282,7 +282,7 @@ def _as_token_id(item: Any) -> int:
 
 
 def _iterate(items: Any) -> Iterable[Any]:
-    if str(getattr(items, "dtype", "")).endswith("bool"):  # a mask of NumPy's or PyTorch's
+    if str(getattr(items, "dtype", "")).endswith("bool"):  # a mask of NumPy or PyTorch
         raise InvalidRequestError("prompts", NOT_BOOLS)
     if isinstance(items, bytes | bytearray | memoryview):
         raise InvalidRequestError(

@@ -35,22 +35,22 @@ class LoadProgress:
         )
         self._task = self._bar.add_task("Loading", total=None)
 
-    def __call__(self, phase: str, share: float) -> None:
-        """`share` of the phase is done, 0 to 1. Called from any thread, as often as it likes.
+    def __call__(self, phase: str, fraction: float) -> None:
+        """Show that `fraction` of the phase is done, 0 to 1. Any thread may call it, at any rate.
 
-        Every phase begins with 0, and some say no more, so that 0 is not shown as a share.
+        Every phase reports 0 first, and some report nothing else, so 0 is not shown as a number.
         """
         label = phase[:1].upper() + phase[1:]
         if not self._bar.disable:
             if phase != self._phase:
                 self._bar.remove_task(self._task)
                 self._task = self._bar.add_task(label, total=None)
-            if share:
-                self._bar.update(self._task, total=1.0, completed=share)
+            if fraction:
+                self._bar.update(self._task, total=1.0, completed=fraction)
         now = time.monotonic()
         if self._bar.disable and (phase != self._phase or now >= self._next_line_s):
             self._next_line_s = now + SECONDS_BETWEEN_LINES
-            logger.info("%s%s", label, f": {100 * share:.0f} %" if share else "")
+            logger.info("%s%s", label, f": {100 * fraction:.0f} %" if fraction else "")
         self._phase = phase
 
     def __enter__(self) -> LoadProgress:

@@ -1,4 +1,4 @@
-"""What a caller asks for and what comes back."""
+"""Requests: sampling parameters, the state of a request, and its outputs."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from minisgl.events import Event
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
-# Tokens of a request that are biased or masked: logit_bias, stop_token_ids and the model's EOS set.
+# Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
 MAX_EDITS = MAX_LOGIT_BIAS + 64
-MAX_INTEGER = 2**31 - 1  # what a device table holds
+MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Raises InvalidRequestError, naming the field.
+    """The sampling parameters of one request. Raises InvalidRequestError, naming the field.
 
-    The order of operations on a row of logits: logprobs are read from the raw float32 logits; then
+    The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
     logit_bias, repetition, frequency and presence penalty, masking until min_tokens, temperature,
-    min_p, top_k, top_p. A token is the Gumbel-max of what is left, or its argmax at temperature 0.
+    min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0
-    max_tokens: int | None = None  # None: the room that the prompt leaves
-    min_tokens: int = 0  # until then EOS and stop_token_ids are masked, stop strings not matched
+    max_tokens: int | None = None  # None: the rest of the context
+    min_tokens: int = 0  # before it, EOS and stop_token_ids are masked, stop strings ignored
     stop: Sequence[str] = ()
-    include_stop: bool = False  # leave the matched stop string in the text
+    include_stop: bool = False  # keep the matched stop string in the text
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None: one is drawn at submission
+    seed: int | None = None  # None: drawn at submission
     presence_penalty: float = 0.0  # over generated tokens
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # 0: of the sampled token; n: of the n likeliest as well
+    logprobs: int | None = None  # 0: of the sampled token; n: also of the n likeliest
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
@@ -61,7 +61,7 @@ class SamplingParams:
         self._check_number("min_p", self.min_p, 0, 1)
         self._check_number("presence_penalty", self.presence_penalty, -2, 2)
         self._check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        # Wider than anyone needs, and still far from 0 and infinity in float32.
+        # Wider than any use, and safe from underflow and overflow in float32.
         self._check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
         self._check_integer("top_k", self.top_k, -1, MAX_INTEGER)
         self._check_integer("min_tokens", self.min_tokens, 0, MAX_INTEGER)
@@ -96,7 +96,7 @@ class SamplingParams:
 
     @staticmethod
     def _check_number(name: str, value: object, low: float, high: float, what: str = "") -> None:
-        """`what` of the field has this value, if not the field itself."""
+        """Raise if `value` is out of range. what: the part of the field that has the value."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidRequestError(name, f"{what}must be a number, not {short_repr(value)}.")
         if not low <= value <= high:  # NaN fails too
@@ -115,13 +115,13 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Below 1e-5 a division by the temperature would only lose precision."""
+        """True if the token is the argmax: dividing by less than 1e-5 would only lose precision."""
         return self.temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whom a request is from, where callers are told apart. The names are opaque.
+    """The origin of a request, if callers are distinguished. The names are opaque.
 
     Clients take turns in the queue and share no cached prefixes; the users of one client take turns
     within its turns.
@@ -135,14 +135,14 @@ EVERYONE = Tenant()
 
 
 def cache_namespace(tenant: Tenant, cache_salt: str | None) -> bytes:
-    """Requests with the same namespace share cached prefixes. Raises InvalidRequestError."""
+    """The namespace within which cached prefixes are shared. Raises InvalidRequestError."""
     if cache_salt is not None and not isinstance(cache_salt, str):
         raise InvalidRequestError("cache_salt", "must be a text.")
     if cache_salt is not None and not 1 <= len(cache_salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError("cache_salt", f"must have 1 to {MAX_SALT_CHARS} characters.")
     if not tenant.client and cache_salt is None:
         return b""
-    # A digest, so that what the cache keeps is short and does not show the salt.
+    # A digest, so that the cache key is short and does not reveal the salt.
     parts = repr((tenant.client, cache_salt)).encode()
     return hashlib.blake2b(parts, digest_size=16).digest()
 
@@ -150,9 +150,9 @@ def cache_namespace(tenant: Tenant, cache_salt: str | None) -> bytes:
 def check_token_ids(
     name: str, token_ids: Collection[int], vocab_size: int, *, of: str = ""
 ) -> None:
-    """Raise InvalidRequestError for field `name` with the first id outside of the vocabulary.
+    """Raise InvalidRequestError for field `name`, naming the first id outside the vocabulary.
 
-    Its position is counted within `of`, the field itself if not given.
+    of: a description of the sequence in which the id's position counts, by default the field.
     """
     if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return
@@ -169,7 +169,7 @@ def check_token_ids(
 
 
 class RequestStatus(enum.Enum):
-    """The only states of a request. RUNNING goes back to WAITING when it is retracted."""
+    """The states of a request. Retraction changes RUNNING back to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -184,11 +184,11 @@ class FinishReason(enum.Enum):
 
 
 class Request:
-    """One sequence, from submission to its end. Made by the engine, changed by the scheduler only.
+    """One sequence, from submission to its end. Created by the engine, changed by the scheduler.
 
-    `token_ids` are the tokens known on the host: the prompt and the settled output. What launched
-    steps are still computing is the scheduler's business. The times are seconds of
-    `time.monotonic`, of when the event loop had a token.
+    `token_ids` are the tokens known on the host: the prompt and the settled output, without those
+    of steps in flight. Times are in seconds of `time.monotonic`, taken when the event loop
+    received a token.
     """
 
     __slots__ = (
@@ -225,7 +225,7 @@ class Request:
         tenant: Tenant = EVERYONE,
         cache_salt: str | None = None,
     ) -> None:
-        """`max_tokens` is what `params` asks for or the room left, never None; `seed` likewise.
+        """max_tokens, seed: as in `params`, with None resolved.
 
         Raises InvalidRequestError for a `cache_salt` that is empty or too long.
         """
@@ -241,12 +241,12 @@ class Request:
             () if params.ignore_eos else eos_token_ids
         )
         self.token_ids = list(prompt_token_ids)
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at first admission
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
-        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if asked for
-        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if asked for
+        self.logprobs: list[TokenLogprobs] = []  # of the output tokens, if requested
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of prompt tokens 1.., if requested
         self.submitted_s = time.monotonic()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -261,7 +261,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt tokens still have to be scored."""
+        """True while prompt logprobs remain to be computed."""
         return (
             self.params.prompt_logprobs is not None
             and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
@@ -277,7 +277,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of probabilities under the raw logits, of one token and its rivals."""
+    """Logprobs (natural) of a token and of the likeliest tokens, under the raw logits."""
 
     token_id: int
     logprob: float
@@ -299,15 +299,15 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class OutputDelta:
-    """What a running request has produced since its last delta: `AsyncEngine.generate` yields it.
+    """The output of a request since its previous delta, as `AsyncEngine.generate` yields it.
 
-    `text` lags behind `token_ids` while a character or a possible stop string is incomplete. The
-    last delta, and only it, has a finish_reason.
+    `text` may end earlier than `token_ids` while a character or a possible stop string is
+    incomplete. Only the last delta has a finish_reason.
     """
 
     token_ids: list[int]
     text: str
-    num_output_tokens: int  # in all, this delta included
+    num_output_tokens: int  # in total, this delta included
     num_cached_tokens: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

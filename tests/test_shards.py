@@ -11,21 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import SPECS, make_checkpoint, spec_named
+from support.ranks import Rank
 
-from minisgl.distributed.communicator import SingleRank
 from minisgl.models import loader
-from minisgl.models.loader import checkpoint_targets, load_model
+from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
+from minisgl.models.targets import checkpoint_targets
 from minisgl.models.transformer import CausalLM
 from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
-
-
-class Rank(SingleRank):
-    """One of several, whose others are never asked."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank  # type: ignore[misc]
-        self.size = size  # type: ignore[misc]
 
 
 def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "safetensors") -> CausalLM:

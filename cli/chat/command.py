@@ -74,8 +74,8 @@ async def _engine(config: EngineConfig, ui: ChatUI) -> AsyncIterator[ChatModel]:
     try:
         with ui.busy("Loading the model") as show:
 
-            def progress(phase: str, share: float) -> None:
-                show(f"{phase.capitalize()} {share:.0%}" if share else phase.capitalize())
+            def progress(phase: str, fraction: float) -> None:
+                show(f"{phase.capitalize()} {fraction:.0%}" if fraction else phase.capitalize())
 
             engine = await start_chat_engine(config, progress)
     except asyncio.CancelledError:

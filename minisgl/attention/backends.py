@@ -1,4 +1,4 @@
-"""The attention backends, by the names that `--attn` takes."""
+"""Selects attention backends, by the names that `--attn` takes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
 
 ComputeCapability = tuple[int, int]
 
-# The backends from best to worst, as measured on an H200: heads of 128, with 16, 32, 40 and 64
+# The backends from best to worst, measured on an H200: heads of 128, with 16, 32, 40 and 64
 # query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
 #
-# - decode, 256 rows of 800 tokens and 64 of 4,096: triton 3.9 to 4.1 TB/s at every ratio and page
-#   size, more than any other; 1 row of 800: 7.4 µs. fi was ahead by a fifth at 8 and 32 rows of 800
-#   (13.1 µs to 15.6, 33 to 39), before triton split rows as it does now; but it plans on the host,
-#   and no CUDA graph of it can be captured.
-# - prefill, 8 chunks of 2,048 tokens, 32 over 8 heads: fi, which is FlashAttention 3 there, 447
-#   TFLOP/s; triton 304, in pages of 64 tokens 369.
+# - decode, 256 rows of 800 tokens and 64 of 4,096: triton reads 3.9 to 4.1 TB/s at every ratio
+#   and page size, more than any other; 1 row of 800 takes 7.4 µs. fi plans on the host, so its
+#   decode cannot be captured in a CUDA graph.
+# - prefill, 8 chunks of 2,048 tokens, 32 over 8 heads: fi (FlashAttention 3) 447 TFLOP/s;
+#   triton 304, and 369 with pages of 64 tokens.
 #
-# trtllm prefills as fi does. fa comes late because generation 2 takes none but pages of 256 tokens.
+# trtllm uses the prefill of fi. fa ranks low because generation 2 requires pages of 256 tokens.
 _MEASURED: tuple[tuple[str, int, range, tuple[str, ...]], ...] = (
-    # phase, major compute capability, query heads that share a KV head, best first
+    # phase, major compute capability, query heads per KV head, best first
     ("prefill", 9, range(1, 9), ("fi", "trtllm", "triton", "fa", "torch")),
     ("decode", 9, range(1, 9), ("triton", "trtllm", "fa", "fi", "torch")),
 )
@@ -37,7 +36,7 @@ _UNMEASURED = {
     "decode": ("triton", "trtllm", "fa", "fi", "torch"),
 }
 
-# What a backend computes beyond plain causal attention, in the words of AttentionSpec.extras.
+# Features of backends beyond plain causal attention, as named by AttentionSpec.extras.
 _COMPUTED_EXTRAS: dict[str, tuple[str, ...]] = {}
 
 _OLDEST = (8, 0)
@@ -47,10 +46,10 @@ _LARGEST_FLASH_HEAD_DIM = 256
 
 
 def make_attention(prefill: str, decode: str, shape: AttentionShape | None = None) -> Attention:
-    """The pair of backends by these names; one object if both are the same.
+    """Make the pair of backends with these names; one object serves both if they are equal.
 
-    fi and trtllm need `shape`: ValueError without it. Optional packages are imported here and not
-    before: ImportError where they are missing.
+    Raises ValueError if fi or trtllm is made without `shape`. Imports the optional packages, and
+    raises ImportError if one is missing.
     """
     first = _make(prefill, shape)
     return Attention(first, first if decode == prefill else _make(decode, shape))
@@ -70,7 +69,7 @@ def _make(name: str, shape: AttentionShape | None) -> AttentionBackend:
             return FlashInferAttention(shape) if name == "fi" else TrtllmAttention(shape)
         case "torch":
             return TorchAttention()
-        case "triton":  # imported here: not every platform has Triton
+        case "triton":  # imported here, because not every platform has Triton
             from minisgl.attention.triton_backend import TritonAttention
 
             return TritonAttention()
@@ -80,20 +79,21 @@ def _make(name: str, shape: AttentionShape | None) -> AttentionBackend:
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """The backends that run a model on this machine."""
+    """The backends that can run a model on this machine."""
 
     prefill: tuple[str, ...]  # best first
     decode: tuple[str, ...]  # best first
-    missing: dict[str, str]  # why the others do not run
+    missing: dict[str, str]  # why the other backends cannot
 
 
 def available_backends(
     compute_capability: ComputeCapability | None, layers: Sequence[AttentionSpec]
 ) -> Available:
-    """The backends that run a model in half precision here; float32 is for triton and torch only.
+    """The backends that can run a model here in half precision. (Only triton and torch support
+    float32.)
 
-    compute_capability: of the GPU, None without one; layers: the attention of each, on one rank.
-    Imports the packages, which takes seconds, but compiles nothing.
+    compute_capability: of the GPU, None without one. layers: the attention of each layer on one
+    rank. Imports the packages, which takes seconds, but compiles nothing.
     """
     group = max(spec.group for spec in layers)
     missing = {
@@ -109,7 +109,8 @@ def available_backends(
 
 
 def choose(phase: str, compute_capability: ComputeCapability | None, group: int) -> tuple[str, ...]:
-    """All backends for a phase, prefill or decode, best first, whether or not they run here."""
+    """All backends for a phase (prefill or decode), best first, including those not available
+    here. group: query heads per KV head."""
     major = compute_capability[0] if compute_capability else 0
     for its_phase, its_major, groups, order in _MEASURED:
         if (its_phase, its_major) == (phase, major) and group in groups:
@@ -118,8 +119,7 @@ def choose(phase: str, compute_capability: ComputeCapability | None, group: int)
 
 
 def flash_page_multiple() -> int:
-    """The number of tokens that fa's page size must be a multiple of; 1 where fa does not
-    import."""
+    """The page size of fa must be a multiple of this; 1 if fa cannot be imported."""
     from minisgl.attention.flash_backend import load_kernels
 
     try:
@@ -191,7 +191,7 @@ def _why_not_importable(module: str, package: str) -> str | None:
         return f"{package} is not installed"
     try:
         importlib.import_module(module)
-    except Exception as error:  # an optional package that is broken must not stop the engine
+    except Exception as error:  # a broken optional package must not stop the engine
         return f"{package} does not import: {error}"
     return None
 
@@ -201,6 +201,6 @@ def _is_installed(module: str) -> bool:
 
 
 def _finds_nvcc() -> bool:
-    """Looks for nvcc where FlashInfer does."""
+    """True if FlashInfer will find nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     return shutil.which("nvcc") is not None or (Path(home) / "bin" / "nvcc").exists()

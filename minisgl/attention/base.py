@@ -1,4 +1,4 @@
-"""The batch of one step as a model sees it, and the interface of attention backends."""
+"""Defines the batch of one step and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from minisgl.config import AttentionSpec
+from minisgl.config import UNSCALED, AttentionSpec, KVScales
 from minisgl.kernels import dispatch
 from minisgl.kernels.elementwise.reference import NormRope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """The sizes that a backend with a plan per step must know before the first layer runs."""
+    """The sizes that a host-planned backend needs before the first layer runs."""
 
-    num_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
+    num_heads: int  # on this rank
+    num_kv_heads: int  # on this rank
     head_dim: int
     page_size: int
     dtype: torch.dtype  # of queries
@@ -30,10 +30,16 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class LayerKV:
     """The KV cache of one layer. Page 0 is scratch: padded rows write to it, and it is never
-    read."""
+    read.
+
+    Both are of the dtype of the queries, or float8_e4m3fn with scales that multiply them. Tokens
+    attend to what is stored, their own included, so that it does not matter in which step, or for
+    which request, it was computed.
+    """
 
     k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
     v: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
+    scales: KVScales = UNSCALED
 
     @property
     def page_size(self) -> int:
@@ -42,12 +48,11 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """Rows of one token each, which attend to all earlier tokens of their request and to
-    themselves."""
+    """Rows of one token each, which attend to all tokens of their request up to themselves."""
 
     page_table: Tensor  # [num_rows, max_pages] int32; columns past a row's length are undefined
     lengths: Tensor  # [num_rows] int32: tokens attended to, the row's own included
-    longest: int  # max(lengths) or an upper bound of it, known on the host
+    longest: int  # max(lengths) or an upper bound, known on the host
     lengths_host: Sequence[int] | None = None  # a copy of lengths, if the host knows them
 
     @property
@@ -57,23 +62,23 @@ class DecodeBatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
-    """Rows of whole chunks, one chunk after the other.
+    """The rows of chunks, one chunk after the other.
 
-    In a captured step only the device knows the chunks: `starts` and `lengths` are empty, empty
-    chunks may follow the real ones, and so may rows of no chunk, whose result is never read.
+    In a captured step the chunks are known only to the device: `starts` and `lengths` are empty,
+    and padding may follow: empty chunks, and rows of no chunk, whose result is never read.
     """
 
     page_table: Tensor  # [num_chunks, max_pages] int32; columns past a chunk's end are undefined
     row_starts: Tensor  # [num_chunks + 1] int32: first row of each chunk, then the end of the last
-    ends: Tensor  # [num_chunks] int32: keys of the last row of each chunk
+    ends: Tensor  # [num_chunks] int32: number of keys of each chunk's last row
     num_rows: int
     starts: tuple[int, ...]  # position of each chunk's first token
     lengths: tuple[int, ...]  # tokens in each chunk
 
     @staticmethod
     def of(page_table: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> PrefillBatch:
-        """A batch of chunks that the host knows; starts and lengths as in the class. Copies to the
-        device of the table without waiting for it."""
+        """Make a batch of chunks known to the host; starts and lengths as in the class. Copies to
+        the device of `page_table` asynchronously."""
         row_starts = list(itertools.accumulate(lengths, initial=0))
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         packed = torch.tensor(
@@ -91,7 +96,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of one step: first those of `decodes`, then those of `chunks`."""
+    """The rows of one step: those of `decodes`, then those of `chunks`."""
 
     token_ids: Tensor  # [num_rows] int64
     positions: Tensor  # [num_rows] int64
@@ -103,32 +108,32 @@ class ForwardBatch:
 class AttentionBackend(Protocol):
     """Causal attention over the paged KV cache, which already holds K and V of the batch's rows.
 
-    One backend may serve decode and another prefill. Heads are grouped: query head h reads KV head
-    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim], of the dtype of the
-    cache; `spec.scale` multiplies q · k. Both methods return a new tensor of the shape of q, and
-    queue their work on the current stream.
+    Decode and prefill may use different backends. Query head h reads KV head
+    h // (num_heads // num_kv_heads). q: [num_rows, num_heads, head_dim]; `spec.scale` multiplies
+    q · k. Both methods return a new tensor of the shape of q, and queue their work on the current
+    stream.
     """
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
-        """Attends from the only token of each row to all keys of the row."""
+        """Attend from the single token of each row to all keys of the row."""
         ...
 
     def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        """Attends from each row of a chunk to the keys before it and to its own. Rows of no chunk
-        have an undefined result."""
+        """Attend from each row of a chunk to the keys up to its own. The result of rows of no chunk
+        is undefined."""
         ...
 
 
 @runtime_checkable
 class HostPlanned(Protocol):
-    """A backend with work on the host once a step, which all layers share.
+    """A backend that prepares each step on the host, once for all layers.
 
-    `decode` and `prefill` then accept only the batch that was planned last, and raise RuntimeError
+    Its `decode` and `prefill` accept only the batch that was planned last, and raise RuntimeError
     for any other.
     """
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Raises ValueError if the backend needs `lengths_host` and there is none."""
+        """Plan the decode rows. Raises ValueError if `lengths_host` is needed but None."""
         ...
 
     def plan_prefill(self, batch: PrefillBatch) -> None: ...
@@ -138,14 +143,14 @@ class HostPlanned(Protocol):
 class FusedDecode(Protocol):
     """A backend that fuses q/k norm, RoPE and the KV write into its decode kernel.
 
-    A row's own token is the last one of its `lengths`, and in no other row's.
+    The token of a row is the last one of its `lengths`, and belongs to no other row.
     """
 
     def decode_qkv(
         self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
     ) -> Tensor:
-        """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads,
-        head_dim]."""
+        """Norm, rotate, store and attend. qkv: as for dispatch.qk_norm_rope_store_kv. Returns
+        [num_rows, num_heads, head_dim]."""
         ...
 
 
@@ -157,8 +162,8 @@ class Attention:
     decode_backend: AttentionBackend
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Let the backends plan a step. Call it once a step, before the first layer and on its
-        stream; also before a step is captured, when backends may allocate memory but not plan."""
+        """Let the backends plan a step. Must be called once per step, before the first layer and on
+        the same stream; also before a capture, so that backends can allocate memory."""
         if batch.decodes.num_rows and isinstance(self.decode_backend, HostPlanned):
             self.decode_backend.plan_decode(batch.decodes)
         if batch.chunks.lengths and isinstance(self.prefill_backend, HostPlanned):
@@ -174,13 +179,13 @@ class Attention:
     ) -> Tensor:
         """Norm and rotate the heads of q and k, write the rows' K and V to the cache, and attend.
 
-        qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
+        qkv: as for dispatch.qk_norm_rope_store_kv. Returns [num_rows, num_heads, head_dim].
         """
         decodes, backend = batch.decodes, self.decode_backend
         if decodes.num_rows == qkv.shape[0] and isinstance(backend, FusedDecode):
             return backend.decode_qkv(qkv, kv, decodes, norm_rope, spec)
         q = dispatch.qk_norm_rope_store_kv(
-            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope
+            qkv, batch.positions, batch.slot_mapping, kv.k, kv.v, norm_rope, kv.scales
         )
         return self(q, kv, batch, spec)
 

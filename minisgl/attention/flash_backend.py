@@ -1,9 +1,9 @@
-"""Paged attention with flash-attn, in whichever generation is installed.
+"""Paged attention with flash-attn, of any installed generation.
 
-They differ in names and in what they take: generation 2 (Dao, arXiv 2307.08691; the package
-flash_attn) pages of a multiple of 256 tokens, 3 (Shah et al., arXiv 2407.08608; the module
-flash_attn_interface) and 4 (flash_attn.cute) pages of any size. All read page table and lengths
-on the device, so that there is nothing to plan.
+Generations differ in module, argument names and page sizes: 2 (Dao, arXiv 2307.08691; the package
+flash_attn) requires pages of a multiple of 256 tokens; 3 (Shah et al., arXiv 2407.08608; the module
+flash_attn_interface) and 4 (flash_attn.cute) accept any size. All read page table and lengths on
+the device, so no step needs a plan.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from minisgl.config import AttentionSpec
 class FlashAttention:
     """Implements AttentionBackend, in float16 and bfloat16.
 
-    Prefill must know on the host how long chunks are, hence no graph of it can be captured.
+    Prefill needs the lengths of chunks on the host, so it cannot be captured in a graph.
     """
 
     def __init__(self) -> None:
-        """Raises ImportError where no generation imports."""
+        """Load the newest generation. Raises ImportError if none can be imported."""
         self._kernels = load_kernels()
 
     @property
     def page_multiple(self) -> int:
-        """The number of tokens that the page size must be a multiple of."""
+        """The number of tokens that must divide the page size."""
         return self._kernels.page_multiple
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
@@ -48,7 +48,7 @@ class FlashAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Generation:
-    """Where one generation's functions are, and what it calls their arguments."""
+    """The module, functions and argument names of one generation."""
 
     number: int
     package: str
@@ -57,15 +57,15 @@ class _Generation:
     prefill: str
     page_multiple: int = 1
     page_table: str = "page_table"
-    decode_lengths: str  # of each row's keys
-    prefill_lengths: str  # of each chunk's keys
-    adds_up_lengths: bool = False  # whether prefill_lengths are cumulative
-    takes_longest: bool = True  # whether prefill takes max_seqlen_k
+    decode_lengths: str  # name of the argument for the key counts of rows
+    prefill_lengths: str  # name of the argument for the key counts of chunks
+    adds_up_lengths: bool = False  # prefill_lengths are cumulative
+    takes_longest: bool = True  # prefill takes max_seqlen_k
 
     def load(self) -> _Kernels:
         module = importlib.import_module(self.module)
         decode, prefill = getattr(module, self.decode), getattr(module, self.prefill)
-        # Generation 2 brings a folder flash_attn.cute too, with a forerunner of this function.
+        # Generation 2 also contains flash_attn.cute, with an early version of this function.
         if self.number == 4 and "max_seqlen_q" not in inspect.signature(prefill).parameters:
             raise ImportError(f"{self.module} is not that of the package {self.package}")
         return _Kernels(self, decode, prefill)
@@ -76,7 +76,7 @@ _NEWEST_FIRST = (
         number=4,
         package="flash-attn-4",
         module="flash_attn.cute",
-        # Splitting the keys is left off: on Hopper it is refused.
+        # Without split keys, which are not supported on Hopper.
         decode="flash_attn_varlen_func",
         prefill="flash_attn_varlen_func",
         decode_lengths="seqused_k",
@@ -109,7 +109,7 @@ _NEWEST_FIRST = (
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """A generation that is installed."""
+    """An installed generation."""
 
     generation: _Generation
     decode_function: Callable[..., Any]
@@ -129,7 +129,7 @@ class _Kernels:
 
     def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
         names, lengths = self.generation, batch.ends
-        if names.adds_up_lengths:  # as if the keys lay one after the other
+        if names.adds_up_lengths:  # cumulative, as for contiguous keys
             lengths = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         arguments: dict[str, Any] = {
             "cu_seqlens_q": batch.row_starts,
@@ -146,17 +146,17 @@ class _Kernels:
 
 
 def _result(out: Any) -> Tensor:
-    """Generation 4 returns the logarithms of the softmax's denominators, too."""
+    """The attention output; generation 4 returns the log-sum-exp of the softmax as well."""
     result: Tensor = out[0] if isinstance(out, tuple) else out
     return result
 
 
 def load_kernels() -> _Kernels:
-    """The newest generation that imports. Raises ImportError, which names them all."""
+    """Load the newest generation that can be imported. Raises ImportError, naming all of them."""
     failures: list[str] = []
     for generation in _NEWEST_FIRST:
         try:
             return generation.load()
-        except Exception as error:  # a package built for another torch fails in many ways
+        except Exception as error:  # packages built for another torch raise many types
             failures.append(f"{generation.package}: {error}")
     raise ImportError("no generation of flash-attn imports (" + "; ".join(failures) + ")")

@@ -1,7 +1,7 @@
 """Paged attention with FlashInfer's kernels (Ye et al., arXiv 2501.01005).
 
-FlashInfer is an optional package, and compiles its kernels with nvcc at first use: only
-`backends` imports this module, and only when one of its backends is chosen.
+FlashInfer is an optional package that compiles its kernels with nvcc at first use. Only `backends`
+imports this module, and only if one of its backends is selected.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 from minisgl.attention.base import AttentionShape, DecodeBatch, LayerKV, PrefillBatch
 from minisgl.config import AttentionSpec
 
-# Query heads per KV head up to which decode on CUDA cores is bound by memory. With more, tensor
-# cores win: measured on an H200 at 2 and 4 against 5 and 8.
+# Numbers of query heads per KV head at which decode on CUDA cores is memory-bound. With more,
+# tensor cores are faster (measured on an H200 at 2 and 4, and at 5 and 8).
 CUDA_CORE_GROUPS = frozenset((1, 2, 3, 4))
 
-# One step runs, the next is queued, and one is spare.
+# One running, one queued, one spare.
 STEPS_IN_FLIGHT = 3
-# What FlashInfer recommends.
+# As FlashInfer recommends.
 WORKSPACE_BYTES = 128 << 20
-# Queries of one tile, at most, and blocks per multiprocessor of the prefill kernel for Ampere.
+# Maximum number of queries per tile, and blocks per SM, of the prefill kernel for Ampere.
 _QUERY_TILE = 128
 _BLOCKS_PER_SM = 2
 
@@ -36,20 +36,20 @@ _BLOCKS_PER_SM = 2
 class FlashInferAttention:
     """Implements AttentionBackend and HostPlanned, in float16 and bfloat16.
 
-    A plan is made on the host and copied to the device from pinned memory, without waiting. The
-    copy may be queued after earlier steps, so each step plans into a wrapper of its own, which is
-    reused after `steps_in_flight` steps. By then the caller must have seen the step end.
+    A plan is made on the host and copied asynchronously from pinned memory. The copy may wait for
+    earlier steps on the stream, so each step uses a wrapper of its own, which is reused after
+    `steps_in_flight` steps. By then the caller must have collected the earlier step.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
         self._shape = shape
         self._decodes = _Rotation(self._make_decode_wrapper, steps_in_flight)
         self._chunks = _Rotation(self._make_prefill_wrapper, steps_in_flight)
-        # Holds partial results within one kernel, hence one is enough for all wrappers.
+        # Partial results within one kernel, so all wrappers can share it.
         self._scratch: Tensor | None = None
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Queue the plan of a step's decode rows. Raises ValueError without `lengths_host`."""
+        """Plan the decode rows of a step. Raises ValueError without `lengths_host`."""
         if batch.lengths_host is None:
             raise ValueError("FlashInfer plans decode rows on the host, from lengths_host")
         shape = self._shape
@@ -105,9 +105,10 @@ class FlashInferAttention:
         )
 
     def _make_prefill_wrapper(self, device: torch.device) -> Any:
-        # auto: fa3 on sm_90, and fa2 elsewhere.
+        # auto: fa3 on sm_90, fa2 elsewhere. fa3 reads FP8 only with queries in FP8.
+        fp8 = self._shape.kv_dtype != self._shape.dtype
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._scratch_on(device), "NHD", backend="auto"
+            self._scratch_on(device), "NHD", backend="fa2" if fp8 else "auto"
         )
 
     def _scratch_on(self, device: torch.device) -> Tensor:
@@ -118,26 +119,26 @@ class FlashInferAttention:
 
 
 class TrtllmAttention:
-    """Decode without a plan, by TensorRT-LLM's kernels: XQA on Hopper. It may be captured.
+    """Decode with TensorRT-LLM's kernels (XQA on Hopper), without a plan; can be captured.
 
-    It reads page table and lengths on the device. The grid follows from the number of rows and the
-    width of the page table, so a captured step serves every length that its table can hold. Pages
-    have 16, 32 or 64 tokens. TensorRT-LLM's prefill over pages is for Blackwell;
-    FlashInferAttention does the prefill.
+    Page table and lengths are read on the device. The grid depends only on the number of rows and
+    the width of the page table, so a captured step serves every length that its table can hold.
+    Pages must have 16, 32 or 64 tokens. TensorRT-LLM's paged prefill requires Blackwell;
+    FlashInferAttention does the prefill instead.
 
-    XQA lets the next kernel start before XQA itself has waited for the previous one. So a kernel
-    launched right after decode must not read, before its own wait, what the one before decode
-    wrote.
+    XQA triggers the launch of the next kernel (PDL) before XQA itself has waited for the previous
+    one. So a kernel launched right after decode must not read the output of the kernel before
+    decode until it has executed its own wait.
     """
 
     def __init__(self, shape: AttentionShape, *, steps_in_flight: int = STEPS_IN_FLIGHT) -> None:
         self._prefill = FlashInferAttention(shape, steps_in_flight=steps_in_flight)
-        # Its first 8 MiB are counters, which every kernel expects to be zero and leaves zero, so
-        # the workspace has no other use.
+        # The first 8 MiB are counters that every kernel expects to be zero and resets, so the
+        # workspace must not be shared with other uses.
         self._workspace: Tensor | None = None
 
     def plan_decode(self, batch: DecodeBatch) -> None:
-        """Allocates the workspace, which must exist before anything is captured."""
+        """Allocate the workspace, which must exist before a capture."""
         if self._workspace is None:
             device = batch.page_table.device
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -149,14 +150,14 @@ class TrtllmAttention:
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out: Tensor = trtllm_batch_decode_with_kv_cache(
-            q.contiguous(),  # the kernel takes pointers of these three, and no strides
+            q.contiguous(),  # the kernel takes no strides of these three
             (kv.k, kv.v),
             self._workspace,
             batch.page_table.contiguous(),
             batch.lengths.contiguous(),
             max_seq_len=batch.page_table.shape[1] * kv.page_size,
-            bmm1_scale=spec.scale,
-            bmm2_scale=1.0,
+            bmm1_scale=spec.scale * kv.scales.k,
+            bmm2_scale=kv.scales.v,
             kv_layout="NHD",
         )
         return out
@@ -168,14 +169,14 @@ class TrtllmAttention:
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The pages of a step's rows, concatenated. All int32, and on the host except `indices`; in
+    """The concatenated pages of a step's rows. All int32 and on the host, except `indices`; in
     pinned memory if the device is a GPU."""
 
-    indptr: Tensor  # [num_rows + 1]: where each row's pages begin
+    indptr: Tensor  # [num_rows + 1]: start of each row's pages
     indices: Tensor  # [indptr[-1]], on the device
     last_lengths: Tensor  # [num_rows]: tokens in a row's last page
     lengths: Tensor  # [num_rows]: tokens attended to
-    query_indptr: Tensor  # [num_rows + 1]: where each row's queries begin
+    query_indptr: Tensor  # [num_rows + 1]: start of each row's queries
 
 
 def list_pages(
@@ -184,14 +185,14 @@ def list_pages(
     page_size: int,
     num_queries: Sequence[int] | None = None,
 ) -> PageLists:
-    """Concatenates the defined columns of `page_table` [n, max_pages], without waiting for it.
+    """Concatenate the defined columns of `page_table` [n, max_pages], asynchronously.
 
     lengths: tokens of each row; num_queries: queries of each row, one by default.
     """
     counts = [-(-length // page_size) for length in lengths]
     begins = list(itertools.accumulate(counts, initial=0))
     width = page_table.shape[1]
-    # From a page's place in the lists to its place in the flattened table.
+    # Offsets from the index of a page in the lists to its index in the flattened table.
     shifts = [row * width - begin for row, begin in enumerate(begins[:-1])]
     parts = (
         begins,
@@ -221,7 +222,7 @@ def list_pages(
 
 
 class _Rotation:
-    """FlashInfer's wrappers, each with pinned and device buffers of its own, used in rotation."""
+    """FlashInfer wrappers used in rotation, each with its own pinned and device buffers."""
 
     def __init__(self, make: Callable[[torch.device], Any], size: int) -> None:
         self._make = make
@@ -230,7 +231,7 @@ class _Rotation:
         self._batch: DecodeBatch | PrefillBatch | None = None
 
     def next(self, batch: DecodeBatch | PrefillBatch) -> Any:
-        """The wrapper to plan `batch` with: the least recently used one."""
+        """Assign the least recently used wrapper to `batch`, for its plan."""
         self._batch = batch
         if len(self._wrappers) < self._size:
             self._wrappers.append(self._make(batch.page_table.device))
@@ -239,21 +240,22 @@ class _Rotation:
         return self._wrappers[-1]
 
     def planned(self, batch: DecodeBatch | PrefillBatch) -> Any:
-        """The wrapper that `batch` was planned with. Raises RuntimeError if another was planned
-        since."""
+        """The wrapper that `batch` was planned with. Raises RuntimeError if another batch was
+        planned since."""
         if batch is not self._batch:
             raise RuntimeError("Attention.prepare must plan a step's rows before its first layer")
         return self._wrappers[-1]
 
 
 def _run(wrapper: Any, q: Tensor, kv: LayerKV, spec: AttentionSpec) -> Tensor:
-    """Runs a plan, which was made with a scale of one: `q_scale` multiplies that."""
-    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=spec.scale, out=q.new_empty(q.shape))
-    return out
+    """Run a plan. Plans are made with a scale of one, which `q_scale` multiplies."""
+    scale = spec.scale * kv.scales.k
+    out: Tensor = wrapper.run(q, (kv.k, kv.v), q_scale=scale, out=q.new_empty(q.shape))
+    return out if kv.scales.v == 1 else out.mul_(kv.scales.v)
 
 
 def _scratch_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """The bytes of the largest partial results: those of fa2 prefill with split keys."""
+    """Bytes of the largest partial results, those of fa2 prefill with split keys."""
     if device.type != "cuda":
         return WORKSPACE_BYTES
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count

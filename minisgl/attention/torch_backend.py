@@ -1,11 +1,11 @@
-"""Paged attention in torch: the reference of all other backends, and the backend of CPUs.
+"""Paged attention in torch: the reference of all other backends, and the backend for CPUs.
 
-Keys and values are gathered into dense tensors and, on a CPU, handed to
-scaled_dot_product_attention. The query heads that share a KV head become queries of one sequence
-(decode) or heads over one broadcast KV head (prefill), so K and V are never repeated.
+Keys and values are gathered into dense tensors and, on a CPU, passed to
+scaled_dot_product_attention. The query heads of a KV head become queries of one sequence (decode)
+or heads over one broadcast KV head (prefill), so K and V are never repeated.
 
-On a GPU the arithmetic is written out. The kernel that torch uses there for masks gives wrong
-results over broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191937).
+On a GPU the arithmetic is written out: torch's kernel for masks gives wrong results there over
+broadcast keys whose number is one more than a multiple of 32 (pytorch issue 191937).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.config import AttentionSpec
 
-# Limits of the dense tensors of one call. A CPU attends four times as fast to keys and values that
-# stay in its caches; a GPU wants few large launches.
+# Maximum size of the dense tensors of one call. A CPU is four times as fast if keys and values fit
+# into its caches; on a GPU, few large launches are faster.
 _CPU_GATHERED_BYTES = 8 << 20
 _GPU_GATHERED_BYTES = 256 << 20
 _MAX_MASK_ELEMENTS = 16 << 20
@@ -26,14 +26,13 @@ _MAX_SCORES = 64 << 20
 
 
 class TorchAttention:
-    """Implements AttentionBackend on any device and in any floating dtype, without waiting for the
-    device."""
+    """Implements AttentionBackend on any device, for any floating dtype. Does not synchronize."""
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
-        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].nbytes))
+        group = max(1, limit // (2 * batch.longest * kv.k[0, 0].numel() * q.itemsize))
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
@@ -44,7 +43,7 @@ class TorchAttention:
         """q: [num_rows, num_heads, head_dim]; returns the same shape."""
         out = torch.empty_like(q)
         starts, lengths = batch.starts, batch.lengths
-        if not lengths:  # known to the device alone, which here is the CPU
+        if not lengths:  # the chunks are only in the tensors, as in a captured step
             lengths = tuple(batch.row_starts.diff().tolist())
             starts = tuple((batch.ends - batch.row_starts.diff()).tolist())
         first = 0
@@ -62,32 +61,34 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     positions = torch.arange(longest, device=q.device)
-    # Past its end a row reads its last token again: the cache may hold another request's values
-    # there, or NaN, which a mask does not keep out.
+    # Columns past the end of a row repeat its last token: the cache may contain NaN there, which a
+    # mask does not exclude.
     last = lengths.long().clamp(min=1).unsqueeze(1) - 1
     index = _slot_mapping(page_table, torch.minimum(positions, last), kv.page_size)
-    k, v = _gather(kv.k, index), _gather(kv.v, index)  # [num_rows, longest, kv heads, head_dim]
+    # [num_rows, longest, kv heads, head_dim]
+    k, v = _gather(kv.k, index, q.dtype), _gather(kv.v, index, q.dtype)
     attend = _attend_fused if q.is_cpu else _attend_plainly
     out = attend(
         q.reshape(num_rows, num_kv_heads, -1, head_dim),
         k.transpose(1, 2),
         v.transpose(1, 2),
         (positions <= last)[:, None, None],
-        scale,
+        scale * kv.scales.k,
     )
-    return out.reshape(num_rows, num_heads, head_dim)
+    return _scaled(out, kv.scales.v).reshape(num_rows, num_heads, head_dim)
 
 
 def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, scale: float) -> None:
-    """Attends from the chunk at position `start` to itself and all earlier tokens, into `out`."""
+    """Attend from the chunk at position `start` to itself and all earlier tokens, into `out`."""
     length, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[2]
     end = start + length
     positions = torch.arange(end, device=q.device)
     index = _slot_mapping(pages.unsqueeze(0), positions.unsqueeze(0), kv.page_size)[0]
     grouped = (num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
-    k = _gather(kv.k, index).transpose(0, 1).unsqueeze(1)  # [kv heads, 1, end, head_dim]
-    v = _gather(kv.v, index).transpose(0, 1).unsqueeze(1)
+    # [kv heads, 1, end, head_dim]
+    k = _gather(kv.k, index, q.dtype).transpose(0, 1).unsqueeze(1)
+    v = _gather(kv.v, index, q.dtype).transpose(0, 1).unsqueeze(1)
     attend = _attend_fused if q.is_cpu else _attend_plainly
     block = max(1, _MAX_MASK_ELEMENTS // end if q.is_cpu else _MAX_SCORES // (end * num_heads))
     for first in range(0, length, block):
@@ -95,7 +96,8 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
         visible = start + stop  # keys of the block's last query
         queries = q[first:stop].transpose(0, 1).reshape(grouped)
         mask = positions[:visible] <= positions[start + first : visible].unsqueeze(1)
-        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale)
+        attended = attend(queries, k[:, :, :visible], v[:, :, :visible], mask, scale * kv.scales.k)
+        attended = _scaled(attended, kv.scales.v)
         out[first:stop] = attended.reshape(num_heads, -1, head_dim).transpose(0, 1)
 
 
@@ -107,9 +109,9 @@ def _attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
 
 
 def _attend_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """As _attend_fused, but computed in float32 in plain operations."""
+    """Compute `_attend_fused` in float32 with plain operations."""
     shape = q.shape
-    if k.shape[1] == 1:  # the heads become queries, so that k and v are not repeated
+    if k.shape[1] == 1:  # treat heads as queries, so that k and v are not repeated
         mask = mask.expand(shape[:3] + mask.shape[-1:]).flatten(1, 2).unsqueeze(1)
         q = q.flatten(1, 2).unsqueeze(1)
     scores = (q.float() @ k.float().mT).mul_(scale).masked_fill_(~mask, -torch.inf)
@@ -122,7 +124,16 @@ def _slot_mapping(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     return pages * page_size + positions % page_size
 
 
-def _gather(cache: Tensor, index: Tensor) -> Tensor:
-    """cache: [pages, page_size, kv heads, head_dim]; returns [*index.shape, kv heads, head_dim]."""
+def _gather(cache: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """cache: [pages, page_size, kv heads, head_dim]; returns [*index.shape, kv heads, head_dim] in
+    `dtype`, which holds every e4m3 number."""
     flat = cache.view(-1, *cache.shape[2:])
-    return flat.index_select(0, index.flatten()).view(*index.shape, *cache.shape[2:])
+    if cache.dtype != torch.float8_e4m3fn:
+        found = flat.index_select(0, index.flatten())
+    else:  # which torch selects as bytes alone
+        found = flat.view(torch.uint8).index_select(0, index.flatten()).view(cache.dtype).to(dtype)
+    return found.view(*index.shape, *cache.shape[2:])
+
+
+def _scaled(out: Tensor, scale: float) -> Tensor:
+    return out if scale == 1 else out * scale

@@ -1,7 +1,7 @@
-"""Paged attention in Triton, which needs no CUDA toolkit and no plan per step.
+"""Paged attention in Triton, without CUDA toolkit and without a plan per step.
 
-Both phases read page tables, lengths and the bounds of chunks on the device, so that a CUDA graph
-of either serves any batch that fits.
+Both phases read page tables, lengths and chunk bounds on the device, so a CUDA graph of either
+serves any batch that fits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
 
-def decode_tiles(num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning) -> DecodeTiles:
-    """num_items: pairs of a row and a KV head."""
+def decode_tiles(
+    num_items: int, head_dim: int, itemsize: int, tuning: DeviceTuning, *, fp8: bool = False
+) -> DecodeTiles:
+    """The tiles of a decode batch. num_items: number of (row, KV head) pairs; itemsize: of queries;
+    fp8: whether the KV cache is in FP8."""
     if itemsize == 4:
         return tuning.float32_decode_tiles
     if head_dim > 128:
         return tuning.wide_decode_tiles
-    return next(tiles for most, tiles in tuning.decode_tiles if num_items <= most)
+    table = tuning.fp8_decode_tiles if fp8 else tuning.decode_tiles
+    return next(tiles for most, tiles in table if num_items <= most)
 
 
 def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> PrefillTiles:
@@ -34,9 +38,9 @@ def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> Prefill
 class TritonAttention:
     """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
 
-    For one stream: all calls share the memory through which the splits of decode are merged. A
-    row's result depends on the other rows only in where its keys are split, which follows from the
-    number of rows and tokens; the same rows give the same bits, in any order.
+    For use on one stream: all calls share the memory in which the KV splits of decode are merged.
+    Other rows affect the result of a row only through the position of its KV splits, which depends
+    on the numbers of rows and tokens; equal sets of rows give equal bits, in any order.
     """
 
     def __init__(
@@ -46,25 +50,25 @@ class TritonAttention:
         *,
         pdl: bool = True,
     ) -> None:
-        """decode, prefill: tiles to use in place of the device's tuning. pdl: overlap launches
-        where the device can, by the rule of launch.py."""
+        """decode, prefill: tiles to use instead of the device's tuning. pdl: overlap launches if
+        the device supports it, by the rule of launch.py."""
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
-        # The last one is the largest; captured graphs may hold the others.
+        # The last one is the largest; captured graphs may use the others.
         self._workspaces: list[DecodeWorkspace] = []
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
 
-        Raises RuntimeError if a graph is captured that needs more memory than the calls before it.
+        Raises RuntimeError if a capture needs more memory than the calls before it.
         """
         return self._decode(q, q.shape[1], kv, batch, spec, None)
 
     def decode_qkv(
         self, qkv: Tensor, kv: LayerKV, batch: DecodeBatch, norm_rope: NormRope, spec: AttentionSpec
     ) -> Tensor:
-        """qkv: as dispatch.qk_norm_rope_store_kv takes it; returns [num_rows, num_heads, head_dim].
+        """qkv: as for dispatch.qk_norm_rope_store_kv; returns [num_rows, num_heads, head_dim].
 
         Rows of length 0 are zeros, and write nothing to the cache. Raises as `decode` does.
         """
@@ -86,7 +90,11 @@ class TritonAttention:
         num_kv_heads = kv.k.shape[2]
         tuning = tuning_of(heads.device)
         tiles = self._decode_tiles or decode_tiles(
-            num_rows * num_kv_heads, head_dim, heads.itemsize, tuning
+            num_rows * num_kv_heads,
+            head_dim,
+            heads.itemsize,
+            tuning,
+            fp8=kv.k.dtype == torch.float8_e4m3fn,
         )
         target_splits = max(1, tuning.num_sms * tiles.programs_per_sm // num_kv_heads)
         num_stats = (target_splits + num_rows) * num_heads
@@ -103,6 +111,7 @@ class TritonAttention:
             ),
             tiles=tiles,
             norm_rope=norm_rope,
+            scales=kv.scales,
             pdl=self._pdl,
         )
 
@@ -117,6 +126,7 @@ class TritonAttention:
             batch.ends,
             scale=spec.scale,
             tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
+            scales=kv.scales,
             pdl=self._pdl,
         )
 
@@ -131,7 +141,7 @@ class TritonAttention:
             num_stats, num_accs = max(num_stats, held[0]), max(num_accs, held[1])
             num_semaphores = max(num_semaphores, held[2])
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            # The graph would zero the semaphores at each replay, while other graphs use them.
+            # Each replay would zero the semaphores, which other graphs use.
             raise RuntimeError("decode a batch of this size once before a graph of it is captured")
         self._workspaces.append(
             DecodeWorkspace.allocate(

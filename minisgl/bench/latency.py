@@ -9,14 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl.bench.config import LatencyConfig, ReportConfig, Sizes
+from minisgl.bench.energy import Counter, energy_counter, engine_gpus, metered
 from minisgl.bench.offline_run import RunRecord, run_streaming
 from minisgl.bench.online.config import Point
+from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.figures import Figures, spreads
 from minisgl.bench.report.files import write_files
 from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
-from minisgl.bench.report.tables import print_spreads
-from minisgl.bench.roofline import DecodeStep, Peak, engine_peak
+from minisgl.bench.report.tables import energy_cells, print_spreads
+from minisgl.bench.roofline import DecodeStep
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import Capacity, EngineConfig
@@ -74,14 +76,16 @@ async def bench_latency(
         )
         if engine.config.device == "cpu":
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
-        peak = engine_peak(engine.config)
+        peak = engine_peak(engine.config, engine.model)
+        counter = energy_counter(engine_gpus(engine.config))
         freeze_memory()
         records = []
         for index, batch in enumerate(sizes):
             with console.status(f"Batch {batch.num_requests}"):
                 # No two runs have a seed in common: one would find its prompts in the prefix cache.
                 first_seed = config.seed + index * config.repeat
-                records.append(await _measure(engine, batch, config.repeat, first_seed, peak))
+                seeds = range(first_seed, first_seed + config.repeat)
+                records.append(await _measure(engine, batch, seeds, peak, counter))
         run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
     rows = [({"batch_size": record.sizes.num_requests}, record.result) for record in records]
@@ -102,17 +106,19 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
 
 
 async def _measure(
-    engine: AsyncEngine, batch: Sizes, repeat: int, first_seed: int, peak: Peak | None
+    engine: AsyncEngine, batch: Sizes, seeds: range, peak: Peak | None, counter: Counter
 ) -> BatchRecord:
-    """Measure `repeat` repetitions; the record is of the last one."""
+    """Measure a repetition for each of `seeds`; the record is of the last one."""
     repetitions: list[Figures] = []
-    for seed in range(first_seed, first_seed + repeat):
+    for seed in seeds:
         jobs = make_workload(
             batch, vocab_size=engine.model.vocab_size, temperature=GREEDY, seed=seed
         )
-        run = await run_streaming(engine, jobs)
-        repetitions.append(Figures.of(run))
-    step = DecodeStep.of(run, engine.model, engine.config.dtype)
+        with metered(counter) as spent:
+            run = await run_streaming(engine, jobs)
+        repetitions.append(Figures.of(run).with_energy(spent))
+    dtype = engine.config.dtype
+    step = DecodeStep.of(run, engine.model, dtype=dtype, kv_dtype=engine.config.kv_dtype)
     return BatchRecord(
         sizes=batch,
         figures=repetitions[-1],
@@ -128,6 +134,9 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
     headings = ["batch", "TPOT ms", "TTFT ms", "output tok/s"]
     if peak is not None:
         headings += ["limit ms", "of the limit"]
+    with_energy = any(record.figures.energy for record in records)
+    if with_energy:
+        headings += ["watts", "joules/token"]
     for heading in headings:
         table.add_column(heading, justify="right")
     for record in records:
@@ -140,12 +149,16 @@ def print_latencies(console: Console, records: Sequence[BatchRecord], peak: Peak
         ]
         if record.limit_s is not None:
             cells += [f"{record.limit_s * 1e3:,.3f}", f"{record.limit_s / record.tpot_s:.1%}"]
+        if with_energy:
+            cells += energy_cells(figures.energy)
         table.add_row(*cells)
     console.print(table)
     console.print(
         "TPOT: (last token - first token) / (tokens - 1); TTFT: first token - submission; medians "
         "over the requests of a batch. output tok/s: of the whole run, prefill included."
     )
+    if with_energy:
+        console.print("watts: the mean power of the GPUs over the whole run.")
     for record in records:
         if spreads(record.repetitions):
             console.print(f"batch {record.sizes.num_requests}: ", end="")
@@ -159,6 +172,5 @@ def _explain(records: Sequence[BatchRecord], peak: Peak) -> str:
     cache = ", ".join(f"{step.kv_bytes / 1e9:.2f}" for step in steps)
     return (
         f"limit: the time in which a decode step can read {steps[0].weight_bytes / 1e9:.2f} GB of "
-        f"weights and {cache} GB of KV cache at {peak.bytes_per_s / 1e12:.2f} TB/s, or compute at "
-        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s where that takes longer."
+        f"weights and {cache} GB of KV cache, or compute where that takes longer, at {peak}."
     )

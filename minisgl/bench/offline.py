@@ -12,10 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from minisgl.bench.config import BenchConfig, ReportConfig, Sizes
+from minisgl.bench.energy import energy_counter, engine_gpus, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.offline_run import RunRecord, run_offline
 from minisgl.bench.online.config import Point
 from minisgl.bench.online.metrics_poller import Sample
+from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.report.figures import (
     Figures,
     Limit,
@@ -26,12 +28,12 @@ from minisgl.bench.report.output import make_console
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import print_figures, print_spreads
-from minisgl.bench.roofline import Peak, Work, engine_peak
+from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.plan import make_plan
 from minisgl.bench.workload.requests import make_offline_request
-from minisgl.bench.workload.trace import TraceRow, read_trace
+from minisgl.bench.workload.schedule import make_schedule
+from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -87,17 +89,20 @@ async def _measure(
     config: BenchConfig,
     workload: WorkloadConfig,
     sizes: Sizes,
-    rows: Sequence[TraceRow],
+    rows: Sequence[TraceEntry],
 ) -> tuple[RunRecord, PointResult]:
     """Measure every repetition; the run and the result are of the last one."""
-    peak = engine_peak(engine.config)
+    peak = engine_peak(engine.config, engine.model)
+    counter = energy_counter(engine_gpus(engine.config))
     freeze_memory()
     repetitions: list[Figures] = []
     for repetition in range(1, config.repeat + 1):
         # The last one has the seed that was asked for, so that it is the same for any number of
         # them; those before it have others, so that it finds nothing in the prefix cache.
         seed = config.seed + config.repeat - repetition
-        plan = make_plan(workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed)
+        schedule = make_schedule(
+            workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed
+        )
         jobs = [
             make_offline_request(
                 asked.prompt,
@@ -105,12 +110,13 @@ async def _measure(
                 temperature=config.temperature,
                 seed=asked.seed,
             )
-            for asked in plan
+            for asked in schedule
         ]
         title = f"{repetition} of {config.repeat}"
         async with poll_engine(console, title, engine, len(jobs)) as timeline:
-            run = await run_offline(engine, jobs)
-        figures = Figures.of(run)
+            with metered(counter) as spent:
+                run = await run_offline(engine, jobs)
+        figures = Figures.of(run).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {title}: {figures.elapsed_s:.2f} s, "
@@ -129,8 +135,15 @@ async def _measure(
 
 def _limit(engine: AsyncEngine, run: RunRecord, figures: Figures, peak: Peak) -> Limit:
     config = engine.config
-    most = config.max_running_requests
-    return Limit.of(figures, peak, Work.of(run, engine.model, config.dtype, max_running=most))
+    work = Work.of(
+        run,
+        engine.model,
+        peak,
+        dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
+        max_running=config.max_running_requests,
+    )
+    return Limit.of(figures, peak, work)
 
 
 @asynccontextmanager

@@ -2,102 +2,138 @@
 
 The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model", 2009) of serving:
 each step reads every weight once, each decoded token reads the keys and values of everything before
-it, and prefill multiplies.
+it, and each token is multiplied by the weights.
+
+A kernel computes while it loads, so that the longer of the two counts (`Load`). Kernels run one
+after the other: the products of the layers, the experts, the head and attention of a step add up,
+although they could overlap: the limit is that of engines like this one. With many rows, a decode
+step's products are limited by arithmetic, and its attention by memory.
+
+Which rows share a step follows from the requests of a run (`Work.of`): each decodes as early as
+possible, as many together as may run. The other steps are one for each prompt at most, whose
+tokens they share evenly, and beyond those, as where requests arrive by and by, decode steps of one
+row. Neither padding nor what retraction computes again counts.
 
 Only experts that some row of a step has chosen count: if each row chooses k of E at random, their
 expected number is E · (1 - (1 - k/E) ** rows).
-
-For a whole run (`Work`), memory traffic and arithmetic are added up, although they could overlap:
-the limit is that of engines like this one, which run their kernels one after the other. Within one
-decode step (`DecodeStep`) the same kernels move and compute, and the longer of the two counts.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapreplace
 from itertools import accumulate
 
-import torch
-
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.config import ModelFacts, ResolvedConfig
-
-# Large enough to make launches and caches of a GPU negligible, small enough for the memory that the
-# engine leaves free.
-COPIED_BYTES = 256 << 20
-MATRIX_SIZE = 8192
-MATRIX_SIZE_ON_CPU = 1024
+from minisgl.bench.peak import Peak
+from minisgl.config import DTYPE_BYTES, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
-    """The measured peak of one device, or of several together."""
+class Load:
+    """What the kernels of one kind move and compute, in one step or in several that are alike."""
 
-    bytes_per_s: float  # of a copy, read and written bytes together
-    operations_per_s: float  # of a GEMM; a multiply-add counts as two
+    num_bytes: float
+    operations: float
+    in_layers: bool = False  # products of layers, which may multiply in FP8
+
+    def seconds(self, peak: Peak) -> float:
+        """The longer of moving and computing."""
+        reached = peak.layer_operations_per_s if self.in_layers else peak.operations_per_s
+        return max(self.num_bytes / peak.bytes_per_s, self.operations / reached)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The minimum of memory traffic and arithmetic of a run."""
+    """The minimum of memory traffic and arithmetic of a run, and of its time."""
 
     weight_bytes: int
     kv_bytes: int
     prefill_operations: int
+    decode_operations: int
+    seconds: float
 
     @classmethod
-    def of(cls, run: RunRecord, model: ModelFacts, dtype: str, *, max_running: int) -> Work:
-        """The work of the requests and steps of `run` for `model` in `dtype`, if at most
-        `max_running` requests run at a time."""
-        # Tokens whose keys and values are read or written.
-        num_moved = sum(
-            _num_decode_reads(request)
-            + request.num_prompt_tokens
-            - request.num_cached_tokens
-            + request.num_output_tokens
-            - 1
-            for request in run.requests
-        )
-        return cls(
-            weight_bytes=run.num_steps * model.weight_bytes(dtype)
-            + _expert_bytes_read(run, model, dtype, max_running),
-            kv_bytes=num_moved * model.kv_bytes_per_token(dtype),
-            prefill_operations=prefill_operations(run.requests, model),
-        )
+    def of(
+        cls,
+        run: RunRecord,
+        model: ModelFacts,
+        peak: Peak,
+        *,
+        dtype: str,
+        kv_dtype: str,
+        max_running: int,
+    ) -> Work:
+        """The work of the requests and steps of `run`, if at most `max_running` run at a time.
 
-    def seconds(self, peak: Peak) -> float:
-        moved = self.weight_bytes + self.kv_bytes
-        return moved / peak.bytes_per_s + self.prefill_operations / peak.operations_per_s
+        dtype: what the model computes in; kv_dtype: what its KV cache stores.
+        """
+        requests = run.requests
+        batches = Counter(_decode_batches(requests, max_running)[: run.num_steps])
+        num_others = run.num_steps - batches.total()
+        num_prefills = min(num_others, len(requests))
+        batches[1] += num_others - num_prefills
+        decoding = [
+            load
+            for size, count in batches.items()
+            for load in _decode_products(model, dtype, count, size)
+        ]
+        num_new = sum(map(_num_new_tokens, requests))
+        prefilling = _products(model, dtype, num_prefills, num_new, len(requests))
+        per_token, per_pair = model.kv_bytes_per_token(kv_dtype), _operations_per_pair(model)
+        num_read = sum(map(_num_decode_reads, requests))
+        num_decoded = sum(request.num_output_tokens - 1 for request in requests)
+        decode_attention = Load((num_read + num_decoded) * per_token, num_read * per_pair)
+        num_pairs = sum(map(_num_prefill_pairs, requests))
+        prefill_attention = Load(num_new * per_token, num_pairs * per_pair)
+        products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
+        decode_loads = (*decoding, decode_attention)
+        return cls(
+            weight_bytes=round(sum(load.num_bytes for load in products)),
+            kv_bytes=round(sum(load.num_bytes for load in attention)),
+            prefill_operations=prefill_operations(requests, model),
+            decode_operations=round(sum(load.operations for load in decode_loads)),
+            seconds=sum(load.seconds(peak) for load in (*products, *attention)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """The minimum of work of a decode step, averaged over the decode steps of a run."""
 
-    weight_bytes: float
-    kv_bytes: float
-    operations: float
+    products: tuple[Load, ...]
+    attention: Load
 
     @classmethod
-    def of(cls, run: RunRecord, model: ModelFacts, dtype: str) -> DecodeStep:
+    def of(cls, run: RunRecord, model: ModelFacts, *, dtype: str, kv_dtype: str) -> DecodeStep:
         """The step of requests that decode together, all with outputs of one length >= 2."""
         [num_output_tokens] = {request.num_output_tokens for request in run.requests}
         num_steps, batch_size = num_output_tokens - 1, len(run.requests)
         num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
-        used = model.num_layer_weights + model.num_head_weights + _expert_weights_of_row(model)
         return cls(
-            weight_bytes=model.weight_bytes(dtype) + _expert_bytes(model, dtype, batch_size),
-            kv_bytes=(num_read + batch_size) * model.kv_bytes_per_token(dtype),
-            operations=2 * used * batch_size + num_read * _operations_per_pair(model),
+            products=_decode_products(model, dtype, 1, batch_size),
+            attention=Load(
+                (num_read + batch_size) * model.kv_bytes_per_token(kv_dtype),
+                num_read * _operations_per_pair(model),
+            ),
         )
 
+    @property
+    def weight_bytes(self) -> float:
+        return sum(load.num_bytes for load in self.products)
+
+    @property
+    def kv_bytes(self) -> float:
+        return self.attention.num_bytes
+
+    @property
+    def operations(self) -> float:
+        return sum(load.operations for load in (*self.products, self.attention))
+
     def seconds(self, peak: Peak) -> float:
-        moving = (self.weight_bytes + self.kv_bytes) / peak.bytes_per_s
-        return max(moving, self.operations / peak.operations_per_s)
+        return sum(load.seconds(peak) for load in (*self.products, self.attention))
 
 
 def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> int:
@@ -105,41 +141,48 @@ def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> 
     operations = 0
     weights_of_token = model.num_layer_weights + _expert_weights_of_row(model)
     for request in requests:
-        prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
-        operations += 2 * weights_of_token * (prompt - cached)
+        operations += 2 * weights_of_token * _num_new_tokens(request)
         operations += 2 * model.num_head_weights
-        # The triangle of the new tokens, and all that is cached.
-        pairs = (prompt - cached) * (prompt + cached + 1) // 2
-        operations += pairs * _operations_per_pair(model)
+        operations += _num_prefill_pairs(request) * _operations_per_pair(model)
     return operations
+
+
+def _decode_products(
+    model: ModelFacts, dtype: str, num_steps: int, batch_size: int
+) -> tuple[Load, ...]:
+    """The products of `num_steps` steps of one row for each of `batch_size` requests."""
+    experts = model.experts
+    missed = 0.0
+    if experts is not None:
+        missed = (1 - experts.num_chosen / experts.num_experts) ** batch_size
+    num_rows = num_steps * batch_size
+    return tuple(_products(model, dtype, num_steps, num_rows, num_rows, 1 - missed))
+
+
+def _products(
+    model: ModelFacts,
+    dtype: str,
+    num_steps: int,
+    num_rows: int,
+    num_sampled: int,
+    experts_read: float = 1.0,
+) -> Iterator[Load]:
+    """The products of steps that have `num_rows` rows together, of which `num_sampled` are sampled,
+    and that each read a share of the experts."""
+    head_bytes = model.num_head_weights * DTYPE_BYTES[dtype]
+    layer_bytes = model.weight_bytes(dtype) - head_bytes
+    yield Load(num_steps * layer_bytes, 2 * model.num_layer_weights * num_rows, in_layers=True)
+    yield Load(num_steps * head_bytes, 2 * model.num_head_weights * num_sampled)
+    if (experts := model.experts) is not None:
+        num_read = num_steps * experts_read * experts.num_layers * experts.num_experts
+        num_bytes = num_read * experts.weight_bytes(dtype)
+        yield Load(num_bytes, 2 * _expert_weights_of_row(model) * num_rows, in_layers=True)
 
 
 def _expert_weights_of_row(model: ModelFacts) -> int:
     """Number of weights of the experts that one row chooses."""
     experts = model.experts
     return 0 if experts is None else experts.num_layers * experts.num_chosen * experts.num_weights
-
-
-def _expert_bytes(model: ModelFacts, dtype: str, num_rows: int) -> int:
-    """Expected number of bytes of the experts that the rows of a step choose together."""
-    experts = model.experts
-    if experts is None:
-        return 0
-    missed = (1 - experts.num_chosen / experts.num_experts) ** num_rows
-    num_read = experts.num_layers * experts.num_experts * (1 - missed)
-    return round(num_read * experts.weight_bytes(dtype))
-
-
-def _expert_bytes_read(run: RunRecord, model: ModelFacts, dtype: str, max_running: int) -> int:
-    """Number of expert bytes that the steps of a run read, if its requests decode as early as
-    possible. The other steps prefill many rows and read all experts."""
-    experts = model.experts
-    if experts is None:
-        return 0
-    batches = _decode_batches(run.requests, max_running)[: run.num_steps]
-    prefills = run.num_steps - len(batches)
-    everything = experts.num_layers * experts.num_experts * experts.weight_bytes(dtype)
-    return prefills * everything + sum(_expert_bytes(model, dtype, batch) for batch in batches)
 
 
 def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list[int]:
@@ -154,6 +197,18 @@ def _decode_batches(requests: Iterable[RequestRecord], max_running: int) -> list
     return list(accumulate(changes[step] for step in range(max(free))))
 
 
+def _num_new_tokens(request: RequestRecord) -> int:
+    """Number of prompt tokens that are computed."""
+    return request.num_prompt_tokens - request.num_cached_tokens
+
+
+def _num_prefill_pairs(request: RequestRecord) -> int:
+    """Number of pairs of a computed prompt token and one that it attends to: the triangle of the
+    new tokens, and all that is cached."""
+    prompt, cached = request.num_prompt_tokens, request.num_cached_tokens
+    return (prompt - cached) * (prompt + cached + 1) // 2
+
+
 def _num_decode_reads(request: RequestRecord) -> int:
     """Number of tokens whose keys and values decoding reads, including each token's own."""
     decoded = request.num_output_tokens - 1
@@ -163,72 +218,3 @@ def _num_decode_reads(request: RequestRecord) -> int:
 def _operations_per_pair(model: ModelFacts) -> int:
     """Operations of a query with one key and value, in all heads and layers."""
     return sum(4 * spec.num_heads * spec.head_dim for spec in model.attention)
-
-
-def engine_peak(config: ResolvedConfig) -> Peak | None:
-    """The peak of the GPUs of a running engine; None on a CPU.
-
-    A CPU's caches may hold what a GPU reads from memory, so a share of its limit means nothing.
-    """
-    if config.device == "cpu":
-        return None
-    peak = measure_peak(torch.device(config.device), getattr(torch, config.dtype))
-    return Peak(config.tp * peak.bytes_per_s, config.tp * peak.operations_per_s)
-
-
-def engine_operations_per_s(config: ResolvedConfig) -> float:
-    """Operations per second of a GEMM on the devices of a running engine, also on CPUs."""
-    size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
-    device = torch.device(config.device)
-    reached = config.tp * measure_operations_per_s(device, getattr(torch, config.dtype), size)
-    _free(device)
-    return reached
-
-
-def measure_peak(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    copied_bytes: int = COPIED_BYTES,
-    matrix_size: int = MATRIX_SIZE,
-) -> Peak:
-    """Copy and multiply for about a second, and free the memory again."""
-    bytes_per_s = _copied_bytes_per_s(device, copied_bytes)
-    operations_per_s = measure_operations_per_s(device, dtype, matrix_size)
-    _free(device)
-    return Peak(bytes_per_s, operations_per_s)
-
-
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _copied_bytes_per_s(device: torch.device, num_bytes: int) -> float:
-    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
-
-
-def measure_operations_per_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    return 2 * size**3 / _seconds(lambda: matrix @ matrix, device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device, repetitions: int = 10) -> float:
-    """Seconds of one call, in the fastest of three rounds."""
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    fastest = float("inf")
-    for _ in range(3):
-        work()
-        finish()
-        started = time.perf_counter()
-        for _ in range(repetitions):
-            work()
-        finish()
-        fastest = min(fastest, (time.perf_counter() - started) / repetitions)
-    return fastest

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import minisgl
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes
+from minisgl.bench.energy import Spent, energy_counter, metered
 from minisgl.bench.environment import Environment
 from minisgl.bench.offline_run import RunRecord
 from minisgl.bench.online.config import LoadConfig, Point, check_load
@@ -22,7 +23,7 @@ from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.metrics_poller import PollResult, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, Progress, run_online
 from minisgl.bench.online.server import StartedServer, own_server
-from minisgl.bench.online.target import Target, served_model
+from minisgl.bench.online.target import Endpoint, served_model
 from minisgl.bench.report.figures import (
     Distribution,
     Figures,
@@ -37,9 +38,9 @@ from minisgl.bench.report.tables import print_figures, print_spreads, sweep_tabl
 from minisgl.bench.roofline import Work
 from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.plan import PlannedRequest, at_rate, make_plan
 from minisgl.bench.workload.requests import MAX_TOKEN_ID
-from minisgl.bench.workload.trace import TraceRow, read_trace
+from minisgl.bench.workload.schedule import ScheduledRequest, at_rate, make_schedule
+from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
 from minisgl.client.keys import find_key
@@ -51,7 +52,7 @@ from minisgl.server.connection import raise_file_limit
 class ServerUnderTest:
     """The server that is measured, and its known properties."""
 
-    target: Target
+    target: Endpoint
     run_info: RunInfo
     sizes: Sizes
     vocab_size: int  # token ids of prompts stay below it
@@ -68,7 +69,7 @@ class ServeOptions:
     workload: WorkloadConfig
     load: LoadConfig
     report: ReportConfig
-    rows: Sequence[TraceRow]  # of the trace, if there is one
+    rows: Sequence[TraceEntry]  # of the trace, if there is one
 
     def as_json(self) -> dict[str, Any]:
         """The options for the report, without the engine's, which are in the run info."""
@@ -158,7 +159,7 @@ async def _server_under_test(
     endpoint = load.endpoint
     if endpoint == "auto":
         endpoint = "chat" if workload.kind == "multi-turn" else "completions"
-    target = Target(
+    target = Endpoint(
         url="",
         endpoint=endpoint,
         temperature=config.temperature,
@@ -197,7 +198,7 @@ async def _server_under_test(
     )
 
 
-def _remote_run_info(target: Target) -> RunInfo:
+def _remote_run_info(target: Endpoint) -> RunInfo:
     """The run info for a server at --url; the environment is the client's."""
     return RunInfo(
         environment=Environment.found(),
@@ -255,14 +256,14 @@ async def _measure_point(
         # No two runs have a seed in common: one would find its prompts in the prefix cache. A
         # point's last repetition comes first, so that one point alone has the seed given.
         seed = config.seed + index * config.repeat + config.repeat - repetition
-        plan = make_plan(
+        schedule = make_schedule(
             workload, server.sizes, rows=options.rows, vocab_size=server.vocab_size, seed=seed
         )
         if point.request_rate is not None:
-            plan = at_rate(plan, point.request_rate, load.arrivals, seed)
+            schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)
         title = f"{repetition} of {config.repeat}"
-        run, polled = await _run(console, server, point, plan, options, title)
-        figures = online_figures(run, polled.counts, load.limits_s)
+        run, polled, spent = await _run(console, server, point, schedule, options, title)
+        figures = online_figures(run, polled.counts, load.limits_s).with_energy(spent)
         repetitions.append(figures)
         console.print(
             f"repetition {repetition} of {config.repeat}: {figures.elapsed_s:.2f} s, "
@@ -274,7 +275,7 @@ async def _measure_point(
     return PointResult(
         point=point,
         figures=figures,
-        limit=share_of_limit(server, run, figures),
+        limit=share_of_limit(server, point, run, figures),
         repetitions=repetitions,
         spreads=spreads(repetitions),
         requests=[request.record for request in run.requests],
@@ -288,11 +289,12 @@ async def _run(
     console: Console,
     server: ServerUnderTest,
     point: Point,
-    plan: Sequence[PlannedRequest],
+    schedule: Sequence[ScheduledRequest],
     options: ServeOptions,
     title: str,
-) -> tuple[OnlineRun, PollResult]:
+) -> tuple[OnlineRun, PollResult, Spent]:
     progress = Progress()
+    counter = energy_counter(server.started.gpus if server.started else ())
 
     def snapshot() -> ProgressSnapshot:
         return ProgressSnapshot(
@@ -301,22 +303,25 @@ async def _run(
 
     async with (
         poll_metrics(server.target) as polled,
-        live(console, title, len(plan), "events", snapshot),
+        live(console, title, len(schedule), "events", snapshot),
     ):
-        run = await run_online(
-            server.target,
-            plan,
-            max_concurrency=point.max_concurrency,
-            timeout_s=options.load.request_timeout,
-            progress=progress,
-        )
+        with metered(counter) as spent:
+            run = await run_online(
+                server.target,
+                schedule,
+                max_concurrency=point.max_concurrency,
+                timeout_s=options.load.request_timeout,
+                progress=progress,
+            )
     if not run.requests:
         reason = next(iter(run.failures), "there was nothing to ask")
         raise OnlineRunError(with_remedy(reason, options.workload, server.target.endpoint))
-    return run, polled
+    return run, polled, spent
 
 
-def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) -> Limit | None:
+def share_of_limit(
+    server: ServerUnderTest, point: Point, run: OnlineRun, figures: Figures
+) -> Limit | None:
     """The hardware's limit, for a server started by the benchmark on a GPU."""
     started = server.started
     if started is None or started.peak is None or figures.num_steps is None:
@@ -326,11 +331,14 @@ def share_of_limit(server: ServerUnderTest, run: OnlineRun, figures: Figures) ->
         num_steps=figures.num_steps,
         num_retractions=figures.num_retractions or 0,
     )
+    most = started.run_info.engine_options["max_running_requests"]
     work = Work.of(
         record,
         started.model,
-        started.dtype,
-        max_running=started.run_info.engine_options["max_running_requests"],
+        started.peak,
+        dtype=started.dtype,
+        kv_dtype=started.kv_dtype,
+        max_running=min(most, point.max_concurrency or most),
     )
     return Limit.of(figures, started.peak, work)
 

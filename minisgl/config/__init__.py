@@ -1,18 +1,23 @@
-"""Every option of the engine.
+"""The options of the engine.
 
-An `EngineConfig` is what the user wrote, checked on construction. `resolve` combines it with the
-facts about the model and the device into a `ResolvedConfig`, in which nothing is automatic.
+An `EngineConfig` has the options as the user set them, validated on construction. `resolve`
+combines them with the facts about model and device into a `ResolvedConfig`, which has no automatic
+values.
 """
 
 from minisgl.config.engine import ATTENTION_BACKENDS, EngineConfig, refuse_engine_options
 from minisgl.config.facts import (
     DTYPE_BYTES,
     DTYPES,
+    FP8,
+    UNSCALED,
     AttentionSpec,
     DeviceFacts,
     ExpertFacts,
+    KVScales,
     KVSpec,
     ModelFacts,
+    Quantized,
 )
 from minisgl.config.options import (
     HIDDEN,
@@ -22,6 +27,13 @@ from minisgl.config.options import (
     option,
     option_names,
     refuse,
+)
+from minisgl.config.quantization import (
+    BLOCK,
+    FP8_WHILE_LOADING,
+    Activations,
+    QuantScheme,
+    Storage,
 )
 from minisgl.config.resolve import (
     CAPTURED_BACKENDS,
@@ -42,6 +54,7 @@ from minisgl.config.resolve import (
 
 __all__ = [
     "ATTENTION_BACKENDS",
+    "BLOCK",
     "CAPTURED_BACKENDS",
     "CPU_KV_BYTES",
     "CPU_KV_TOKENS",
@@ -51,19 +64,27 @@ __all__ = [
     "DTYPE_BYTES",
     "FLASHINFER_PAGE_SIZE",
     "FLOAT32_BACKENDS",
+    "FP8",
+    "FP8_WHILE_LOADING",
     "HIDDEN",
     "LARGEST_AUTO_GRAPH",
     "MAX_CPU_RANKS",
     "TRTLLM_PAGE_SIZES",
     "TYPE_NAMES",
+    "UNSCALED",
+    "Activations",
     "AttentionSpec",
     "Capacity",
     "DeviceFacts",
     "EngineConfig",
     "ExpertFacts",
+    "KVScales",
     "KVSpec",
     "ModelFacts",
+    "QuantScheme",
+    "Quantized",
     "ResolvedConfig",
+    "Storage",
     "check_at_least",
     "check_types",
     "option",

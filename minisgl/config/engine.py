@@ -9,12 +9,13 @@ from minisgl.config.facts import DTYPES
 from minisgl.config.options import check_at_least, check_types, option, option_names, refuse
 from minisgl.errors import ConfigError, one_of
 
+QUANTIZATIONS = ("fp8",)
 ATTENTION_BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The options as the user set them. Raises ConfigError for a value that is never valid."""
+    """The options as the user set them. Raises ConfigError for values that are always invalid."""
 
     model: str = option(
         "",
@@ -26,6 +27,12 @@ class EngineConfig:
     device: str = option("auto", "auto, cuda or cpu.", group="Model")
     load_format: str = option(
         "auto", "auto (safetensors) or dummy (random weights).", group="Model"
+    )
+    quantization: str | None = option(
+        None,
+        "fp8: round the weights of an unquantised checkpoint to FP8 while they are loaded; a "
+        "quantised one says itself how.",
+        group="Model",
     )
     max_seq_len_override: int | None = option(
         None, "Longest sequence in tokens; the model's own if not given.", group="Model"
@@ -54,6 +61,12 @@ class EngineConfig:
     )
     cache_type: str = option(
         "radix", "Prefix cache: radix or naive.", names=("--cache-type", "--cache"), group="Memory"
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Numbers in the KV cache: auto (fp8 if the checkpoint brings scales), model (those of "
+        "--dtype) or fp8 (half the memory of 16 bits).",
+        group="Memory",
     )
     max_running_requests: int = option(
         256, "Maximum number of concurrently running requests.", group="Scheduling"
@@ -98,7 +111,9 @@ class EngineConfig:
         self._check_choice("device", ("auto", "cuda", "cpu"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("cache_type", ("radix", "naive"))
+        self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
+        self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)
         check_at_least(self, "num_pages", 2)
         check_at_least(self, "page_size", 1)
@@ -120,13 +135,13 @@ class EngineConfig:
             choices = one_of(("auto", *ATTENTION_BACKENDS))
             refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
         if getattr(self, name) not in choices:
-            refuse(self, name, one_of(choices))
+            refuse(self, name, one_of([choice for choice in choices if choice is not None]))
 
 
 def refuse_engine_options(config: EngineConfig) -> None:
-    """Raises ConfigError for an option that has no effect with --url, which starts no engine."""
+    """Raise ConfigError for options that have no effect with --url, which starts no engine."""
     for spec in fields(config):
         value = getattr(config, spec.name)
         if spec.name != "model" and value != spec.default:

@@ -1,37 +1,58 @@
-"""What option resolution needs to know about the model and about the device."""
+"""The properties of model and device that option resolution depends on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from minisgl.config.quantization import Activations, QuantScheme
 from minisgl.shards import can_divide, kv_head_shard
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
+
+
+class KVScales(NamedTuple):
+    """What multiplies the keys and the values that a layer's KV cache stores, to read them."""
+
+    k: float = 1.0
+    v: float = 1.0
+
+    @property
+    def inverse(self) -> tuple[float, float]:
+        """What multiplies keys and values to store them."""
+        return 1 / self.k, 1 / self.v
+
+
+UNSCALED = KVScales()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """What the KV cache of one layer stores per token: a key and a value of each KV head."""
+    """The KV cache of one layer: per token, a key and a value of each KV head."""
 
     num_kv_heads: int
     head_dim: int
-    dtype: str  # one of DTYPES
+    dtype: str  # one of DTYPES, or FP8
+    scales: KVScales = UNSCALED  # for FP8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of a token's keys, and of its values."""
+        """The shape of the keys of a token, and of its values: (num_kv_heads, head_dim)."""
         return self.num_kv_heads, self.head_dim
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.head_dim * KV_DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """What the attention of one layer computes: softmax(scale · q kᵀ) v over the tokens up to each
-    query, by heads. Query head h reads KV head h // (num_heads // num_kv_heads)."""
+    """The attention of one layer: softmax(scale · q kᵀ) v over the tokens up to each query, for
+    each head. Query head h reads KV head h // (num_heads // num_kv_heads)."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,7 +60,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # a query sees its last `window` tokens, itself included; None: all
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
-    sinks: bool = False  # each head has a learned logit that takes part in the softmax alone
+    sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
 
     @property
     def group(self) -> int:
@@ -47,7 +68,7 @@ class AttentionSpec:
         return self.num_heads // self.num_kv_heads
 
     def extras(self) -> tuple[str, ...]:
-        """What it computes beyond plain causal attention, in words."""
+        """The names of its features beyond plain causal attention."""
         found = {
             "sliding windows": self.window is not None,
             "soft caps": self.softcap is not None,
@@ -55,17 +76,45 @@ class AttentionSpec:
         }
         return tuple(name for name, used in found.items() if used)
 
-    def kv(self, dtype: str) -> KVSpec:
-        """What the layer's KV cache stores, in `dtype`."""
-        return KVSpec(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype)
+    def kv(self, dtype: str, scales: KVScales = UNSCALED) -> KVSpec:
+        """The KV cache of the layer in `dtype`."""
+        return KVSpec(
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype, scales=scales
+        )
 
     def on_rank(self, num_ranks: int) -> AttentionSpec:
-        """The same with the heads of one of `num_ranks` ranks, which must divide the heads."""
+        """The attention of one of `num_ranks` ranks, which must divide the number of heads."""
         return replace(
             self,
             num_heads=self.num_heads // num_ranks,
             num_kv_heads=kv_head_shard(self.num_kv_heads, 0, num_ranks).size,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """The quantised among some matrices."""
+
+    scheme: QuantScheme
+    num_weights: int
+    num_bytes: int  # with their scales and zero points
+
+    @staticmethod
+    def of(scheme: QuantScheme, maps: Iterable[tuple[int, int]]) -> Quantized:
+        """maps: rows and columns of each matrix."""
+        sizes = list(maps)
+        return Quantized(
+            scheme=scheme,
+            num_weights=sum(n * k for n, k in sizes),
+            num_bytes=sum(scheme.matrix_bytes(n, k) for n, k in sizes),
+        )
+
+
+def _matrix_bytes(num_weights: int, dtype: str, quantized: Quantized | None) -> int:
+    """The bytes of matrices of which some may be quantised, the others in `dtype`."""
+    if quantized is None:
+        return num_weights * DTYPE_BYTES[dtype]
+    return (num_weights - quantized.num_weights) * DTYPE_BYTES[dtype] + quantized.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +125,11 @@ class ExpertFacts:
     num_experts: int  # per layer
     num_chosen: int  # per token
     num_weights: int  # in the matrices of one expert
+    quantized: Quantized | None = None  # of these
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of one expert, in a model that computes in `dtype`."""
-        return self.num_weights * DTYPE_BYTES[dtype]
+        return _matrix_bytes(self.num_weights, dtype, self.quantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +145,35 @@ class ModelFacts:
     num_layer_weights: int  # in the matrices of all layers, without experts
     num_head_weights: int  # in the matrix that computes the logits
     experts: ExpertFacts | None = None
+    quantized: Quantized | None = None  # of the layers' matrices, without experts
+    kv_scales: tuple[KVScales, ...] | None = None  # one per layer; None: the checkpoint has none
+
+    @property
+    def fp8_activations(self) -> bool:
+        """Whether products of layers or experts round their inputs to FP8, where the device can
+        multiply that."""
+        parts = (self.quantized, self.experts and self.experts.quantized)
+        return any(part.scheme.activations != Activations.NONE for part in parts if part)
 
     def kv_specs(self, dtype: str) -> tuple[KVSpec, ...]:
-        """What each layer's KV cache stores, in `dtype`."""
-        return tuple(spec.kv(dtype) for spec in self.attention)
+        """The KV cache of each layer in `dtype`: one of DTYPES, or FP8."""
+        scales = [UNSCALED] * len(self.attention)
+        if dtype == FP8 and self.kv_scales is not None:
+            scales = list(self.kv_scales)
+        return tuple(spec.kv(dtype, its) for spec, its in zip(self.attention, scales, strict=True))
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes that the KV caches of all layers store per token, in `dtype`."""
+        """Bytes per token of the KV caches of all layers in `dtype`."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype))
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the matrices of layers and head, without experts, in a model that computes in
         `dtype`."""
-        return (self.num_layer_weights + self.num_head_weights) * DTYPE_BYTES[dtype]
+        head = self.num_head_weights * DTYPE_BYTES[dtype]
+        return head + _matrix_bytes(self.num_layer_weights, dtype, self.quantized)
 
     def can_divide(self, num_ranks: int) -> bool:
-        """Whether the model can be sharded over `num_ranks` ranks."""
+        """True if the model can be sharded over `num_ranks` ranks."""
         return all(
             can_divide(
                 num_ranks,
@@ -123,7 +186,7 @@ class ModelFacts:
         )
 
     def on_rank(self, num_ranks: int) -> ModelFacts:
-        """The same facts with the heads of one rank; `num_ranks` must divide the model."""
+        """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
 
 
@@ -134,8 +197,9 @@ class DeviceFacts:
     has_cuda: bool
     free_cpu_bytes: int
     num_gpus: int = 0
+    compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()
-    missing_backends: dict[str, str] = field(default_factory=dict)  # why the others cannot
+    missing_backends: dict[str, str] = field(default_factory=dict)  # why the other backends cannot
     flash_page_multiple: int = 1  # the page size of fa must be a multiple of this

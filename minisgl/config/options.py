@@ -1,4 +1,4 @@
-"""Dataclass fields as options: their declaration, and the checks of their values."""
+"""Declares options as dataclass fields, and checks their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPE_NAMES: dict[Any, str] = {
     NoneType: "None",
 }
 
-HIDDEN = "(not shown)"  # in place of a secret
+HIDDEN = "(not shown)"  # printed in place of a secret
 
 
 def option(
@@ -28,10 +28,10 @@ def option(
     group: str = "Engine",
     secret: bool = False,
 ) -> Any:
-    """Returns a dataclass field that is an option of the command line.
+    """Declare a dataclass field as a command-line option.
 
-    names: its spellings, by default that of the field (`page_size` → `--page-size`); messages use
-    the first. group: heading in --help. secret: its value appears in no message.
+    names: its spellings, by default derived from the field (`page_size` → `--page-size`); messages
+    use the first. group: heading in --help. secret: messages do not show the value.
     """
     metadata = {"help": help, "names": names, "group": group, "secret": secret}
     return field(default=default, repr=not secret, metadata=metadata)
@@ -43,9 +43,9 @@ def option_names(spec: Field[Any]) -> tuple[str, ...]:
 
 
 def refuse(config: Any, name: str, allowed: str) -> NoReturn:
-    """Raise ConfigError for the value of field `name`, declared with `option`, in `config`.
+    """Raise ConfigError for the value of the option `name` of `config`.
 
-    allowed: what is allowed, or why the value is refused.
+    allowed: the allowed values, or why this one is refused.
     """
     spec = next(spec for spec in fields(config) if spec.name == name)
     shown = HIDDEN if spec.metadata["secret"] else getattr(config, name)
@@ -61,7 +61,7 @@ def check_types(config: Any) -> None:
         value = getattr(config, name)
         if float in kinds:
             kinds.add(int)
-        # To Python a bool is an int; as an option it is not.
+        # A bool is an int in Python, but not as an option.
         if type(value) not in kinds:
             names = " or ".join(sorted(TYPE_NAMES[kind] for kind in kinds))
             refuse(config, name, f"allowed: {names}")

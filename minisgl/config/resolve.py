@@ -1,6 +1,6 @@
-"""Resolution of the automatic options, given the user's and the facts about model and device.
+"""Resolves automatic options from the user's options and the facts about model and device.
 
-What is known only after loading the model is returned by the runner, as a `Capacity`.
+Values known only after loading the model are in the runner's `Capacity`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,20 @@ import os
 from dataclasses import dataclass
 
 from minisgl.config.engine import EngineConfig
-from minisgl.config.facts import DeviceFacts, ModelFacts
+from minisgl.config.facts import FP8, DeviceFacts, ModelFacts
 from minisgl.config.options import refuse
 from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 
-# Backends whose decoding needs nothing from the host that changes from step to step.
+# Backends whose decode takes no argument from the host that changes between steps.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
 FLOAT32_BACKENDS = ("triton", "torch")
+# Backends that read keys and values in FP8 for queries in another dtype, best first: as
+# attention/backends.py has them, but that FlashInfer prefills so by FlashAttention 2 alone.
+FP8_KV_BACKENDS = {
+    "prefill": ("triton", "fi", "trtllm", "torch"),
+    "decode": ("triton", "trtllm", "fi", "torch"),
+}
+OLDEST_WITH_FP8 = (8, 9)  # compute capability
 LARGEST_AUTO_GRAPH = 512
 DEFAULT_PAGE_SIZE = 16
 # The page size at which the kernels of FlashInfer and TensorRT-LLM are fastest.
@@ -25,24 +32,25 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
 MAX_CPU_RANKS = 8
-# Bounds of the KV cache on a CPU, where --num-pages does not set its size.
+# Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
 CPU_KV_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """The options, none of them automatic any more."""
+    """The options with all automatic values resolved."""
 
     model: str
     device: str
     dtype: str
+    kv_dtype: str  # of the KV cache: dtype, or FP8
     load_format: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
     disable_pynccl: bool
     memory_ratio: float
-    num_pages: int  # 0: as many as memory_ratio leaves room for
+    num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
     max_running_requests: int
@@ -66,11 +74,11 @@ class Capacity:
     page_size: int
     num_slots: int
     max_seq_len: int
-    max_graph_batch: int = 0  # largest batch whose decoding is captured
+    max_graph_batch: int = 0  # largest decode batch that is captured
 
     @staticmethod
     def of(config: ResolvedConfig, num_pages: int) -> Capacity:
-        """The capacity with `num_pages` pages, whose tokens bound the longest sequence."""
+        """The capacity with `num_pages` pages, which limit the length of a sequence."""
         return Capacity(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -80,7 +88,7 @@ class Capacity:
 
 
 def overlap_enabled() -> bool:
-    """Whether the environment leaves overlap scheduling on. Raises ConfigError."""
+    """True unless the environment turns overlap scheduling off. Raises ConfigError."""
     value = os.environ.get(DISABLE_OVERLAP, "")
     if value not in ("", "0", "1"):
         raise ConfigError(DISABLE_OVERLAP, value, one_of((0, 1)))
@@ -90,10 +98,10 @@ def overlap_enabled() -> bool:
 def resolve(
     config: EngineConfig, model: ModelFacts, device: DeviceFacts, *, overlap: bool
 ) -> ResolvedConfig:
-    """Settle every automatic option. Pure.
+    """Resolve every automatic option. A pure function.
 
-    Raises ConfigError where an option does not fit the model or the device, UnsupportedModelError
-    where no attention backend computes the model on the device.
+    Raises ConfigError if an option does not fit the model or the device, UnsupportedModelError if
+    no attention backend supports the model on the device.
     """
     notes: list[str] = []
     target = config.device
@@ -106,7 +114,8 @@ def resolve(
 
     _check_tp(config, model, device, target)
     dtype = _resolve_dtype(config, model, target, notes)
-    prefill, decode = _resolve_attention(config, device, target, dtype, notes)
+    kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
+    prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
     page_size = _resolve_page_size(config, device, (prefill, decode), notes)
     return ResolvedConfig(
         model=config.model,
@@ -117,7 +126,8 @@ def resolve(
         tp=config.tp,
         disable_pynccl=config.disable_pynccl,
         memory_ratio=config.memory_ratio,
-        num_pages=_resolve_num_pages(config, model, device, target, dtype, page_size),
+        kv_dtype=kv_dtype,
+        num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
         page_size=page_size,
         cache_type=config.cache_type,
         max_running_requests=config.max_running_requests,
@@ -135,7 +145,7 @@ def resolve(
 
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
-    """Raises ConfigError where the model cannot be sharded so, or the machine has too few GPUs."""
+    """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
     at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
     allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
     if config.tp in allowed:
@@ -164,16 +174,62 @@ def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: 
     return "bfloat16" if model.dtype == "bfloat16" else "float16"
 
 
+def _resolve_kv_dtype(
+    config: EngineConfig,
+    model: ModelFacts,
+    device: DeviceFacts,
+    target: str,
+    dtype: str,
+    notes: list[str],
+) -> str:
+    wanted = config.kv_cache_dtype
+    if wanted == "model" or (wanted == "auto" and model.kv_scales is None):
+        return dtype
+    if reason := _why_no_fp8_kv(config, device, target):
+        if wanted == "fp8":
+            refuse(config, "kv_cache_dtype", f"{reason}; {one_of(('auto', 'model'))}")
+        notes.append(f"KV cache in {dtype}, although the checkpoint brings FP8 scales: {reason}")
+        return dtype
+    scales = "the scales of the checkpoint" if model.kv_scales else "scales of 1"
+    notes.append(f"KV cache in FP8 (e4m3) with {scales}")
+    return FP8
+
+
+def _why_no_fp8_kv(config: EngineConfig, device: DeviceFacts, target: str) -> str | None:
+    """Why the KV cache cannot be in FP8; None if it can."""
+    capability = device.compute_capability
+    if target == "cuda" and capability is not None and capability < OLDEST_WITH_FP8:
+        oldest, found = (".".join(map(str, pair)) for pair in (OLDEST_WITH_FP8, capability))
+        return f"FP8 needs a GPU of compute capability {oldest} or newer, and this one has {found}"
+    for phase, name in zip(("prefill", "decode"), _backend_pair(config.attn), strict=True):
+        if name not in ("auto", *FP8_KV_BACKENDS[phase]):
+            return f"--attn {name} reads no FP8"
+    return None
+
+
+def _backend_pair(attn: str) -> tuple[str, str]:
+    """The values of --attn for prefill and for decode."""
+    first, _, last = attn.partition(",")
+    return first, last or first
+
+
 def _resolve_attention(
-    config: EngineConfig, device: DeviceFacts, target: str, dtype: str, notes: list[str]
+    config: EngineConfig,
+    device: DeviceFacts,
+    target: str,
+    dtype: str,
+    kv_dtype: str,
+    notes: list[str],
 ) -> tuple[str, str]:
     """The names of the backends for prefill and decode."""
     usable: list[tuple[str, ...]] = []
-    for names in (device.prefill_backends, device.decode_backends):
+    for phase, names in (("prefill", device.prefill_backends), ("decode", device.decode_backends)):
         if target == "cpu":
             names = tuple(name for name in ("torch",) if name not in device.missing_backends)
         elif dtype == "float32":
             names = tuple(name for name in names if name in FLOAT32_BACKENDS)
+        if kv_dtype == FP8:
+            names = tuple(name for name in FP8_KV_BACKENDS[phase] if name in names)
         if not names:
             reasons = "; ".join(device.missing_backends.values())
             raise UnsupportedModelError(f"No attention backend runs this model here: {reasons}.")
@@ -182,8 +238,7 @@ def _resolve_attention(
         prefill, decode = usable[0][0], usable[1][0]
         notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
         return prefill, decode
-    first, _, last = config.attn.partition(",")
-    chosen = (first, last or first)
+    chosen = _backend_pair(config.attn)
     for name, allowed in zip(chosen, usable, strict=True):
         if name not in allowed:
             why = device.missing_backends.get(name)
@@ -193,6 +248,10 @@ def _resolve_attention(
                 why = f"{name} computes in bfloat16 and float16 only"
             reason = why or f"{name} is not usable here"
             raise ConfigError("--attn", config.attn, f"{reason}; {one_of(('auto', *allowed))}")
+    if kv_dtype == FP8 and chosen[0] in ("fi", "trtllm"):
+        notes.append(
+            f"{chosen[0]} prefills by FlashAttention 2: 3 reads FP8 for queries in FP8 alone"
+        )
     return chosen
 
 
@@ -206,8 +265,8 @@ def _resolve_page_size(
         return FLASHINFER_PAGE_SIZE
     multiple = device.flash_page_multiple if "fa" in backends else 1
     if wanted is None:
-        # Measured on an H200: triton reads pages of 16 as fast as larger ones, and small pages
-        # share more of a prefix.
+        # Measured on an H200: triton is as fast with pages of 16 as with larger ones, and smaller
+        # pages share more of a prefix.
         by_backend = backends[1] in ("fi", "trtllm")
         return max(multiple, FLASHINFER_PAGE_SIZE if by_backend else DEFAULT_PAGE_SIZE)
     if wanted % multiple:
@@ -220,7 +279,7 @@ def _resolve_page_size(
 def _resolve_graphs(
     config: EngineConfig, device: DeviceFacts, target: str, decode: str, notes: list[str]
 ) -> int:
-    """The largest batch whose decoding is captured, memory permitting; 0: none."""
+    """The largest decode batch to capture if memory permits; 0: none."""
     wanted = config.cuda_graph_max_bs
     reason = None
     if target == "cpu":
@@ -257,10 +316,10 @@ def _resolve_num_pages(
     model: ModelFacts,
     device: DeviceFacts,
     target: str,
-    dtype: str,
+    kv_dtype: str,
     page_size: int,
 ) -> int:
     if config.num_pages is not None or target == "cuda":
         return config.num_pages or 0
-    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(dtype)
+    room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)

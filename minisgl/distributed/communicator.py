@@ -49,12 +49,12 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, part: Tensor) -> Tensor:
-        """Concatenates all ranks' `part` [num_rows, width] in the order of the ranks: [num_rows,
+        """Concatenate all ranks' `part` [num_rows, width] in the order of the ranks: [num_rows,
         size · width]."""
         ...
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """The maximum of each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
+        """The maximum over each row of all ranks' `values` [num_rows, any] int64: [num_rows]."""
         ...
 
     def host_min(self, number: int) -> int:
@@ -62,7 +62,7 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group. Call it when no work is queued."""
+        """Leave the group. No work may be queued."""
         ...
 
 
@@ -106,7 +106,8 @@ class GroupCommunicator:
     """
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """Blocks until all ranks have joined. store: a torch.distributed.Store that they share."""
+        """Form the group; blocks until all ranks have joined. store: a torch.distributed.Store that
+        they share."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -116,7 +117,7 @@ class GroupCommunicator:
         _world.group_count, hook = 0, sys.excepthook
         with _listening_on_loopback():
             dist.init_process_group(
-                # Collectives of host values use gloo in either case.
+                # Collectives of host values use gloo in both cases.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                 store=store,
                 rank=rank,
@@ -158,8 +159,8 @@ class GroupCommunicator:
 
 @contextlib.contextmanager
 def _listening_on_loopback() -> Iterator[None]:
-    """Keep the sockets of gloo and NCCL from other machines, unless the environment names an
-    interface. Both read it when a group is made."""
+    """Bind the sockets of gloo and NCCL to loopback, unless the environment names an interface.
+    Both read these variables when a group is formed."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
     os.environ.update(dict.fromkeys(names, loopback))

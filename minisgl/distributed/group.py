@@ -1,4 +1,4 @@
-"""Forming the group of tensor-parallel ranks."""
+"""Forms the group of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def join_group(
     """Form a group of `size` ranks; returns the fastest communicator for a model of this width.
 
     Blocks until all ranks have joined. store: a torch.distributed.Store that all ranks can reach.
-    rank: in the group. dtype: of the activations. plain: use only torch.distributed's collectives.
+    rank: in the group. dtype: of the activations. plain: use only collectives of torch.distributed.
     """
     group = GroupCommunicator(store, rank, size, device)
     if plain or device.type != "cuda":

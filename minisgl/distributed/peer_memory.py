@@ -1,8 +1,8 @@
-"""GPU memory that other processes of this host map into their address space, by CUDA IPC.
+"""Maps GPU memory of other processes on this host into the address space, by CUDA IPC.
 
-It calls the CUDA driver. torch has two such mechanisms, and neither fits: tensors shared by its
+Calls the CUDA driver directly, because neither mechanism of torch fits: tensors shared by its
 multiprocessing are mapped on their own GPU only, and the symmetric memory of torch.distributed
-counts its rendezvous per process, so that a process that starts a second group waits for ever.
+counts rendezvous per process, so that a process hangs when it starts a second group.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class PeerMemoryError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """A place in an allocation of this process, in a form that others can map."""
+    """An address in an allocation of this process, in a form that other processes can map."""
 
     handle: bytes
     offset: int
 
 
 class PeerMemory:
-    """The memory of other processes that this one has mapped."""
+    """The mapped memory of other processes."""
 
     def __init__(self) -> None:
-        """Raises PeerMemoryError without a CUDA driver."""
+        """Load the CUDA driver. Raises PeerMemoryError if there is none."""
         try:
             driver = ctypes.CDLL("libcuda.so.1")
             self._functions = {name: getattr(driver, name) for name in _SIGNATURES}
@@ -62,13 +62,13 @@ class PeerMemory:
         for name, function in self._functions.items():
             function.argtypes, function.restype = _SIGNATURES[name], c_int
         self._mapped: dict[bytes, int] = {}
-        self.error: PeerMemoryError | None = None  # the first
+        self.error: PeerMemoryError | None = None  # the first error
 
     def addresses(self, own: Tensor, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Maps the tensor `own` of every rank; returns their addresses in this process, by rank.
+        """Map the tensor `own` of every rank; returns their addresses in this process, by rank.
 
-        A collective: all ranks call it, and keep their tensors alive. A tensor that cannot be
-        mapped has address 0, and `error` is set: raising would leave the other ranks waiting.
+        A collective: all ranks must call it and keep their tensors alive. If a tensor cannot be
+        mapped, its address is 0 and `error` is set: raising would leave other ranks waiting.
         """
         sent: list[_Address | None] = [None] * num_ranks
         dist.all_gather_object(sent, self._attempt(self._address, own))
@@ -96,7 +96,7 @@ class PeerMemory:
         return _Address(bytes(handle), tensor.data_ptr() - base.value)
 
     def _map(self, address: _Address) -> int:
-        # An allocation can be opened once only, and may hold several tensors.
+        # An allocation may hold several tensors, but can be opened only once.
         if address.handle not in self._mapped:
             base, handle = c_uint64(), _Handle.from_buffer_copy(address.handle)
             self._call("cuIpcOpenMemHandle_v2", byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)

@@ -1,14 +1,14 @@
-"""Collectives through GPU memory that the ranks of one host share, over NVLink if there is one.
+"""Collectives through GPU memory that the ranks of one host share, over NVLink where available.
 NVLink multicast is not used.
 
-The size decides, as scripts/bench/bench_collectives.py measured on two and four H200 (the bench's
-README has the table):
+The algorithm depends on the size. Thresholds were measured by scripts/bench/bench_collectives.py on
+two and four H200 (the table is in the bench's README):
 
-- An all-reduce of few rows takes one shot, which the GEMM before it can send: with 5,120 elements
-  in half precision up to 160 rows between two GPUs and 17 between four.
-- Larger ones take two shots.
-- NCCL does those of many rows whose size is not divisible by the ranks, and what does not fit into
-  the shared memory.
+- An all-reduce of few rows is one-shot, and the preceding GEMM can send its summands: rows of 5,120
+  elements in half precision, up to 160 between two GPUs and 17 between four.
+- Larger ones are two-shot.
+- NCCL reduces many rows whose size is not divisible by the number of ranks, and whatever does not
+  fit into the shared memory.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ if TYPE_CHECKING:  # not every platform has Triton
 
 logger = logging.getLogger(__name__)
 
-# The memory that each rank shares, for gathered logits and for two-shot sums, whose summands take
-# one half and whose results the other. Larger sums take several rounds.
+# Shared memory of each rank, for gathered logits and for two-shot all-reduces, which use one half
+# for summands and the other for results. Larger ones are split into rounds.
 SHARED_BYTES = 80 << 20
-# More than the rows that a step samples.
+# More than the number of rows that a step samples.
 MAX_MAXIMA = 1024
 
 
 def over_peer_memory(
     group: GroupCommunicator, hidden_size: int, dtype: torch.dtype
 ) -> Communicator:
-    """A communicator of the same ranks; `group` itself if the GPUs cannot address each other's
-    memory."""
+    """A communicator of the ranks of `group`; `group` itself if the GPUs have no peer access."""
     try:
         if not group.host_min(int(runs_triton(group.device))):
             raise PeerMemoryError("its kernels need Triton")
@@ -51,10 +50,10 @@ def over_peer_memory(
 
 
 class PeerCommunicator:
-    """Collectives of peers, for one stream, which may be capturing."""
+    """Collectives over peer memory, for use on a single stream, which may be capturing."""
 
     def __init__(self, group: GroupCommunicator, hidden_size: int, dtype: torch.dtype) -> None:
-        """Raises PeerMemoryError; if one rank does, all do."""
+        """Map the memory of all ranks. Raises PeerMemoryError on all ranks or on none."""
         from minisgl.kernels.comm import gather, one_shot, two_shot
         from minisgl.kernels.comm.shared_memory import SharedMemory
 
@@ -81,7 +80,7 @@ class PeerCommunicator:
             barrier_mailbox=self._mailbox(1, 2, 4),
         )
         torch.cuda.synchronize(group.device)
-        # After this all ranks have also zeroed their inboxes.
+        # This also synchronizes: after it, all ranks have zeroed their inboxes.
         if not group.host_min(int(self._memory.error is None)):
             raise self._memory.error or PeerMemoryError("another rank cannot map it")
 
@@ -115,7 +114,7 @@ class PeerCommunicator:
         return len(part) <= self._rows.max_rows and self._rows.takes(part)
 
     def _rounds(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """`rows` in parts that fit into the shared memory."""
+        """Split `rows` into parts that fit into the shared memory."""
         return torch.split(rows, SHARED_BYTES // 2 // (rows.shape[1] * rows.itemsize))
 
     def all_gather(self, part: Tensor) -> Tensor:

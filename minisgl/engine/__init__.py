@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import what needs torch only when it is used: what the engine counts needs none."""
+        """Import AsyncEngine on first use: it needs torch, and the statistics do not."""
         if name == "AsyncEngine":
             from minisgl.engine.engine import AsyncEngine
 

@@ -1,4 +1,4 @@
-"""Waiting for launched steps on a thread, so that the event loop never does."""
+"""Waits for launched steps on a thread of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl.scheduler.plan import StepResult
 
 
 class Collector(Generic[Handle]):
-    """A thread that waits for launched steps, so that the loop never does."""
+    """A thread that waits for launched steps, so that the event loop never blocks on the device."""
 
     def __init__(
         self, runner: Runner[Handle], done: Callable[[int, StepResult | Exception], None]
@@ -31,11 +31,11 @@ class Collector(Generic[Handle]):
         self._handles.put((step, handle))
 
     def end(self) -> None:
-        """Accept no more steps. `ended` is done when everything is collected."""
+        """Accept no more steps. The future `ended` completes once everything is collected."""
         self._handles.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Block after `end` until everything is collected; False if that takes too long.
+        """Block until everything is collected; False after `timeout_s`. Call `end` before.
 
         For callers without a running loop, which cannot wait for `ended`.
         """

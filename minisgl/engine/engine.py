@@ -1,7 +1,7 @@
 """The engine: requests in, streams of tokens out, on the caller's event loop.
 
-Each finished step costs the loop one callback: settle it, plan and launch the next one, and only
-then hand out the tokens. So the device has its next step queued while everything else happens.
+A finished step is handled in one callback of the loop: settle it, plan and launch the next step,
+and only then hand out the tokens. Detokenization and delivery so overlap with the next step.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ OUT_OF_MEMORY = (
 )
 SHUTTING_DOWN = "The server is shutting down."
 CLOSED = "The engine was closed."
-# The longest silence of a rank that closing the engine waits for.
+# Closing the engine waits no longer than this for a rank that has stopped sending heartbeats.
 CLOSE_GRACE_S = 5.0
 
 
 class AsyncEngine:
-    """Runs requests. Every method is called on the event loop that the engine was made on."""
+    """Runs requests. All methods must be called on the event loop that created the engine."""
 
     def __init__(self, loaded: Loaded[Any]) -> None:
         self.config = loaded.config
@@ -107,7 +107,7 @@ class AsyncEngine:
             )
         self._meter = Meter()
         self._pump_is_due = False
-        self._refusal: str | None = None  # why no new work is taken
+        self._refusal: str | None = None  # why new requests are refused
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class AsyncEngine:
         first_limit_s = math.inf if self._ranks is None else FIRST_LIMIT_S
         self._watch = StepWatch(self.config.step_timeout, first_limit_s=first_limit_s)
         self._looking: asyncio.TimerHandle | None = None
-        self._hung: asyncio.Future[None] = self._loop.create_future()  # done: steps may never end
+        self._hung: asyncio.Future[None] = self._loop.create_future()  # done: steps may hang
         if self._ranks is not None:
             self._ranks.lost.add_done_callback(self._on_lost)
 
@@ -127,15 +127,15 @@ class AsyncEngine:
     async def start(cls, config: EngineConfig, progress: Report | None = None) -> AsyncEngine:
         """Load the model in a thread and return the running engine. Raises MinisglError.
 
-        A thread cannot be cancelled with its caller; it ends where it has progress to report next.
+        If the caller is cancelled, the thread goes on until it next reports progress.
         """
         cancelled = threading.Event()
 
-        def report(phase: str, share: float) -> None:
+        def report(phase: str, fraction: float) -> None:
             if cancelled.is_set():
                 raise asyncio.CancelledError
             if progress is not None:
-                progress(phase, share)
+                progress(phase, fraction)
 
         try:
             return cls(await asyncio.to_thread(load, config, report))
@@ -147,7 +147,7 @@ class AsyncEngine:
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids; requests may use 0 to vocab_size - 1."""
+        """Number of token ids; a request may use 0 to vocab_size - 1."""
         return self.model.vocab_size
 
     def warm(self) -> None:
@@ -158,10 +158,10 @@ class AsyncEngine:
     async def encode(
         self, text: str, /, *, add_special_tokens: bool = True, any_length: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Tokenize a text.
 
-        Raises ContextLengthError where the text is seen to have too many before it is tokenized,
-        unless `any_length` says that they need not fit; QueueFullError and EngineStoppedError.
+        Raises ContextLengthError for a text that cannot fit into the context, unless `any_length`
+        is set (not every such text is detected here); QueueFullError; EngineStoppedError.
         """
         return await self._open_intake().encode(
             text, add_special_tokens=add_special_tokens, any_length=any_length
@@ -174,7 +174,7 @@ class AsyncEngine:
         /,
         **template_options: Any,
     ) -> list[int]:
-        """Token ids of a conversation under the model's chat template; raises as `encode` does."""
+        """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         return await self._open_intake().chat(messages, any_length, template_options)
 
     async def template_facts(self) -> TemplateFacts:
@@ -205,7 +205,7 @@ class AsyncEngine:
     ) -> OutputStream:
         """Queue a request.
 
-        It shares cached prefixes only with requests of the same client and `cache_salt`. With a
+        Cached prefixes are shared only between requests of the same client and `cache_salt`. With a
         `parser`, which serves this answer alone, deltas have events and stop strings match content
         only.
         Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineStoppedError.
@@ -231,7 +231,7 @@ class AsyncEngine:
         return stream
 
     def check(self, params: SamplingParams) -> None:
-        """Raise InvalidRequestError if `params` need something that this model does not have."""
+        """Raise InvalidRequestError if the model cannot serve `params`."""
         if params.stop and self.tokenizer is None:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
         check_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
@@ -281,7 +281,7 @@ class AsyncEngine:
         tenant: Tenant = EVERYONE,
         parser: AnswerParser | None = None,
     ) -> AsyncIterator[OutputDelta]:
-        """The deltas of one request. Closing the iterator aborts it."""
+        """Submit a request and yield its deltas. Closing the iterator aborts the request."""
         stream = self.submit(
             prompt_token_ids,
             params,
@@ -299,12 +299,12 @@ class AsyncEngine:
     def _abort(self, request: Request) -> None:
         if self._scheduler.cancel(request):
             self._end_stream(request)
-            self._pump_soon()  # its slot and pages may let another request in
+            self._pump_soon()  # its slot and pages may suffice to admit another request
 
     # -- the loop ----------------------------------------------------------------------------------
 
     def _pump_soon(self) -> None:
-        """Plan once for all requests of this loop iteration, not a step for the first of them."""
+        """Schedule `_pump` once per loop iteration: requests submitted together share a step."""
         if not self._pump_is_due:
             self._pump_is_due = True
             self._loop.call_soon(self._pump)
@@ -321,7 +321,7 @@ class AsyncEngine:
         """Handle the end of a step or its failure. Called once for each step, in order."""
         self._watch.ended()
         if step != self._scheduler.next_to_settle:
-            return  # lost with a failed step before it
+            return  # discarded with an earlier step that failed
         try:
             if isinstance(outcome, Exception):
                 self._fail_step(step, outcome)
@@ -357,7 +357,7 @@ class AsyncEngine:
         for index, request in enumerate(settled.progressed):
             stream = self._streams.get(request.id)
             if stream is None:
-                continue  # the step launched after it has failed already
+                continue  # ended by the failure of the step launched after this one
             if stream.detokenizer is not None:
                 num_tokens = settled.num_tokens[index]
                 try:
@@ -378,12 +378,12 @@ class AsyncEngine:
     def _detokenize(
         self, request: Request, stream: OutputStream, detokenizer: Detokenizer, num_tokens: int
     ) -> int:
-        """Take the request's last tokens; returns how many of them a stop string has cut off."""
+        """Detokenize the new tokens; returns the number of those after the end of a stop string."""
         token_ids = request.token_ids
         end = len(token_ids)
         natural = False
         if request.finished and token_ids[-1] in request.stop_token_ids:
-            end -= 1  # it has no place in the text
+            end -= 1  # EOS or a stop token is not part of the text
             natural = True
         dropped = 0
         for index in range(len(token_ids) - num_tokens, end):
@@ -397,10 +397,10 @@ class AsyncEngine:
         return dropped
 
     def _run_short(self, request: Request) -> None:
-        """Fail one request for whose text no memory is left; the others may go on."""
+        """Fail one request because its text does not fit into memory; the others go on."""
         error = HostMemoryError()
         logger.error("request %s: %s", request.id, error)
-        if not self._scheduler.cancel(request, error):  # its last token has ended it
+        if not self._scheduler.cancel(request, error):  # already ended by its last token
             request.finish_reason, request.error = FinishReason.ERROR, error
 
     def _end_stream(self, request: Request) -> None:
@@ -444,7 +444,7 @@ class AsyncEngine:
             )
         self.failure = reason
         self._refusal = f"The engine has failed: {reason}"
-        # The scheduler's state may be what is broken: end every request without it.
+        # The scheduler's state may be corrupt: end every request without using it.
         for stream in list(self._streams.values()):
             stream.request.status = RequestStatus.FINISHED
             stream.request.finish_reason = FinishReason.ERROR
@@ -453,7 +453,7 @@ class AsyncEngine:
 
     @property
     def stalled(self) -> str | None:
-        """The reason why a step takes much longer than similar ones; None while none does."""
+        """A description of the step that takes much longer than similar ones; None if none does."""
         return self._watch.stalled
 
     def _look_later(self) -> None:
@@ -473,7 +473,7 @@ class AsyncEngine:
             self._look_later()
 
     def _give_up(self, reason: EngineStoppedError) -> None:
-        """Give up the steps in flight, which will not end."""
+        """Give up the steps in flight, because they will not end."""
         if self._ranks is not None:
             self._ranks.give_up(reason)
         else:
@@ -494,7 +494,7 @@ class AsyncEngine:
     async def drain(self, timeout_s: float, reason: str = SHUTTING_DOWN) -> None:
         """Refuse new requests, wait up to `timeout_s` seconds for the others, end the rest.
 
-        A text that is being tokenized counts as one of the others: it may still be submitted.
+        Texts that are being tokenized are waited for too: their requests may still be submitted.
         """
         stopped = EngineStoppedError(reason)
         deadline = self._loop.time() + timeout_s
@@ -511,7 +511,7 @@ class AsyncEngine:
                     self._end_stream(stream.request)
 
     async def close(self) -> None:
-        """End every request and free the device. Idempotent; every caller waits for the end."""
+        """End every request and free the device. Idempotent; concurrent calls wait for it, too."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
@@ -526,16 +526,16 @@ class AsyncEngine:
             await asyncio.to_thread(self._free, self._collector.ended.done())
 
     def _free(self, steps_have_ended: bool) -> None:
-        # One rank whose steps do not end cannot be closed either; several see to it themselves.
+        # Closing a single rank blocks while a step hangs; several ranks handle that in `close`.
         if self._ranks is not None or steps_have_ended:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
 
     def abandon(self) -> None:
-        """Free the device after the loop has stopped for good. Waiting callers are not notified.
+        """Free the device after the event loop has stopped. Waiting callers are not notified.
 
-        Blocks until the steps in flight have ended, or take too long. Called by any thread.
+        Blocks until the steps in flight have ended or timed out. Any thread may call it.
         """
         if self._closing is not None:
             return
@@ -545,7 +545,7 @@ class AsyncEngine:
         self._free(self._collector.join(self.config.step_timeout))
 
     async def _steps_end(self) -> None:
-        """Wait for what is launched until it has ended or is known to hang."""
+        """Wait until the launched steps have ended or are known to hang."""
         ending = (self._collector.ended, self._hung)
         while not any(future.done() for future in ending):
             await asyncio.wait(ending, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -586,7 +586,7 @@ def forked(process_id: int) -> str:
 
 
 def _ending(request: Request, now: float) -> str:
-    """A log line with counts and times of a request, and none of its text."""
+    """A log line with the counts and times of a finished request, without any of its text."""
     assert request.finish_reason is not None
     first = request.first_token_s
     return (

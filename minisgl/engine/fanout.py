@@ -1,4 +1,4 @@
-"""Notifies consumers of new output, without keeping the engine from its next step."""
+"""Notifies consumers of new output without delaying the next step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from itertools import islice
 from typing import Protocol
 
-# An iteration of the loop runs all that is ready. Writing an event to a socket takes 10 to 20 µs:
-# this many delay the engine's own callback by half a millisecond.
+# Writing an SSE event to a socket takes 10 to 20 µs, so this many consumers delay the engine's own
+# callback by at most half a millisecond.
 CONSUMERS_PER_TURN = 32
 
 
@@ -16,16 +16,16 @@ class Notified(Protocol):
 
 
 class Fanout:
-    """Notifies some consumers in each iteration of the loop, in the order in which they were added.
+    """Notifies up to CONSUMERS_PER_TURN consumers per loop iteration, first in, first out.
 
-    A consumer that is already waiting keeps its place, and then finds everything that arrived in
-    the meantime. So all consumers are notified equally often, and get several tokens at once only
-    when the loop does not keep up with the steps.
+    Adding a consumer that is already queued does not move it; once notified it receives everything
+    that has arrived by then. So all consumers are notified equally often, and receive several
+    tokens at once only when the loop cannot keep up with the steps.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._due: dict[Notified, None] = {}  # in order
+        self._due: dict[Notified, None] = {}  # a queue without duplicates
 
     def add(self, consumer: Notified) -> None:
         if not self._due:

@@ -1,8 +1,9 @@
 """Turns texts and conversations into token ids, before they reach the engine.
 
-A short text is encoded on the event loop, in under a millisecond. Everything else is done by a few
-daemon threads, which the end of the process does not wait for. Long texts and chat templates that
-do not end do not delay short texts.
+A short text is encoded on the event loop, in under a millisecond. Everything else runs on a few
+daemon threads, which do not keep the process alive. Neither long texts nor chat templates that
+never finish delay short texts: a rendering that takes longer than others is killed, and repeated
+in a line of its own.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from minisgl.errors import (
     QueueFullError,
     TextTooLongError,
 )
-from minisgl.text.rendering import Renderer, encode_call
+from minisgl.text.rendering import EndlessTemplateError, Renderer, encode_call
 from minisgl.text.template_facts import TemplateFacts, probe
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
-# No text of a human language has as many for each token that fits, nor has code.
+# Above the ratio of any natural language or code.
 MAX_CHARS_PER_TOKEN = 16
 ALWAYS_TAKEN_CHARS = 1 << 20
-# Up to here a text, or what a template is given, is in the line of the short ones: some 10 ms.
+# Texts and template inputs of up to this size go to the queue of short work: about 10 ms each.
 SHORT_BYTES = 16 << 10
-# A place in line; a text takes as many as its size asks for.
+# Size of a place; a text occupies one for every started PLACE_BYTES.
 PLACE_BYTES = 32 << 10
-# A text lets shorter ones pass, for one second per this many bytes that it is longer.
+# Work is ordered by arrival plus one second per this many bytes: short texts overtake long ones.
 BYTES_PER_SECOND = 64 << 10
-# A line has a thread, and others while it renders what takes longer than this.
-OVERDUE_S = 1.0
-NUM_SPARE = 3
-# The time that callers have to submit the tokens that they have just got, before a drain goes on.
+# Processor time of a rendering; most take some milliseconds. One that needs more is slow, and holds
+# up its line no longer than this.
+SLOW_SECONDS = 0.15
+NUM_SLOW = 4  # slow ones rendered at once
+SLOW_NICENESS = 10  # so that they leave the processors to the others, and to the engine
+# A drain gives callers this long to submit token ids that they have just received.
 SUBMIT_S = 0.1
 JOIN_S = 5.0
 
@@ -51,14 +54,14 @@ Work = Callable[[Renderer], T]
 
 @dataclass(order=True, slots=True)
 class _Task:
-    rank: float
-    number: int  # of jobs that are equal in rank, the first is done first
+    priority: float  # lowest first
+    number: int  # order of arrival, which breaks ties of priority
     work: Work[Any] = field(compare=False)
     future: asyncio.Future[Any] = field(compare=False)
 
 
 class _Worker:
-    """A thread, with a process that renders for it if needed."""
+    """A thread and the process that renders chat templates for it, started when first needed."""
 
     def __init__(
         self, renderer: Renderer, done: Callable[[_Worker, _Task, Any, Exception | None], None]
@@ -66,17 +69,17 @@ class _Worker:
         self.renderer = renderer
         self._done = done
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="minisgl-intake", daemon=True)
         self.thread.start()
 
-    def begin(self, job: _Task) -> None:
-        self._jobs.put(job)
+    def begin(self, task: _Task) -> None:
+        self._tasks.put(task)
 
     def end(self) -> None:
-        """End after the current job; a rendering ends at once."""
+        """End after the current task; a rendering is interrupted."""
         self.renderer.close()
-        self._jobs.put(None)
+        self._tasks.put(None)
 
     def _run(self) -> None:
         self._work()
@@ -84,44 +87,42 @@ class _Worker:
         self.renderer.wait()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (task := self._tasks.get()) is not None:
             result, error = None, None
             try:
-                result = job.work(self.renderer)
+                result = task.work(self.renderer)
             except Exception as raised:
                 error = raised
             try:
-                self._loop.call_soon_threadsafe(self._done, self, job, result, error)
+                self._loop.call_soon_threadsafe(self._done, self, task, result, error)
             except RuntimeError:  # the loop was closed without closing the engine
                 return
-            del job, result, error
+            del task, result, error
 
 
 class _WorkQueue:
-    """A queue of work, short before long, with the threads that do it. For one event loop."""
+    """A priority queue of work, short before long, and its threads. Used by one event loop."""
 
-    def __init__(self, make_renderer: Callable[[], Renderer], num_spare: int = 0) -> None:
-        """`num_spare` more threads may take over while a rendering is overdue."""
+    def __init__(self, make_renderer: Callable[[], Renderer], num_threads: int = 1) -> None:
         self._make_renderer = make_renderer
-        self._num_spare = num_spare
+        self._num_threads = num_threads
         self._waiting: list[_Task] = []  # a heap
         self._idle: list[_Worker] = []
         self._busy: dict[_Worker, _Task] = {}
-        self._num_jobs = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._num_tasks = 0
         self._closed = False
         self._loop = asyncio.get_running_loop()
 
     async def run(self, work: Work[T], size: int) -> T:
-        """Run `work` in a thread when its turn comes; returns its result. `size` is in bytes."""
+        """Run `work` in a thread when its turn comes and return its result. size: in bytes."""
         if self._closed:
             raise EngineStoppedError("The engine takes no more texts.")
-        self._num_jobs += 1
-        rank = self._loop.time() + size / BYTES_PER_SECOND
-        job = _Task(rank, self._num_jobs, work, self._loop.create_future())
-        heapq.heappush(self._waiting, job)
+        self._num_tasks += 1
+        priority = self._loop.time() + size / BYTES_PER_SECOND
+        task = _Task(priority, self._num_tasks, work, self._loop.create_future())
+        heapq.heappush(self._waiting, task)
         self._dispatch()
-        result: T = await job.future
+        result: T = await task.future
         return result
 
     def _dispatch(self) -> None:
@@ -131,44 +132,33 @@ class _WorkQueue:
                 continue
             worker = self._find_worker()
             if worker is None:
-                if self._timer is None and len(self._busy) <= self._num_spare:
-                    self._timer = self._loop.call_later(OVERDUE_S, self._look_again)
                 return
-            self._busy[worker] = job = heapq.heappop(self._waiting)
-            worker.begin(job)
-
-    def _look_again(self) -> None:
-        self._timer = None
-        self._dispatch()
+            self._busy[worker] = task = heapq.heappop(self._waiting)
+            worker.begin(task)
 
     def _find_worker(self) -> _Worker | None:
         if self._idle:
             return self._idle.pop()
-        if len(self._busy) > self._num_spare:
-            return None
-        overdue_s = time.monotonic() - OVERDUE_S
-        if any(worker.renderer.began_s > overdue_s for worker in self._busy):
-            return None
-        return _Worker(self._make_renderer(), self._on_done)
+        if len(self._busy) < self._num_threads:
+            return _Worker(self._make_renderer(), self._on_done)
+        return None
 
-    def _on_done(self, worker: _Worker, job: _Task, result: Any, error: Exception | None) -> None:
+    def _on_done(self, worker: _Worker, task: _Task, result: Any, error: Exception | None) -> None:
         del self._busy[worker]
         if self._closed or self._idle:
             worker.end()
         else:
             self._idle.append(worker)
-        if not job.future.done():
+        if not task.future.done():
             if error is None:
-                job.future.set_result(result)
+                task.future.set_result(result)
             else:
-                job.future.set_exception(error)
+                task.future.set_exception(error)
         self._dispatch()
 
     def end(self) -> list[threading.Thread]:
-        """Accept nothing more, without failing what waits; returns the threads, which will end."""
+        """Accept no more work; returns the threads, which are about to end."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         workers = [*self._idle, *self._busy]
         for worker in workers:
             worker.end()
@@ -176,14 +166,14 @@ class _WorkQueue:
 
     def fail(self, reason: MinisglError) -> None:
         """Fail everything that is queued or running."""
-        for job in (*self._waiting, *self._busy.values()):
-            if not job.future.done():
-                job.future.set_exception(reason)
+        for task in (*self._waiting, *self._busy.values()):
+            if not task.future.done():
+                task.future.set_exception(reason)
         self._waiting.clear()
 
 
 class Intake:
-    """Turns texts and conversations into token ids. For one event loop, that of its engine."""
+    """Turns texts and conversations into token ids. Used by the engine's event loop only."""
 
     def __init__(
         self,
@@ -191,9 +181,9 @@ class Intake:
         *,
         max_seq_len: int,
         num_places: int,
-        make_renderer: Callable[[], Renderer] = Renderer,
+        make_renderer: Callable[..., Renderer] = Renderer,
     ) -> None:
-        """`num_places`: short texts that may be here at once; a long one takes several."""
+        """num_places: maximum number of short texts in progress; a long text occupies several."""
         self._tokenizer = tokenizer
         self._max_seq_len = max_seq_len
         self._max_chars = max(ALWAYS_TAKEN_CHARS, MAX_CHARS_PER_TOKEN * max_seq_len)
@@ -203,11 +193,19 @@ class Intake:
         self._empty.set()
         self._loop = asyncio.get_running_loop()
         self._last_left_s = -SUBMIT_S
-        self._short = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_renderings = _WorkQueue(make_renderer, NUM_SPARE)
-        self._long_texts = _WorkQueue(make_renderer)  # one at a time, for their memory
-        self._lines = (self._short, self._long_renderings, self._long_texts)
-        self._threads: list[threading.Thread] = []  # that end
+        make_quick = partial(make_renderer, processor_seconds=SLOW_SECONDS)
+        make_slow = partial(make_renderer, niceness=SLOW_NICENESS)
+        self._short = _WorkQueue(make_quick)
+        self._long_renderings = _WorkQueue(make_quick)
+        self._slow_renderings = _WorkQueue(make_slow, NUM_SLOW)
+        self._long_texts = _WorkQueue(make_quick)  # one at a time, to bound memory
+        self._lines = (
+            self._short,
+            self._long_renderings,
+            self._slow_renderings,
+            self._long_texts,
+        )
+        self._threads: list[threading.Thread] = []  # that are about to end
         self._warming: asyncio.Future[None] | None = None
         self._facts: asyncio.Future[TemplateFacts] | None = None
 
@@ -215,7 +213,7 @@ class Intake:
         """Start a rendering process, so that the first conversation does not wait for it."""
 
         async def start() -> None:
-            with contextlib.suppress(Exception):  # the first conversation tries again
+            with contextlib.suppress(Exception):  # the first conversation reports the error
                 await self._short.run(Renderer.start, 0)
 
         self._warming = asyncio.ensure_future(start())
@@ -223,10 +221,10 @@ class Intake:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, any_length: bool = False
     ) -> list[int]:
-        """Token ids of a text.
+        """Tokenize a text.
 
-        Raises ContextLengthError for one that is seen to be too long before it is encoded (not
-        with `any_length`), TextTooLongError beyond all measure, and QueueFullError.
+        Raises ContextLengthError for a text that cannot fit into the context (not with
+        `any_length`), TextTooLongError beyond MAX_CHARS_PER_TOKEN, and QueueFullError.
         """
         if len(text) <= MAX_SHORT_CHARS:
             self._last_left_s = self._loop.time()
@@ -237,11 +235,10 @@ class Intake:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], any_length: bool, options: Mapping[str, Any]
     ) -> list[int]:
-        """Token ids of a conversation under the model's chat template; raises as `encode` does."""
+        """Tokenize a conversation with the model's chat template; raises as `encode` does."""
         call = encode_call(self._tokenizer.template_call(messages, **options))
         with self._places(len(call)):
-            line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
-            text = await line.run(lambda renderer: renderer.render(call), len(call))
+            text = await self._render(call)
             return await self._encode(text, "messages", False, any_length)
 
     async def template_facts(self) -> TemplateFacts:
@@ -254,9 +251,20 @@ class Intake:
                 )
             )
 
-        if self._facts is None or (self._facts.done() and self._facts.exception()):
-            self._facts = asyncio.ensure_future(self._short.run(look, 0))
-        return await asyncio.shield(self._facts)
+        found = self._facts
+        if found is None or (found.done() and (found.cancelled() or found.exception())):
+            self._facts = found = asyncio.ensure_future(self._slow_renderings.run(look, 0))
+        return await asyncio.shield(found)
+
+    async def _render(self, call: bytes) -> str:
+        def render(renderer: Renderer) -> str:
+            return renderer.render(call)
+
+        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
+        try:
+            return await line.run(render, len(call))
+        except EndlessTemplateError:
+            return await self._slow_renderings.run(render, len(call))
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool
@@ -275,7 +283,7 @@ class Intake:
         return await line.run(lambda _: encode(), len(text))
 
     def _check_length(self, text: str, param: str, any_length: bool) -> None:
-        """Check the number of characters, without reading the text."""
+        """Check the number of characters, which is known without reading the text."""
         fewest = self._tokenizer.fewest_tokens(len(text))
         if fewest > self._max_seq_len and not any_length:
             raise ContextLengthError(
@@ -290,7 +298,8 @@ class Intake:
 
     @contextlib.contextmanager
     def _places(self, size: int) -> Iterator[None]:
-        """Reserve places for a text. QueueFullError if too few are free, but for a first text."""
+        """Reserve places for a text of `size` bytes. Raises QueueFullError if too few are free,
+        except for a text that is alone."""
         num = 1 + size // PLACE_BYTES
         if self._num_taken and self._num_taken + num > self._num_places:
             raise QueueFullError("Too much text is waiting to be tokenized; try again later.")
@@ -314,20 +323,20 @@ class Intake:
             await asyncio.sleep(rest_s)
 
     def close(self, reason: MinisglError) -> None:
-        """Fail everything that is here with `reason`. Idempotent."""
+        """Fail all pending work with `reason`. Idempotent."""
         self.end()
         for line in self._lines:
             line.fail(reason)
 
     def end(self) -> None:
-        """End the lines without failing what waits, from any thread, once the loop has stopped."""
+        """End the threads once the loop has stopped, without failing pending work. Thread-safe."""
         for line in self._lines:
             self._threads += line.end()
 
     def join(self) -> None:
-        """After `close`: block until the threads have ended, for some seconds at most.
+        """Block until the threads have ended, for a few seconds at most. Call `close` before.
 
-        The library must not be at work in one when the interpreter ends.
+        The interpreter must not exit while the tokenizers library runs in one of them.
         """
         deadline = time.monotonic() + JOIN_S
         for thread in self._threads:

@@ -13,7 +13,7 @@ Handle = TypeVar("Handle")
 
 
 class Runner(Protocol[Handle]):
-    """Executes plans: on one rank, on several, or not at all (in tests)."""
+    """Executes plans: on one rank, on several, or as a fake in tests."""
 
     def launch(self, plan: StepPlan) -> Handle:
         """Queue one step and return at once. Called on the event loop."""
@@ -24,24 +24,24 @@ class Runner(Protocol[Handle]):
         ...
 
     def may_compile(self) -> bool:
-        """Whether a launched step may be compiling kernels, which takes its time."""
+        """True while a launched step may be compiling kernels, which can take minutes."""
         ...
 
     def close(self) -> None: ...
 
 
 class Ranks(Protocol):
-    """The part of a tensor-parallel runner that watches over the other ranks."""
+    """The part of a tensor-parallel runner that monitors the other ranks."""
 
     @property
     def lost(self) -> Future[None]:
-        """Raises when no step will end any more, where `collect` may not."""
+        """A future that fails once no step will end any more, even where `collect` hangs."""
         ...
 
     def silence(self) -> Mapping[int, float]:
-        """Seconds since the last sign of life, by rank."""
+        """Seconds since the last heartbeat, by rank."""
         ...
 
     def give_up(self, reason: MinisglError) -> None:
-        """Kill the others, and let `lost` raise. Returns at once."""
+        """Kill the other ranks and fail `lost` with `reason`. Returns at once."""
         ...

@@ -18,6 +18,7 @@ from minisgl.config import (
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
+from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Handle]):
-    """The result of start-up: all that an engine is made of."""
+    """The result of start-up: the parts of an engine."""
 
     runner: Runner[Handle]
     config: ResolvedConfig
@@ -39,19 +40,21 @@ class Loaded(Generic[Handle]):
     tokenizer: Tokenizer | None
     defaults: GenerationDefaults
     model_name: str
-    ranks: Ranks | None = None  # where there are several
-    max_run: int = 1  # tokens that the runner may sample for a decode row in one step
+    ranks: Ranks | None = None  # None for a single rank
+    max_run: int = 1  # maximum number of tokens sampled per decode row and step
 
 
 def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     """Locate, read and load the model. Blocks. Raises MinisglError."""
-    report = progress or (lambda phase, share: None)
+    report = progress or (lambda phase, fraction: None)
     started = time.monotonic()
     folder = locate_model(config.model, load_format=config.load_format)
     name = config.model or folder.name
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=config.quantization)
+    if config.kv_cache_dtype != "model" and config.load_format != "dummy":
+        model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
-    # What cannot be divided is refused by resolve.
+    # `resolve` refuses a model that cannot be divided, with a better message.
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     tokenizer = None
@@ -71,12 +74,13 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         logger.info("The checkpoint's sampling defaults: %s", chosen)
     capacity = runner.capacity
     logger.info(
-        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in pages of %d, context %d%s",
+        "Loaded %s in %.1f s: %s on %s, KV cache of %d tokens in %s, in pages of %d, context %d%s",
         name,
         time.monotonic() - started,
         resolved.dtype,
         resolved.device,
         (capacity.num_pages - 1) * capacity.page_size,
+        resolved.kv_dtype,
         capacity.page_size,
         capacity.max_seq_len,
         "" if resolved.device == "cpu" else f", CUDA graphs up to batch {capacity.max_graph_batch}",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.scheduler import SchedulerCounters
 
-# Upper ends of buckets, in seconds: of what happens once a step, and of what lasts many steps.
+# Upper bounds of the buckets in seconds, for durations of one step and of many steps.
 STEP_BOUNDS = (
     *(0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),
@@ -27,8 +27,8 @@ REQUEST_BOUNDS = (
 class Histogram:
     """A histogram: counts per bucket, and the sum of the values."""
 
-    bounds: tuple[float, ...]  # ascending; a bucket has all up to its bound, that one included
-    counts: list[int] = field(init=False)  # by bucket; the last one is above all bounds
+    bounds: tuple[float, ...]  # ascending, inclusive
+    counts: list[int] = field(init=False)  # one per bucket; the last bucket is unbounded
     sum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -59,17 +59,17 @@ def _of_requests() -> Histogram:
 
 @dataclass(slots=True)
 class Totals:
-    """Totals since the start. Times are taken when the event loop handles the event."""
+    """Totals since the start. Times are when the event loop handled an event."""
 
     num_output_tokens: int = 0
-    num_graph_steps: int = 0  # that ran as a CUDA graph
+    num_graph_steps: int = 0  # replayed as a CUDA graph
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
-    step_s: Histogram = field(default_factory=_of_steps)  # the device's, from launch to tokens
+    step_s: Histogram = field(default_factory=_of_steps)  # on the device, from launch to tokens
     ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
     itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
-    e2e_s: Histogram = field(default_factory=_of_requests)  # of requests with a whole answer
+    e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
 
     def copy(self) -> Totals:
         return Totals(
@@ -89,7 +89,7 @@ class Meter:
         self._last_tokens_s = 0.0  # when the last step that had tokens ended
 
     def step_began(self, now: float) -> None:
-        """A step was launched on an idle device. Others begin when the one before them ends."""
+        """Record a launch on an idle device. Any other step begins when its predecessor ends."""
         self._step_began_s = now
 
     def step_ended(self, now: float, *, captured: bool) -> None:
@@ -100,13 +100,13 @@ class Meter:
     def tokens_came(
         self, requests: Sequence[Request], num_tokens: Sequence[int], now: float
     ) -> None:
-        """One step brought tokens for `requests`: `num_tokens` by request, each at least 1.
+        """Record the tokens of one step. num_tokens: of each of `requests`, at least 1.
 
-        Tokens that come together share the time since the one before them equally.
+        The time since a request's previous token is divided equally among its new tokens.
         """
         totals = self.totals
         before, self._last_tokens_s = self._last_tokens_s, now
-        num_steady = 0  # had a token in the step before, as almost all; they are observed at once
+        num_steady = 0  # had a token in the previous step, as almost all; observed together
         for request, count in zip(requests, num_tokens, strict=True):
             last = request.last_token_s
             request.last_token_s = now
@@ -137,9 +137,9 @@ class EngineStats:
 
     num_running: int
     num_queued: int
-    num_pages: int  # that requests may use
+    num_pages: int  # usable by requests
     num_free_pages: int
-    num_cached_pages: int  # held by the prefix cache alone, evictable
+    num_cached_pages: int  # held only by the prefix cache: evictable
     counters: SchedulerCounters
     totals: Totals
 
@@ -149,7 +149,7 @@ class EngineStats:
 
     @property
     def token_usage(self) -> float:
-        """The share of the KV cache that running requests hold, 0 to 1."""
+        """The fraction of the KV cache that running requests hold, 0 to 1."""
         return self.num_used_pages / self.num_pages
 
     @property

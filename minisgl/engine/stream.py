@@ -14,8 +14,8 @@ from minisgl.text.parsing.detokenizer import ParsingDetokenizer
 class OutputStream:
     """The deltas of one request, as an async iterator with one consumer.
 
-    Output that the consumer has not taken yet is merged into one delta, so a slow consumer costs no
-    more memory than the answer itself. Ends with the delta that has a finish_reason, or raises the
+    Pending output is merged into one delta, so a slow consumer costs no more memory than the answer
+    itself. Ends with the delta that has a finish_reason, or raises the
     request's error.
     """
 
@@ -24,11 +24,11 @@ class OutputStream:
     ) -> None:
         self.request = request
         self.detokenizer = detokenizer
-        self.text: list[str] = []  # not taken yet
+        self.text: list[str] = []  # not yet delivered
         self._num_taken = 0  # output tokens
         self._num_prompt_taken = 0  # prompt logprobs
-        self.changed = False  # since the consumer looked
-        self._waiting: asyncio.Future[None] | None = None  # the consumer, for a change
+        self.changed = False  # there is output that the consumer has not seen
+        self._waiting: asyncio.Future[None] | None = None  # the consumer, if it waits for output
         self._finished = asyncio.Event()
         self._ended = False
         self._abort = abort
@@ -38,7 +38,7 @@ class OutputStream:
         return self.request.id
 
     def abort(self) -> None:
-        """End the request now if it has not ended. Idempotent."""
+        """End the request unless it has ended. Idempotent."""
         self._abort(self.request)
 
     def notify(self) -> None:
@@ -49,9 +49,9 @@ class OutputStream:
             self._finished.set()
 
     async def wait_finished(self) -> None:
-        """Wait only for the end, which wakes the caller once and not for every token.
+        """Wait for the end of the request, without being woken for each token.
 
-        Raises the request's error. Output that was not taken is in `request` and `text`.
+        Raises the request's error. Output not yet delivered is in `request` and `text`.
         """
         await self._finished.wait()
         if self.request.error is not None:

@@ -43,6 +43,17 @@ def silu_mul(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
+def to_stored(x, inverse_scale, dtype: tl.constexpr):
+    """A key or value as the cache stores it: x without a scale; with one, as reference.to_stored
+    rounds it to e4m3."""
+    if inverse_scale is None:
+        return x
+    else:
+        quotient = x.to(tl.float32) * inverse_scale
+        return tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
 def arrive(semaphores, index):
     """Count a program that has stored its part of result `index`; return how many came before it.
 

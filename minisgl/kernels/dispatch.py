@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
 
@@ -61,19 +62,21 @@ def qk_norm_rope_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     norm_rope: NormRope,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     """Norm the heads of q and k if there are weights, rotate them, and write k and v to the cache.
 
     qkv: [num_rows, (num_heads + 2 · num_kv_heads) · head_dim], q's heads first, then k's, then v's.
     positions and slot_mapping: [num_rows] int64, as in ForwardBatch. The caches: [num_pages,
     page_size, num_kv_heads, head_dim]; two rows may share a slot on the scratch page only, which
-    is never read. Returns q, a new [num_rows, num_heads, head_dim].
+    is never read. They are of qkv's dtype, or float8_e4m3fn: then k and v are divided by `scales`
+    and rounded, as reference.to_stored does. Returns q, a new [num_rows, num_heads, head_dim].
 
     On Hopper and later, positions and slot_mapping must have been written at least two launches
     before.
     """
     return _kernels_for(qkv.device).qk_norm_rope_store_kv(
-        qkv, positions, slot_mapping, k_cache, v_cache, norm_rope
+        qkv, positions, slot_mapping, k_cache, v_cache, norm_rope, scales
     )
 
 
@@ -84,7 +87,9 @@ class Kernels(NamedTuple):
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
-    qk_norm_rope_store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, NormRope], Tensor]
+    qk_norm_rope_store_kv: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, NormRope, KVScales], Tensor
+    ]
 
 
 REFERENCE = Kernels(

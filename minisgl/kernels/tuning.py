@@ -98,6 +98,11 @@ class DeviceTuning:
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
 
+    # -- linear maps in FP8 --------------------------------------------------------------------
+    # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
+    fp8_rows: int = 128
+    fp8_group_rows: int = 256
+
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()
     few_pairs: int = 8  # token-expert pairs up to which FewTiles are taken
@@ -127,6 +132,16 @@ class DeviceTuning:
     # warps read as fast as four, but with them a step of 8 rows whose programs all rotate their
     # row's heads (decode_qkv) was slower than one that left this to a kernel of its own.
     decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
+        (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
+        (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
+        (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),
+        (NO_LIMIT, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=8, min_split=64)),
+    )
+    # The same for a cache in FP8. Not measured yet (bench_attention.py --tune --kv-dtype fp8):
+    # compiled for sm_90, a warp reads a byte with 1.8 times the instructions that it takes for one
+    # of bfloat16 in the same tile, and with 1.5 times in tiles of 128 keys, of which only two fit
+    # into the registers of an SM.
+    fp8_decode_tiles: tuple[tuple[int, DecodeTiles], ...] = (
         (16, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=1, min_split=128)),
         (128, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=256)),
         (512, DecodeTiles(64, num_warps=4, num_stages=3, programs_per_sm=2, min_split=64)),

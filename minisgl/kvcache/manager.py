@@ -1,9 +1,9 @@
-"""The KV cache as the scheduler sees it: leases on pages.
+"""The scheduler's interface to the KV cache: leases on pages.
 
-A page has exactly one owner: the free list, the prefix cache, or one lease. Fencing is by launch
-order: all steps run on one compute stream, so a page that is given up while steps up to N are
-launched may be written by any later step, and a page may be matched by step N + 1 once its tokens
-are known and launched steps write all of it.
+A page has exactly one owner: the free list, the prefix cache, or one lease. All steps run on one
+compute stream, so launch order is the only fence: a page released while steps up to N are launched
+may be written by any later step, and a page may be matched by step N + 1 once its tokens are known
+and launched steps write all of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PageAllocator:
         return self._free
 
     def allocate(self, count: int) -> list[int]:
-        """The caller has made sure that `count` pages are free."""
+        """Take `count` pages. The caller must have checked that they are free."""
         if count == 0:
             return []
         taken = self._free[-count:]
@@ -47,13 +47,13 @@ class PageAllocator:
 class Lease:
     """The pages of one running request, in the order of its tokens.
 
-    The first `num_committed` are the prefix cache's, locked and never written again; the others
-    are the lease's own. It locks no page that is not among its own tokens' pages, so a request
-    alone never needs more pages than its tokens do.
+    The first `num_committed` pages belong to the prefix cache, locked and never written again; the
+    lease owns the others. Only pages of the request's own tokens are locked, so a single request
+    never needs more pages than its tokens fill.
     """
 
     pages: list[int]
-    node: Node  # where the committed pages end in the prefix cache
+    node: Node  # the last node of the committed pages
     num_committed: int
 
     @property
@@ -77,25 +77,25 @@ class KVCacheManager:
 
     @property
     def num_cached(self) -> int:
-        """Pages that only the prefix cache holds."""
+        """Number of pages in the prefix cache that no lease uses."""
         return self._cache.num_evictable
 
     @property
     def num_available(self) -> int:
-        """Pages that `reserve` could hand out now."""
+        """Number of pages that `reserve` can provide."""
         return self._allocator.num_free + self._cache.num_evictable
 
     def match(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
-        """Tokens of `key` (packed, `num_tokens` of them) that a lease would find in the cache."""
+        """Number of tokens that a lease would find cached. key: `num_tokens` packed tokens."""
         max_pages = self._max_match(num_tokens)
         return self._cache.match_pages(key, max_pages, namespace) * self.page_size
 
     def acquire(
         self, key: bytes, num_tokens: int, namespace: bytes = b"", *, reuse: bool = True
     ) -> Lease:
-        """Open a lease on the cached prefix; at least one token is left to compute.
+        """Open a lease on the longest cached prefix that leaves at least one token to compute.
 
-        It finds only what leases of the same namespace have shared.
+        Only prefixes committed in the same namespace match.
         """
         max_pages = self._max_match(num_tokens) if reuse else 0
         match = self._cache.acquire(key, max_pages, namespace)
@@ -107,7 +107,7 @@ class KVCacheManager:
         return (num_tokens - 1) // self.page_size
 
     def reserve(self, lease: Lease, num_tokens: int) -> Sequence[int] | None:
-        """Grow the lease to hold `num_tokens`; the new pages, or None if there are too few."""
+        """Grow the lease to hold `num_tokens`; returns the new pages, None if there are too few."""
         count = -(-num_tokens // self.page_size) - len(lease.pages)
         if count <= 0:
             return ()
@@ -123,8 +123,8 @@ class KVCacheManager:
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
         """Share the full pages among the first `num_tokens` tokens of `key`.
 
-        Steps up to `step`, launched before any step that may match them, write all of them. Where
-        the cache has pages with the same tokens already, the lease keeps its own until it closes.
+        They must be written by steps up to `step`, launched before any step that matches them. If
+        the cache already has pages with the same tokens, the lease keeps its own until it closes.
         """
         num_pages = num_tokens // self.page_size
         fresh = lease.pages[lease.num_committed : num_pages]
@@ -136,10 +136,10 @@ class KVCacheManager:
             self._mark_written(fresh, step)
 
     def close(self, lease: Lease, key: bytes = b"", num_tokens: int = 0, step: int = 0) -> None:
-        """End the lease. Its pages are free or cached, and may be written by any later step.
+        """End the lease. Its pages become cached or free for any later step.
 
         The cache keeps the full pages among the first `num_tokens` tokens of `key`, written by
-        steps up to `step`; without a key, what has been committed.
+        steps up to `step`; without a key, the committed pages.
         """
         self._leases.remove(lease)
         fresh = lease.pages[lease.num_committed : num_tokens // self.page_size]
@@ -154,7 +154,7 @@ class KVCacheManager:
             self._written_by[page] = step
 
     def drop_written_since(self, step: int) -> None:
-        """Forget what failed steps wrote. The leases of their requests must be closed already."""
+        """Drop the cached pages that failed steps wrote, after their leases are closed."""
         self._allocator.free(self._cache.drop_written_since(step, self._written_by))
 
     def audit(self, launched: int) -> None:

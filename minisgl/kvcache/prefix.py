@@ -1,4 +1,4 @@
-"""The interface of a prefix cache, and the implementation that shares nothing."""
+"""The interface of prefix caches, and the implementation that caches nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOKEN_BYTES = array("i").itemsize
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as bytes, so that prefixes compare and hash at memory speed."""
+    """Pack token ids into bytes, so that prefixes compare and hash at memory speed."""
     return array("i", token_ids).tobytes()
 
 
@@ -29,25 +29,25 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A locked prefix: its pages stay until `release(node)`."""
+    """A locked prefix, whose pages stay cached until `release(node)`."""
 
     node: Node
     pages: list[int]
 
 
 class PrefixCache(Protocol):
-    """Finds pages by the tokens that they hold. Keys are packed tokens.
+    """Finds pages by their tokens. Keys are packed tokens.
 
-    Nothing is shared between namespaces. All of them compete for the same pages.
+    Namespaces share no prefixes, but compete for the same pages.
     """
 
     @property
     def num_evictable(self) -> int:
-        """Pages that `evict` could give back now."""
+        """Number of pages that `evict` can return."""
         ...
 
     def match_pages(self, key: bytes, max_pages: int, namespace: bytes = b"") -> int:
-        """Pages of `key` in the cache, at most `max_pages`. Changes nothing. O(key)."""
+        """Number of cached pages of `key`, at most `max_pages`. Changes nothing. O(key)."""
         ...
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
@@ -57,26 +57,26 @@ class PrefixCache(Protocol):
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
         """Take the pages `start`, `start + 1`, ... of `key`, following the locked `node`.
 
-        `node` must end where `start` begins; its lock moves to the returned node. None, and
-        nothing changes, if the cache has pages with the same tokens already. O(pages).
+        `node` must end where `start` begins; its lock moves to the returned node. Returns None
+        without a change if the cache already has pages with the same tokens. O(pages).
         """
         ...
 
     def release(self, node: Node) -> None:
-        """Give back one lock."""
+        """Release one lock on `node`."""
         ...
 
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
-        """Take those of the pages that the cache has not got, and return the others.
+        """Take the pages that the cache does not have, and return the others.
 
         `node` as for `extend`; its lock stays where it is. O(pages).
         """
         ...
 
     def evict(self, num_pages: int) -> list[int]:
-        """Drop at least `num_pages` pages, least recently used first; the caller owns them now.
+        """Drop at least `num_pages` pages, least recently used first, and return them.
 
-        The caller has made sure that as many are evictable.
+        The caller must have checked `num_evictable`.
         """
         ...
 
@@ -94,7 +94,7 @@ class PrefixCache(Protocol):
 
 
 class NaiveCache:
-    """No reuse: every request computes all of its prompt."""
+    """A prefix cache that stores nothing: every request computes its whole prompt."""
 
     def __init__(self) -> None:
         self._root = Node(key=b"", pages=[], parent=None)

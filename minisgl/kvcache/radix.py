@@ -1,12 +1,11 @@
 """The radix prefix cache: a tree of page runs keyed by their tokens (Zheng et al., SGLang, 2024).
 
-A node is in use while a lease ends at it or at a node below, and only leaves without users are
-evicted, least recently used first. Both counts are kept up to date where they change, so matching
-costs O(prompt) and eviction O(evicted pages · log leaves), whatever the size of the tree.
+A node is in use while a lease ends at it or at a descendant; only leaves that are not in use are
+evicted, least recently used first. Users and evictable pages are counted incrementally, so matching
+costs O(prompt) and eviction O(evicted pages · log leaves), independent of the size of the tree.
 
-Each namespace is a tree of its own under a root of its own. A root exists while there are pages or
-leases below it, so that a namespace in which nothing is cached takes no memory. Eviction knows no
-namespaces.
+Each namespace has a tree with its own root, which exists while there are pages or leases below it:
+a namespace without cached pages takes no memory. Eviction ignores namespaces.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from collections.abc import Iterator, Sequence
 
 from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
 
-# (last_used, order of the offer, leaf). An entry whose leaf changed since is stale and skipped.
+# (last_used, order of insertion, leaf). An entry is stale, and skipped, if its leaf has changed.
 _HeapEntry = tuple[int, int, Node]
 
 
 class RadixCache:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[bytes, Node] = {}  # by namespace, which is also the root's key
+        self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
         self._num_nodes = 0
         self._clock = 0
@@ -76,7 +75,7 @@ class RadixCache:
         return key[start * self._page_bytes : (start + 1) * self._page_bytes]
 
     def _common_pages(self, node: Node, key: bytes, start: int, end: int) -> int:
-        """Pages of `node` that equal the pages `start` .. `end` - 1 of `key`. At least one does."""
+        """Number of equal pages of `node` and pages `start` .. `end` - 1 of `key`, at least one."""
         size = self._page_bytes
         low, high = 1, min(len(node.pages), end - start)
         if key.startswith(node.key[: high * size], start * size):
@@ -120,9 +119,9 @@ class RadixCache:
         return node
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Put the first pages of `node` into a new parent and return that.
+        """Move the first pages of `node` into a new parent, and return the parent.
 
-        `node` keeps the end of its run, so that a lease that ends at `node` still does.
+        `node` keeps the rest of the run, so that leases that end at it remain valid.
         """
         assert node.parent is not None
         cut = num_pages * self._page_bytes
@@ -165,7 +164,7 @@ class RadixCache:
     # -- eviction ----------------------------------------------------------------------------------
 
     def _let_go(self, node: Node) -> None:
-        """Once `node` is a leaf without users, put it up for eviction; drop it if it is a root."""
+        """Make `node` evictable if it is a leaf without users; drop it if it is a root."""
         if node.num_users or node.children:
             return
         if node.parent is None:
@@ -173,7 +172,7 @@ class RadixCache:
             return
         self._num_offers += 1
         heapq.heappush(self._leaves, (node.last_used, self._num_offers, node))
-        if len(self._leaves) > 64 + 2 * self._num_nodes:  # most are stale: paid for by the pushes
+        if len(self._leaves) > 64 + 2 * self._num_nodes:  # amortized: most are stale
             fresh = {entry[2]: entry for entry in self._leaves if self._is_fresh(entry)}
             self._leaves = list(fresh.values())
             heapq.heapify(self._leaves)
@@ -184,7 +183,7 @@ class RadixCache:
         return not (
             node.num_users
             or node.children
-            or node.parent is None  # gone from the tree
+            or node.parent is None  # removed from the tree
             or node.last_used != last_used
         )
 
@@ -195,7 +194,7 @@ class RadixCache:
             if not self._is_fresh(entry):
                 continue
             node, wanted = entry[2], num_pages - len(evicted)
-            if len(node.pages) > wanted:  # the tail is enough
+            if len(node.pages) > wanted:  # evicting the tail is enough
                 evicted += node.pages[-wanted:]
                 del node.pages[-wanted:]
                 heapq.heappush(self._leaves, entry)
@@ -220,7 +219,7 @@ class RadixCache:
             if not late:
                 continue
             assert not node.num_users and not node.children, "a dropped page is still in use"
-            # A page is never written before those in front of it, so the late ones are the tail.
+            # Pages of a run are written in order, so those written late are its tail.
             del node.pages[len(node.pages) - len(late) :]
             dropped += late
             if not node.pages:

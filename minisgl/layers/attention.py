@@ -10,7 +10,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minisgl.layers.linear import Linear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, kv_head_shard, whole
 
@@ -40,8 +40,8 @@ class SelfAttention(nn.Module):
         heads = even_shard(spec.num_heads, comm.rank, comm.size).times(head_dim)
         kv_heads = kv_head_shard(spec.num_kv_heads, comm.rank, comm.size).times(head_dim)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        self.qkv_proj = MergedColumnParallelLinear(whole(hidden_size), parts, format, bias=qkv_bias)
-        self.o_proj = RowParallelLinear(heads, hidden_size, format, comm, bias=o_bias)
+        self.qkv_proj = Linear(whole(hidden_size), parts, format, bias=qkv_bias)
+        self.o_proj = RowParallelLinear("o_proj", heads, hidden_size, format, comm, bias=o_bias)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:

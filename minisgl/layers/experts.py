@@ -19,9 +19,6 @@ class FusedExperts(nn.Module):
     """The gated MLPs of all experts, stacked. A rank holds a part of each one's inner dimension,
     `inner`, and computes a summand of their results."""
 
-    gate_up_proj: nn.Parameter  # [num_experts, 2 · inner.size, hidden_size], an expert's gate first
-    down_proj: nn.Parameter  # [num_experts, hidden_size, inner.size]
-
     def __init__(
         self,
         num_experts: int,
@@ -32,7 +29,9 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.inner = even_shard(expert_size, comm.rank, comm.size)
-        self.product = format.experts(num_experts, hidden_size, self.inner.size)
+        self.hidden = whole(hidden_size)
+        self.num_experts = num_experts
+        self.product = format.experts(num_experts, hidden_size, self.inner)
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
         self._comm = comm
@@ -66,8 +65,10 @@ class SparseMoeBlock(nn.Module):
         normalize: bool,
     ) -> None:
         super().__init__()
-        self.gate = Linear(whole(hidden_size), whole(num_experts), format)
-        self.experts = FusedExperts(num_experts, hidden_size, expert_size, format, comm)
+        self.gate = Linear(whole(hidden_size), {"gate": whole(num_experts)}, format)
+        self.experts = FusedExperts(
+            num_experts, hidden_size, expert_size, format.within("experts"), comm
+        )
         self._routing = Routing(top_k, normalize)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:

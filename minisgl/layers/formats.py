@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
+from minisgl.config import BLOCK, Activations, QuantScheme
+from minisgl.errors import UnsupportedModelError
 from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.quantized import (
+    CHUNK,
+    Fp8Weights,
+    Int4Product,
+    Int4Weights,
+)
+from minisgl.kernels.linear.select import fp8_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
+from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
+from minisgl.shards import Shard, whole
+
+EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
 
 
 class WeightFormat(Protocol):
-    """Makes the products of a model's layers, uninitialised and on torch's default device."""
+    """Makes the products of a model's layers, uninitialised and on torch's default device.
+
+    Which format a linear map has may depend on its name, so a format knows the module whose layers
+    it makes.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations, norms and the embedding."""
         ...
 
-    def product(self, n: int, k: int, *, bias: bool) -> Product:
-        """The product of a linear layer with k inputs and n outputs."""
+    def within(self, name: str) -> WeightFormat:
+        """The format of a submodule, by its name in the checkpoint."""
         ...
 
-    def experts(self, num_experts: int, hidden_size: int, size: int) -> ExpertsProduct:
-        """The products of experts with an inner dimension of `size`."""
+    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
+        """The product of linear maps of one input, by their names, with their outputs as columns
+        side by side."""
+        ...
+
+    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+        """The products of the experts of which this module is the list."""
         ...
 
 
@@ -35,8 +59,120 @@ class DenseFormat:
 
     dtype: torch.dtype
 
-    def product(self, n: int, k: int, *, bias: bool) -> Product:
-        return DenseProduct.allocate(n, k, bias=bias, dtype=self.dtype)
+    def within(self, name: str) -> DenseFormat:
+        return self
 
-    def experts(self, num_experts: int, hidden_size: int, size: int) -> ExpertsProduct:
-        return DenseExperts.allocate(num_experts, hidden_size, size, dtype=self.dtype)
+    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
+        return DenseProduct.allocate(num_rows(parts), inputs.size, bias=bias, dtype=self.dtype)
+
+    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+        return DenseExperts.allocate(num_experts, hidden_size, inner.size, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedFormat:
+    """Some linear maps are quantised by one scheme; the others have the dtype of the activations.
+
+    Raises UnsupportedModelError for maps that one product cannot compute together, or whose sizes
+    the scheme does not take.
+    """
+
+    dtype: torch.dtype
+    scheme: QuantScheme
+    activations: Activations  # what of the scheme's the device can do
+    scale_dtype: torch.dtype  # of the scales of INT4 weights
+    is_quantized: Callable[[str], bool]  # of the full name of a linear map
+    path: str = ""  # of this module, with a dot at its end
+
+    def within(self, name: str) -> QuantizedFormat:
+        return replace(self, path=f"{self.path}{name}.")
+
+    def product(self, parts: Mapping[str, Shard], inputs: Shard, *, bias: bool) -> Product:
+        names = [self.path + name for name in parts]
+        if not self._all_quantized(names):
+            return DenseFormat(self.dtype).product(parts, inputs, bias=bias)
+        b = torch.empty(num_rows(parts), dtype=self.dtype) if bias else None
+        if self.scheme.bits == 4:
+            return Int4Product(self._int4(names[0], num_rows(parts), inputs), b)
+        static = self.activations == Activations.STATIC
+        return fp8_product(
+            self._fp8(list(parts.values()), inputs),
+            b,
+            activations=self.activations,
+            input_scale=torch.zeros((), dtype=torch.float32) if static else None,
+        )
+
+    def experts(self, num_experts: int, hidden_size: int, inner: Shard) -> ExpertsProduct:
+        names = [f"{self.path}{e}.{name}" for e in range(num_experts) for name in EXPERT_MAPS]
+        if not self._all_quantized(names):
+            return DenseFormat(self.dtype).experts(num_experts, hidden_size, inner)
+        hidden, gate_up = whole(hidden_size), [inner, inner]
+        if self.scheme.bits == 4:
+            return Int4Experts(
+                self._int4(names[0], 2 * inner.size, hidden, num_experts),
+                self._int4(names[2], hidden_size, inner, num_experts),
+            )
+        static = self.activations == Activations.STATIC
+        scales = torch.zeros(2, num_experts, dtype=torch.float32)
+        return Fp8Experts(
+            self._fp8(gate_up, hidden, num_experts),
+            self._fp8([hidden], inner, num_experts),
+            activations=self.activations,
+            input_scales=InputScales(*scales) if static else None,
+        )
+
+    def _all_quantized(self, names: Sequence[str]) -> bool:
+        """Whether these are quantised, which must hold for all of them or for none."""
+        quantized = [self.is_quantized(name) for name in names]
+        if any(quantized) and not all(quantized):
+            yes, no = names[quantized.index(True)], names[quantized.index(False)]
+            raise UnsupportedModelError(
+                f"{yes} is quantised and {no} is not; minisgl computes both in one product, for "
+                "which they must be alike."
+            )
+        return all(quantized)
+
+    def _fp8(self, parts: Sequence[Shard], inputs: Shard, *leading: int) -> Fp8Weights:
+        block = None
+        if self.scheme.strategy == "block":
+            block = block_size(parts), block_size([inputs])
+        n = sum(part.size for part in parts)
+        return Fp8Weights.allocate(*leading, n, inputs.size, block=block)
+
+    def _int4(self, name: str, n: int, inputs: Shard, *leading: int) -> Int4Weights:
+        if inputs.size % CHUNK or inputs.whole % self.scheme.group_size:
+            raise UnsupportedModelError(
+                f"{name} has {inputs.whole} inputs, {inputs.size} of them on each rank: those of "
+                f"INT4 weights must be a multiple of the group size {self.scheme.group_size}, and "
+                f"on each rank of {CHUNK}. Choose another --tp, or FP8 weights."
+            )
+        return Int4Weights.allocate(
+            *leading,
+            n,
+            inputs.size,
+            group_size=math.gcd(self.scheme.group_size, inputs.first, inputs.size),
+            symmetric=self.scheme.symmetric,
+            scale_dtype=self.scale_dtype,
+        )
+
+
+def num_rows(parts: Mapping[str, Shard]) -> int:
+    return sum(part.size for part in parts.values())
+
+
+def block_size(parts: Sequence[Shard]) -> int:
+    """The size of blocks of one scale in a dimension of which a rank holds `parts`, side by side.
+
+    Blocks of a checkpoint are BLOCK wide and begin where the whole dimension does. Here they begin
+    where the parts do, and so must divide every boundary. Only the end of a dimension may cut one.
+    """
+    return math.gcd(BLOCK, *_boundaries(parts))
+
+
+def _boundaries(parts: Sequence[Shard]) -> Iterable[int]:
+    *others, last = parts
+    for part in others:
+        yield from (part.first, part.size)
+    yield last.first
+    if last.first + last.size < last.whole:
+        yield last.size

@@ -25,41 +25,26 @@ def parameter(weight: Tensor) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. x: [num_rows, inputs.size]; returns [num_rows, outputs.size].
+    """y = x Wᵀ + b. x: [num_rows, inputs.size]; several maps of one x are one product, their
+    outputs columns of y side by side.
 
-    `inputs` and `outputs` are what this rank holds of both dimensions. Unless both are whole, it
-    computes a part of the columns of y, or a summand of all.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(
-        self, inputs: Shard, outputs: Shard, format: WeightFormat, *, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.inputs = inputs
-        self.outputs = outputs
-        self.product = format.product(outputs.size, inputs.size, bias=bias)
-        for name, weight in self.product.weights.items():
-            self.register_parameter(name, parameter(weight))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.product(x)
-
-
-class MergedColumnParallelLinear(Linear):
-    """Several linear maps of one input as one GEMM; their outputs are columns side by side.
-
-    `parts`: the name of each map in a checkpoint, and what this rank holds of its outputs.
+    `parts`: the name of each map in a checkpoint, within the module of `format`, and what this rank
+    holds of its outputs. `inputs`: what it holds of those. Unless all are whole, it computes a part
+    of the columns of y, or a summand of all.
     """
 
     def __init__(
         self, inputs: Shard, parts: Mapping[str, Shard], format: WeightFormat, *, bias: bool = False
     ) -> None:
-        num_outputs = sum(part.size for part in parts.values())
-        super().__init__(inputs, whole(num_outputs), format, bias=bias)
+        super().__init__()
+        self.inputs = inputs
         self.parts = dict(parts)
+        self.product = format.product(parts, inputs, bias=bias)
+        for name, weight in self.product.weights.items():
+            self.register_parameter(name, parameter(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
 
 
 class RowParallelLinear(Linear):
@@ -68,6 +53,7 @@ class RowParallelLinear(Linear):
 
     def __init__(
         self,
+        name: str,
         inputs: Shard,
         out_features: int,
         format: WeightFormat,
@@ -75,7 +61,7 @@ class RowParallelLinear(Linear):
         *,
         bias: bool = False,
     ) -> None:
-        super().__init__(inputs, whole(out_features), format, bias=bias)
+        super().__init__(inputs, {name: whole(out_features)}, format, bias=bias)
         self._comm = comm
 
     @property

@@ -7,7 +7,7 @@ from torch import nn
 from minisgl.distributed.communicator import Communicator
 from minisgl.kernels.residual import Residual
 from minisgl.layers.formats import WeightFormat
-from minisgl.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from minisgl.layers.linear import Linear, RowParallelLinear
 from minisgl.layers.norm import RMSNorm
 from minisgl.shards import even_shard, whole
 
@@ -27,9 +27,10 @@ class GatedMLP(nn.Module):
         super().__init__()
         inner = even_shard(intermediate_size, comm.rank, comm.size)
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = MergedColumnParallelLinear(whole(hidden_size), parts, format, bias=bias)
-        self.down_proj = RowParallelLinear(inner, hidden_size, format, comm, bias=bias)
+        self.gate_up_proj = Linear(whole(hidden_size), parts, format, bias=bias)
+        self.down_proj = RowParallelLinear("down_proj", inner, hidden_size, format, comm, bias=bias)
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        hidden, rows = self.gate_up_proj.product.silu_mul_of_norm(residual, norm)
+        gate_up, down = self.gate_up_proj.product, self.down_proj.product
+        hidden, rows = gate_up.silu_mul_of_norm(residual, norm, down)
         return self.down_proj.add_to(hidden, rows)

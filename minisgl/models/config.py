@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from minisgl.config import AttentionSpec, ExpertFacts, ModelFacts
+from minisgl.config import (
+    AttentionSpec,
+    ExpertFacts,
+    KVScales,
+    ModelFacts,
+    Quantized,
+    QuantScheme,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,8 @@ class ModelConfig:
     max_seq_len_reason: str | None  # why max_seq_len is a hard limit; None: it may be exceeded
     notes: tuple[str, ...]  # logged at start
     experts: ExpertsConfig | None = None
+    quantization: QuantScheme | None = None  # of the linear maps of layers; None: not quantised
+    kv_scales: tuple[KVScales, ...] | None = None  # of FP8 caches; None: the checkpoint has none
 
     def attention(self, layer: int) -> AttentionSpec:
         """What the attention of layer `layer` computes."""
@@ -72,21 +81,28 @@ class ModelConfig:
 
     def facts(self) -> ModelFacts:
         """The properties of the model that option resolution needs."""
-        heads = 2 * self.num_heads + 2 * self.num_kv_heads  # of q and o, of k and v
-        num_layer_weights = self.num_layers * self.hidden_size * heads * self.head_dim
+        hidden, scheme = self.hidden_size, self.quantization
         num_sparse = len(self.experts.layers) if self.experts else 0
         num_dense = self.num_layers - num_sparse
-        num_layer_weights += num_dense * 3 * self.hidden_size * self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        maps = self.num_layers * [(q, hidden), (kv, hidden), (kv, hidden), (hidden, q)]
+        maps += num_dense * _gated_mlp(hidden, self.intermediate_size)
+        num_layer_weights = sum(n * k for n, k in maps)
+        quantized = None
+        if scheme is not None:
+            quantized = Quantized.of(scheme, maps)
         inner_sizes = [self.intermediate_size] if num_dense else []
         expert_facts = None
         if self.experts is not None and num_sparse:
             inner_sizes.append(self.experts.size)
-            num_layer_weights += num_sparse * self.hidden_size * self.experts.num_experts
+            num_layer_weights += num_sparse * hidden * self.experts.num_experts
+            expert = _gated_mlp(hidden, self.experts.size)
             expert_facts = ExpertFacts(
                 num_layers=num_sparse,
                 num_experts=self.experts.num_experts,
                 num_chosen=self.experts.num_chosen,
-                num_weights=3 * self.hidden_size * self.experts.size,
+                num_weights=sum(n * k for n, k in expert),
+                quantized=None if scheme is None else Quantized.of(scheme, expert),
             )
         return ModelFacts(
             dtype=self.dtype,
@@ -98,4 +114,11 @@ class ModelConfig:
             num_layer_weights=num_layer_weights,
             num_head_weights=self.hidden_size * self.vocab_size,
             experts=expert_facts,
+            quantized=quantized,
+            kv_scales=self.kv_scales,
         )
+
+
+def _gated_mlp(hidden: int, inner: int) -> list[tuple[int, int]]:
+    """Rows and columns of its matrices."""
+    return [(inner, hidden), (inner, hidden), (hidden, inner)]

@@ -19,13 +19,14 @@ from minisgl.models.config_reader import (
     field_names,
 )
 
-# The fields that `read_decoder` and the functions for sliding windows take into account.
+# The fields that `read_decoder`, `read_quantization` and the functions for sliding windows take
+# into account.
 DECODER_FIELDS = HARMLESS_FIELDS | field_names(
     """architectures dtype torch_dtype vocab_size hidden_size intermediate_size num_hidden_layers
     num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps tie_word_embeddings
     max_position_embeddings original_max_position_embeddings rope_theta rope_scaling
     rope_parameters partial_rotary_factor sliding_window use_sliding_window max_window_layers
-    layer_types"""
+    layer_types quantization_config compression_config"""
 )
 
 _ROPE_FIELDS: dict[str, frozenset[str]] = {

@@ -20,6 +20,7 @@ from minisgl.models.config_reader import CONFIG_FILE, read_json
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")  # endings of files with weights that are not read
 
 # Shown to users of the demo model.
 DEMO_NOTE = (
@@ -61,9 +62,11 @@ def safetensors_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in OTHER_WEIGHTS)
+        instead = f", not {reprlib.repr(others[0])}" if others else ""
         raise CheckpointError(
             f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}. Only safetensors "
-            "are read; --load-format dummy runs without weights."
+            f"are read{instead}; --load-format dummy runs without weights."
         )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

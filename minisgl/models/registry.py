@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.errors import ModelNotFoundError, UnsupportedModelError, one_of
 from minisgl.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from minisgl.models.config import ModelConfig
 from minisgl.models.config_reader import CONFIG_FILE, Fields, read_json
+from minisgl.models.quantization import read_quantization, with_option
 from minisgl.models.transformer import CausalLM
 
 
@@ -31,18 +32,24 @@ FAMILIES = {
 }
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Read `folder`/config.json.
+def read_model_config(folder: Path, *, quantization: str | None = None) -> ModelConfig:
+    """Read `folder`/config.json. quantization: --quantization.
 
     Raises ModelNotFoundError without the file, CheckpointError where it is broken or contradicts
-    itself, UnsupportedModelError where it asks for what minisgl does not compute.
+    itself, UnsupportedModelError where it asks for what minisgl does not compute, ConfigError where
+    `quantization` does not fit to the checkpoint.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ModelNotFoundError(f"{folder} holds no model: it has no {CONFIG_FILE}.")
+        kind = ""
+        if any(folder.glob("*.gguf")):
+            kind = " GGUF files are not read; use the model's safetensors checkpoint."
+        raise ModelNotFoundError(f"{folder} holds no model: it has no {CONFIG_FILE}.{kind}")
     fields = Fields(read_json(path), CONFIG_FILE)
     names = fields.values.get("architectures")
     name = str(names[0]) if isinstance(names, list) and len(names) == 1 else reprlib.repr(names)
     if name not in FAMILIES:
         raise UnsupportedModelError(f"Architecture {name} is not supported; {one_of(FAMILIES)}")
-    return FAMILIES[name].read_config(fields)
+    config = FAMILIES[name].read_config(fields)
+    scheme = with_option(read_quantization(fields, folder), quantization)
+    return replace(config, quantization=scheme)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch, LayerKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
-from minisgl.kernels.linear.dense import DenseProduct, share_kernels, tune
+from minisgl.kernels.linear.dense import DenseProduct, tune
 from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.select import share_kernels
 from minisgl.kernels.residual import Residual
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.formats import DenseFormat, WeightFormat
@@ -40,14 +41,14 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(
             hidden_size,
             config.attention(index),
-            format,
+            format.within("self_attn"),
             comm,
             qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
             qk_norm_eps=config.norm_eps if config.qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(hidden_size, config.norm_eps, format.dtype)
-        self.mlp: nn.Module = self.make_mlp(config, index, format, comm)
+        self.mlp: nn.Module = self.make_mlp(config, index, format.within("mlp"), comm)
 
     def make_mlp(
         self, config: ModelConfig, index: int, format: WeightFormat, comm: Communicator
@@ -87,23 +88,27 @@ class CausalLM(nn.Module):
         config: ModelConfig,
         *,
         max_seq_len: int,
-        dtype: torch.dtype,
+        format: WeightFormat,
         device: torch.device,
         comm: Communicator = SINGLE_RANK,
     ) -> None:
-        """dtype: of the activations, and so of the logits."""
+        """format: of the layers' weights. Its dtype is that of the activations, and so of the
+        logits."""
         super().__init__()
-        hidden_size, format = config.hidden_size, DenseFormat(dtype)
+        hidden_size, dtype = config.hidden_size, format.dtype
+        self.quantization = config.quantization
         self.vocab = vocab_shard(config.vocab_size, comm.rank, comm.size)
         with device:  # every parameter is created where and as it stays
             self.embed_tokens = VocabParallelEmbedding(self.vocab, hidden_size, dtype, comm)
             self.layers = nn.ModuleList(
-                self.layer_type(config, index, format, comm) for index in range(config.num_layers)
+                self.layer_type(config, index, format.within(f"layers.{index}"), comm)
+                for index in range(config.num_layers)
             )
             self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
             self.lm_head: Linear | None = None
             if not config.tie_word_embeddings:
-                self.lm_head = Linear(whole(hidden_size), self.vocab, format)
+                head = {"lm_head": self.vocab}
+                self.lm_head = Linear(whole(hidden_size), head, DenseFormat(dtype))
         self._head: Product = (
             DenseProduct(self.embed_tokens.weight) if self.lm_head is None else self.lm_head.product
         )

@@ -1,4 +1,4 @@
-"""Properties of this machine that option resolution depends on."""
+"""Detects the properties of this machine that option resolution depends on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minisgl.kernels.dispatch import runs_triton
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
-    """Find the devices, free memory and attention backends for a model.
+    """Detect the devices, free memory and attention backends for a model.
 
-    model: as one rank sees it. Imports the attention packages that are installed, which may take
+    model: the facts for one rank. Imports the attention packages that are installed, which may take
     seconds.
     """
     # Not every system reports how much memory is free; all report the total.
@@ -33,6 +33,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     return DeviceFacts(
         has_cuda=True,
         num_gpus=torch.cuda.device_count(),
+        compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
         prefill_backends=tuple(name for name in found.prefill if name not in missing),
         decode_backends=tuple(name for name in found.decode if name not in missing),
@@ -42,7 +43,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
 
 
 def device_name(device: str) -> str:
-    """The product name of `device`, cpu or cuda, for people."""
+    """The product name of `device`, cpu or cuda, for display."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     num_threads = torch.get_num_threads()

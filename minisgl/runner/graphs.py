@@ -1,4 +1,4 @@
-"""Captured steps: which shapes are captured, and which one a plan is replayed as."""
+"""Selects the step shapes to capture, and the captured step that replays a plan."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from minisgl.runner.sampling_features import SamplingVariant
 from minisgl.runner.step_inputs import StepShape
 from minisgl.scheduler.plan import StepPlan
 
-# Maximum number of chunks of a captured step, and its numbers of chunk rows. With more of either
-# the device takes longer to run the step than the host to queue it, so a graph gains nothing.
+# Maximum number of chunks in a captured step, and the captured numbers of chunk rows. With more of
+# either, the step takes longer on the device than to queue, so a graph gains nothing.
 MAX_CHUNKS = 16
 CHUNK_ROWS = (128, 256, 512)
-# Decode rows of captured steps with chunks; padding costs little there.
+# Numbers of decode rows in captured steps with chunks. Few, because padding costs little there.
 MIXED_BATCHES = (8, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Shape and sampling variant that a graph is captured for."""
+    """The shape and the sampling variant of a captured step."""
 
     shape: StepShape
     variant: SamplingVariant = SamplingVariant.FILTERED
@@ -38,7 +38,7 @@ class CapturedStep:
 def graph_keys(max_batch: int, max_chunk_rows: int, num_ranks: int = 1) -> list[GraphKey]:
     """List the steps to capture for batches of up to `max_batch` rows; empty if that is 0.
 
-    Largest first, so that all later graphs reuse the memory of the first.
+    Largest first, so that later graphs reuse the memory of the first.
     max_chunk_rows: the prefill budget of a step.
     """
     if max_batch == 0:

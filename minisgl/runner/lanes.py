@@ -26,12 +26,12 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-GraphPool = Any  # the handle of a memory pool, as torch.cuda.graph_pool_handle makes it
+GraphPool = Any  # as returned by torch.cuda.graph_pool_handle
 
 
 @dataclass(frozen=True, slots=True)
 class EventMark:
-    """A point on a lane, which the device reaches later."""
+    """A point in the work queued on a lane."""
 
     _event: torch.cuda.Event | None
 
@@ -68,7 +68,7 @@ def pack(parts: Sequence[ArrayLike], *, pinned: bool) -> tuple[Tensor, list[int]
 
 
 class Lanes:
-    """On a CPU each call is complete when it returns, and there is nothing to order."""
+    """The lanes of one device. On a CPU every call is synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,8 +79,8 @@ class Lanes:
             self._d2h = torch.cuda.Stream(device)
 
     def enter_thread(self) -> None:
-        """Make this device torch's default in the calling thread. Each thread that uses the lanes
-        calls it once."""
+        """Make this device torch's default in the calling thread. Every thread that uses the lanes
+        must call it once."""
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
 
@@ -94,22 +94,21 @@ class Lanes:
             yield
 
     def graph_pool(self) -> GraphPool:
-        """A memory pool for graphs to share, as large as the largest needs: no two run at once,
-        and none reads what another has left there. It is freed with the last of them."""
+        """A memory pool shared by graphs, of the size that the largest needs: they never run
+        concurrently, and none reads data of another. It is freed with the last graph."""
         return torch.cuda.graph_pool_handle() if self._is_cuda else None
 
     def capture(self, work: Callable[[], None], pool: GraphPool) -> Callable[[], None]:
         """Capture what `work` queues on the compute lane, without running it; returns a function
         that replays it as one launch.
 
-        `work` must have run before, so that its kernels are compiled. On a CPU, which has nothing
-        to capture, returns `work`.
+        `work` must have run before, so that its kernels are compiled. On a CPU, returns `work`.
         """
         if not self._is_cuda:
             return work
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._compute):
-            # thread_local: other threads may wait for events meanwhile.
+            # thread_local: allows other threads to wait for events meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 work()
@@ -118,7 +117,7 @@ class Lanes:
         return graph.replay
 
     def mark(self) -> EventMark:
-        """Mark the end of what is queued on the compute lane so far."""
+        """Mark the end of the work queued on the compute lane so far."""
         if not self._is_cuda:
             return EventMark(None)
         computed = torch.cuda.Event(blocking=True)
@@ -126,8 +125,8 @@ class Lanes:
         return EventMark(computed)
 
     def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
-        """Copy `parts` to the device in one copy; returns an int64 tensor of each, ready for use on
-        the compute lane."""
+        """Upload `parts` in one copy; returns an int64 tensor for each, ready for use on the
+        compute lane."""
         source, sizes = pack(parts, pinned=self._is_cuda)
         if not self._is_cuda:
             return torch.split(source, sizes)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a runner: load the weights, size the KV cache, capture the graphs."""
+"""Makes a runner from a checkpoint: loads weights, sizes the KV cache, captures graphs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def load_runner(
     *,
     local_rank: int = 0,
 ) -> ModelRunner:
-    """Load the weights, measure the memory of the largest steps and of the graphs, fill the rest
-    with KV pages, and capture the graphs. With several ranks, all call this together.
+    """Load the weights, measure the memory of the largest steps and of the graphs, allocate KV
+    pages in the remaining memory, and capture the graphs. All ranks must call this together.
 
-    ranks: connects this rank with the others. local_rank: its number on this machine.
-    Blocks, for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
+    ranks: the communicator of this rank. local_rank: its number on this machine.
+    Blocks for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
     """
     report = report or (lambda phase, fraction: None)
     device = rank_device(config, local_rank)
@@ -70,7 +70,7 @@ def load_runner(
     build = _Builder(config, model_config, model, lanes, ranks)
     trial = build(pages_for_largest_step(config))
     try:
-        # Without weights and KV: the step's activations, the tables of sampler and slots.
+        # Excluding weights and KV cache: activations, sampling tables and slot tables.
         step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
         graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
     except torch.OutOfMemoryError as error:
@@ -80,16 +80,16 @@ def load_runner(
     del trial
     num_pages = config.num_pages or fit_num_pages(
         config,
-        model_config.facts().on_rank(config.tp).kv_specs(config.dtype),
+        model_config.facts().on_rank(config.tp).kv_specs(config.kv_dtype),
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
-            # The trial's page tables were as short as its cache.
+            # The page tables of the trial were only as wide as its small cache.
             activation_bytes=step_bytes + page_table_bytes(config),
             graph_bytes=graph_bytes,
         ),
     )
-    # All ranks use the same page numbers.
+    # Page ids are the same on all ranks.
     runner = build(ranks.host_min(num_pages))
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
@@ -102,7 +102,7 @@ def load_runner(
 
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
-    """The device of a rank, given its number among the ranks of its machine."""
+    """The device of the rank with this number on its machine."""
     several_gpus = config.device == "cuda" and config.tp > 1
     return torch.device("cuda", local_rank) if several_gpus else torch.device(config.device)
 
@@ -135,12 +135,13 @@ def _load_model(
         if config.device == "cuda":
             room = f"{free_at_start / GIB:.1f} GiB that are free on the device"
         raise DeviceMemoryError(
-            f"The weights do not fit into the {room}; choose a smaller model or --dtype bfloat16."
+            f"The weights do not fit into the {room}; choose a smaller model, "
+            "--quantization fp8 or --dtype bfloat16."
         ) from error
 
 
 class _Builder:
-    """Makes runners of one model that differ in their number of pages."""
+    """Makes runners of one model with different numbers of pages."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class _Builder:
         self._facts = model_config.facts().on_rank(config.tp)
         self._model = model
         self._lanes = lanes
-        # Backends that plan are refused where the layers differ in their heads.
+        # A host-planned backend is refused if the layers differ in their heads.
         layer = self._facts.attention[0]
         shape = AttentionShape(
             num_heads=layer.num_heads,
@@ -163,19 +164,19 @@ class _Builder:
             head_dim=layer.head_dim,
             page_size=config.page_size,
             dtype=getattr(torch, config.dtype),
-            kv_dtype=getattr(torch, layer.kv(config.dtype).dtype),
+            kv_dtype=getattr(torch, config.kv_dtype),
         )
         self._attention = make_attention(config.attn_prefill, config.attn_decode, shape)
         self._captured_attention = self._attention
         if config.device == "cuda" and config.cuda_graph_max_bs and config.attn_prefill != "triton":
-            # Only this backend takes the shape of chunks from device memory, as a graph must.
+            # The only backend that reads the shape of chunks from the device, as a graph requires.
             prefill = make_attention("triton", "triton", shape).prefill_backend
             self._captured_attention = Attention(prefill, self._attention.decode_backend)
 
     def __call__(self, num_pages: int) -> ModelRunner:
         config = self._config
         kv = allocate_kv(
-            self._facts.kv_specs(config.dtype),
+            self._facts.kv_specs(config.kv_dtype),
             num_pages=num_pages,
             page_size=config.page_size,
             device=self._lanes.device,
@@ -190,7 +191,7 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
         )
-        # Weights, tables and pages were written on the default stream, for which no lane waits.
+        # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner
 
@@ -224,7 +225,7 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
 
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:
     """Estimate the bytes of all graphs: those of the first, which allocates the shared pool, plus
-    for each one the average of two smaller ones."""
+    the average of two smaller ones for each graph."""
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     if not keys or config.device != "cuda":
         return 0

@@ -1,4 +1,4 @@
-"""Memory of the KV cache: how many pages fit, and their allocation."""
+"""Sizes and allocates the KV cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MIN_PAGES = 2  # the scratch page and one for requests
 def allocate_kv(
     layers: Sequence[KVSpec], *, num_pages: int, page_size: int, device: torch.device
 ) -> list[LayerKV]:
-    """Allocate the KV cache of all layers, of each k and v [num_pages, page_size, *spec.shape].
+    """Allocate the KV cache of all layers; k and v of each are [num_pages, page_size, *spec.shape].
 
-    Zeroed, because attention may multiply unwritten positions by 0, which only works for finite
-    values. Raises DeviceMemoryError if it does not fit.
+    Zeroed, because attention may multiply unwritten positions by 0, which needs finite values.
+    Raises DeviceMemoryError if it does not fit.
     """
 
     def zeros(spec: KVSpec) -> torch.Tensor:
@@ -30,7 +30,7 @@ def allocate_kv(
         return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     try:
-        return [LayerKV(k=zeros(spec), v=zeros(spec)) for spec in layers]
+        return [LayerKV(zeros(spec), zeros(spec), spec.scales) for spec in layers]
     except RuntimeError as error:  # on a CPU; OutOfMemoryError on a GPU
         raise DeviceMemoryError(
             f"No room for a KV cache of {num_pages} pages of {page_size} tokens: "
@@ -44,19 +44,19 @@ class MemoryUse:
 
     free_at_start: int  # before the weights were loaded
     weight_bytes: int
-    activation_bytes: int  # of the largest step, and the tables
+    activation_bytes: int  # of the largest step, including the tables
     graph_bytes: int
 
 
 def page_table_bytes(config: ResolvedConfig) -> int:
-    """Bytes of the page tables of all slots and of a step's decode rows, as wide as the longest
-    sequence needs."""
+    """Bytes of the page tables of all slots and of a step's decode rows, each wide enough for the
+    longest sequence."""
     columns = -(-config.max_seq_len // config.page_size)
     return 2 * (config.max_running_requests + 1) * columns * 4
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with the unused blocks that this process has cached; 0 on a CPU."""
+    """Free memory of a GPU, including unused blocks of the caching allocator; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)

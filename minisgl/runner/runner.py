@@ -1,4 +1,4 @@
-"""ModelRunner: executes step plans on one device, as one rank.
+"""Executes step plans on one device, as one rank.
 
 `launch` returns at once and `collect` blocks, so a caller keeps the device busy by launching step
 N + 1 before it collects step N. A step that was captured is queued by the caller itself, which
@@ -32,13 +32,13 @@ from minisgl.runner.step_inputs import ChunkTensors, SlotTables, StepShape
 from minisgl.runner.step_outputs import StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
-# Size of the float32 logits of prompt rows that are scored together.
+# Maximum size of the float32 logits of prompt rows that are scored together.
 MAX_SCORED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Logprobs of the prompt tokens that follow one chunk's rows, in blocks of rows."""
+    """Prompt logprobs from the rows of one chunk, in blocks of rows."""
 
     chunk: int  # index in the plan
     token_ids: list[int]
@@ -51,9 +51,9 @@ class _Queued:
     """A step whose work is queued on the device."""
 
     done: EventMark
-    ring_row: int
-    parts: tuple[range, ...]  # batch rows of its sampled tokens, in the order of the plan
-    num_logprobs: Sequence[int | None]  # as each sampled row asked for; empty if none did
+    ring_entry: int
+    parts: tuple[range, ...]  # batch rows that are sampled, in the order of the plan
+    num_logprobs: Sequence[int | None]  # requested by each sampled row; empty if none
     scored: list[_Scored]
     download: HostCopy | None  # of `scored`
     captured: bool
@@ -61,14 +61,15 @@ class _Queued:
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step. Pass it to `collect` once."""
+    """A launched step, to be passed to `collect` once."""
 
     step: int
     queued: Future[_Queued]
 
 
 class ModelRunner:
-    """`launch` from one thread; `collect` from any one thread, in launch order.
+    """Runs the plans of one rank. One thread calls `launch`; one thread calls `collect`, in launch
+    order.
 
     With several ranks, each runs the same plans and samples the same tokens.
     """
@@ -128,13 +129,13 @@ class ModelRunner:
             try:
                 steps.append(self._capture(key))
             except torch.OutOfMemoryError:
-                if self._ranks.size > 1:  # the others may wait for this rank in the same step
+                if self._ranks.size > 1:  # other ranks may wait for this one in the same step
                     raise
                 self._recount()
         progress(len(keys))
         self.lanes.synchronize()
         self._graphs = StepGraphs(steps)
-        # In a captured step the host does not count the lengths of the rows.
+        # The host cannot count the lengths of slots while steps are captured.
         self._tables.counts_lengths = not self._graphs.max_batch
         self.capacity = replace(self.capacity, max_graph_batch=self._graphs.max_batch)
 
@@ -168,16 +169,15 @@ class ModelRunner:
         return StepHandle(plan.step, queued)
 
     def _is_quick(self, plan: StepPlan) -> bool:
-        """Whether the caller may queue the plan itself: it is a replay, and the worker has nothing
-        left to queue before it."""
+        """True if the calling thread may queue the plan itself: it is a graph replay, and the
+        worker has no earlier plan to queue."""
         last = self._last_on_worker
         if plan.chunks or not (last is None or last.done()):
             return False
         return self._graphs.find(plan, self._features(plan).variant) is not None
 
     def may_compile(self) -> bool:
-        """Whether the host is still queueing a step on a GPU, which may include compiling kernels
-        that are used for the first time."""
+        """True while a step is being queued on a GPU, which compiles kernels at their first use."""
         last = self._last_on_worker
         return self.lanes.device.type == "cuda" and not (last is None or last.done())
 
@@ -192,18 +192,18 @@ class ModelRunner:
             queued.done.wait()
             prompt_logprobs = _list_prompt_logprobs(queued)
         except Exception as error:
-            # The frames of the failed step hold its activations, which the next one needs room for.
+            # The traceback's frames hold the activations of the failed step; free their memory.
             traceback.clear_frames(error.__traceback__)
             raise self._explain(handle.step, error) from error
         token_ids: list[int] = []
         logprobs: dict[int, TokenLogprobs] = {}
         for part in queued.parts:
             first = len(token_ids)
-            part_ids = self._outputs.token_ids(queued.ring_row, part)
+            part_ids = self._outputs.token_ids(queued.ring_entry, part)
             token_ids += part_ids
             wanted = queued.num_logprobs[first : len(token_ids)]
             if any(num is not None for num in wanted):
-                scores = self._outputs.scores(queued.ring_row, part)
+                scores = self._outputs.scores(queued.ring_entry, part)
                 listed = list_logprobs(part_ids, scores, wanted)
                 logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(handle.step, token_ids, logprobs, prompt_logprobs, queued.captured)
@@ -220,8 +220,8 @@ class ModelRunner:
     def _execute(self, plan: StepPlan) -> _Queued:
         """Queue the step, or refuse it with StepError if an earlier one of its epoch has failed.
 
-        It would run on tables that the failed step has left half updated, and might write to pages
-        of other requests. The scheduler has given it up, too.
+        The failed step may have left the tables half updated, so this one could write to pages of
+        other requests. The scheduler has discarded it, too.
         """
         if plan.epoch <= self._failed_epoch:
             raise StepError(f"Step {plan.step} was launched after one that failed.")
@@ -229,7 +229,7 @@ class ModelRunner:
             return self._queue(plan)
         except Exception:
             self._failed_epoch = plan.epoch
-            with contextlib.suppress(RuntimeError):  # the device is lost, as the first error says
+            with contextlib.suppress(RuntimeError):  # the device is lost
                 self._recount()
             raise
 
@@ -251,7 +251,7 @@ class ModelRunner:
             chunks: Tensor | None = None
             if plan.chunks:
                 chunks = self._tables.upload_chunks(plan, shape, num_chunk_samples)
-            row = self._outputs.open() if captured or plan.num_samples else 0
+            ring_entry = self._outputs.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
             if captured is None:
                 hidden = self._run(shape, chunks, num_chunk_samples, features, plan)
@@ -269,7 +269,7 @@ class ModelRunner:
         num_decodes, num_samples = len(plan.decode_slots), plan.num_samples
         return _Queued(
             done=self.lanes.mark(),
-            ring_row=row,
+            ring_entry=ring_entry,
             parts=(
                 range(num_decodes),
                 range(shape.num_decodes, shape.num_decodes + num_samples - num_decodes),
@@ -288,9 +288,9 @@ class ModelRunner:
         features: SamplingFeatures,
         plan: StepPlan | None = None,
     ) -> Tensor:
-        """Queue a step's work, from its inputs to its tokens; returns its rows' hidden states.
+        """Queue the work of a step, from inputs to tokens; returns the hidden states of its rows.
 
-        plan: of an eager step; None while a step is captured.
+        plan: None while a step is captured.
         """
         chunks = None
         if packed_chunks is not None:
@@ -308,8 +308,7 @@ class ModelRunner:
         return hidden
 
     def _features(self, plan: StepPlan) -> SamplingFeatures:
-        """Features of the sampled rows; those of the last step while the decode slots are the
-        same object."""
+        """The features of the sampled rows, cached while the decode slots are the same object."""
         if plan.chunks:
             return self._sampler.features(_sampled_slots(plan))
         slots, features = self._decode_features
@@ -348,7 +347,7 @@ class ModelRunner:
             )
         try:
             self.lanes.synchronize()
-        except RuntimeError:  # the error is sticky: nothing runs on this device any more
+        except RuntimeError:  # a sticky error: the device is unusable
             return EngineStoppedError(f"The GPU failed in step {step}: {error}")
         return StepError(f"Step {step} failed: {type(error).__name__}: {error}")
 
@@ -358,7 +357,7 @@ def _sampled_slots(plan: StepPlan) -> tuple[int, ...]:
 
 
 def _list_prompt_logprobs(queued: _Queued) -> dict[int, list[TokenLogprobs]]:
-    """Prompt logprobs by index of the chunk. Waits for the copies to the host."""
+    """The prompt logprobs by index of the chunk. Waits for the copies to the host."""
     listed: dict[int, list[TokenLogprobs]] = {}
     tensors = iter(queued.download.wait() if queued.download else ())
     for scored in queued.scored:

@@ -1,8 +1,8 @@
-"""Sampling: the state of each slot on one device, and the choice of a step's tokens.
+"""Samples the tokens of a step, and keeps the sampling state of all slots on one device.
 
-All work is queued on the device without waiting for it. On a GPU, Triton kernels sample any mix of
-requests and read the parameters of each row from the device's tables; elsewhere the torch reference
-does what the features of the batch, known to the host, ask for.
+All work is queued without waiting for the device. On a GPU, Triton kernels sample any mix of
+requests and read the parameters of each row from device tables; elsewhere the torch reference
+computes the features that the batch needs, as known to the host.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from minisgl.runner.sampling_features import SamplingFeatures
 from minisgl.scheduler.plan import SlotJoin
 from minisgl.shards import vocab_shard
 
-if TYPE_CHECKING:  # imports Triton, which may be missing
+if TYPE_CHECKING:  # imports Triton, which may not be installed
     from minisgl.kernels.sampling.launch import TritonSampling
 
-# Rows that the kernels process at a time: the slots of a usual batch and room for padding.
+# Number of rows that the kernels process at a time: a typical maximum batch plus padding.
 BLOCK_ROWS = 320
 PADDED_ROWS = 64
 
@@ -59,19 +59,18 @@ class SampledRows:
     """The tokens of a step, on the device that sampled them."""
 
     token_ids: Tensor  # [rows] int64
-    # Logprobs, with as many top tokens as any row asked for, or more; those beyond what a row asked
-    # for are undefined. None if no row asked, unless the work was done anyway.
+    # Logprobs, with at least the largest number of top tokens that a row requested; entries beyond
+    # what a row requested are undefined. May be None if no row requested any.
     scores: TokenScores | None
 
 
 def list_logprobs(
     token_ids: Sequence[int], scores: TokenScores, num_logprobs: Sequence[int | None]
 ) -> dict[int, TokenLogprobs]:
-    """The logprobs of each row that asked for some, by row.
+    """The logprobs of each row that requested any, by row; of sampled tokens or of a prompt.
 
-    Serves sampled tokens and, with `top_logprobs` of their logits, those of a prompt.
-    token_ids: one a row. scores: of these tokens, on the host. num_logprobs: the number of top
-    tokens each row asked for, None for no logprobs at all.
+    token_ids: one per row. scores: of these tokens, on the host. num_logprobs: the number of top
+    tokens that each row requested, None for no logprobs at all.
     """
     asked = [(row, num) for row, num in enumerate(num_logprobs) if num is not None]
     rows = [row for row, _ in asked]
@@ -89,7 +88,7 @@ def list_logprobs(
 
 @lru_cache
 def _shared(features: SamplingFeatures) -> SamplingFeatures:
-    """Mostly the same object for equal features, so that a batch has few distinct ones."""
+    """Intern `features` (cached), so that a batch has few distinct objects."""
     return features
 
 
@@ -97,17 +96,17 @@ class Sampler:
     """Owns the sampling tables of `num_slots` slots and of the scratch slot of padded rows, which
     is greedy and never joined. All calls come from one thread and one stream.
 
-    `join` assigns a slot to a request and overwrites what the slot's last request has left there;
-    `sample` draws a token for each row of a step and adds it to its slot's history.
+    `join` assigns a slot to a request and overwrites the state of the previous one; `sample` draws
+    a token for each row of a step and adds it to the history of the slot.
 
-    With tensor parallelism each rank has the logits of its shard of the vocabulary. All ranks
-    sample the same token without exchanging it, because each computes it from the same numbers:
+    With tensor parallelism each rank has the logits of its shard of the vocabulary. Every rank
+    computes the token from the same numbers, so tokens are never exchanged:
 
-    - Without filters, the token is the largest sum of logit and Gumbel noise. Each rank finds the
-      best of its shard, and an all-reduce (max) of 8 bytes a row yields the token, in whatever
-      order the ranks are combined.
+    - Without filters, the token is the argmax of logit plus Gumbel noise. Each rank finds the
+      maximum of its shard, and an all-reduce (max) of 8 bytes per row yields the token,
+      independent of the order of reduction.
     - Filters, penalties and logprobs need the whole row. An all-gather gives every rank the same
-      bits, and the kernels that run on them are deterministic. (The number of kept tokens is
+      bits, and the kernels are deterministic. (The number of kept tokens is
       bounded by top_k only, and a top-k of each shard would take longer than the all-gather: 40 MB
       for 256 rows of 150,000 logits on two ranks, about 0.1 ms.)
     """
@@ -120,7 +119,7 @@ class Sampler:
         backend: Literal["triton", "torch"] | None = None,
         ranks: Communicator = SINGLE_RANK,
     ) -> None:
-        """backend: None for Triton where it runs, torch elsewhere."""
+        """backend: by default Triton on a GPU, torch elsewhere."""
         self.vocab_size = vocab_size
         self._ranks = ranks
         self._vocab = vocab_shard(vocab_size, ranks.rank, ranks.size)
@@ -139,18 +138,19 @@ class Sampler:
 
     @property
     def num_prompt_tokens(self) -> Tensor:
-        """[num_slots + 1] int64, a view: a token's position minus this is its output index."""
+        """[num_slots + 1] int64, a view. The position of a token minus this is its output index."""
         return integers_of(self.tables.records)[:, NUM_PROMPT_TOKENS]
 
     def allocate_history(self) -> None:
         """Allocate the token counts for penalties: 5 bytes per slot and token of the vocabulary.
 
-        The first `join` with penalties does so by itself; the capture of a step with the full
-        variant requires it."""
+        The first `join` with penalties does it implicitly; capturing a step of variant FULL
+        requires it before.
+        """
         self.tables.allocate_history()
 
     def join(self, joins: Sequence[SlotJoin]) -> None:
-        """Queue the writes that assign each request its slot. A slot occurs at most once."""
+        """Queue the assignment of slots to requests. A slot may occur at most once."""
         if not joins:
             return
         records: list[bytes] = []
@@ -188,12 +188,12 @@ class Sampler:
                 self._rebuild_history(join.slot, next(uploaded), next(uploaded))
 
     def features(self, slots_host: Sequence[int]) -> SamplingFeatures:
-        """The features that these slots use together; they change when a slot is joined."""
+        """The union of the features of these slots; it changes when a slot is joined."""
         distinct = {id(used): used for used in map(self._features.__getitem__, slots_host)}
         return SamplingFeatures(*map(max, zip(*distinct.values(), strict=True)))
 
     def logprobs_wanted(self, slots_host: Sequence[int]) -> list[int | None]:
-        """For each slot the number of top logprobs that its request asks for, or None."""
+        """The number of top logprobs that each slot's request wants; None for no logprobs."""
         asked = (self._features[slot].num_logprobs for slot in slots_host)
         return [None if num < 0 else num for num in asked]
 
@@ -256,8 +256,8 @@ class Sampler:
     ) -> Tensor:
         """Compute the values of which the torch reference takes the argmax: [rows, vocab] float32.
 
-        Arguments as for `sample`, none of which is changed; first_id: as for perturb.
-        With `kernels.sampling.reference.margin` a test sees how close the decision was.
+        Takes the arguments of `sample` and changes none. first_id: as for `perturb`. A test can
+        pass the result to `kernels.sampling.reference.margin` to see how close the decision was.
         """
         logits = logits.float()
         if features == SamplingFeatures(num_logprobs=features.num_logprobs):
@@ -303,16 +303,16 @@ class Sampler:
             counts.index_put_((slots.long(), token_ids), ones, accumulate=True)
 
     def _edits(self, join: SlotJoin) -> list[tuple[int, float]]:
-        """The request's logit_bias, and -inf for the tokens that end it, which the kernels ignore
-        from min_tokens on. Ids beyond the vocabulary are dropped: they cannot be sampled anyway,
-        and would be out-of-bounds accesses on the device."""
+        """The (token id, bias) pairs of a request: its logit_bias, and -inf for stop tokens, which
+        the kernels ignore once min_tokens is reached. Ids outside the vocabulary are dropped: they
+        cannot be sampled, and would cause out-of-bounds accesses on the device."""
         edits = list(join.params.logit_bias.items())
         if join.params.min_tokens:
             edits += [(token_id, -torch.inf) for token_id in sorted(join.stop_token_ids)]
         return [edit for edit in edits if edit[0] < self.vocab_size]
 
     def _upload(self, parts: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
-        """Copy `parts` to the device in one copy, without waiting for it."""
+        """Upload `parts` in one asynchronous copy."""
         source, sizes = pack(parts, pinned=self.device.type == "cuda")
         uploaded: tuple[Tensor, ...] = source.to(self.device, non_blocking=True).split(sizes)
         return uploaded

@@ -1,4 +1,4 @@
-"""Which parts of sampling a request uses, and which of them a captured step can do."""
+"""Describes the sampling features of a request, and the variants of captured sampling."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from minisgl.request import MAX_EDITS, MAX_LOGPROBS, SamplingParams
 
 
 class SamplingVariant(enum.IntEnum):
-    """The sampling that a step is captured with. Each can do what those before it can."""
+    """The sampling of a captured step. Each variant includes the ones before it."""
 
-    BASIC = 0  # greedy or with a temperature; captured only where several ranks share the work
-    FILTERED = 1  # and top_k, top_p, min_p
-    FULL = 2  # and penalties, logit bias, logprobs
+    BASIC = 0  # greedy or with a temperature; captured only with several ranks
+    FILTERED = 1  # plus top_k, top_p, min_p
+    FULL = 2  # plus penalties, logit bias, logprobs
 
 
 class SamplingFeatures(NamedTuple):
-    """Sampling features that a request uses; a batch needs the maximum of each field."""
+    """The sampling features of a request; those of a batch are the maximum of each field."""
 
     random: bool = False
     min_p: bool = False
@@ -25,11 +25,11 @@ class SamplingFeatures(NamedTuple):
     top_p: bool = False
     penalties: bool = False
     num_edits: int = 0
-    num_logprobs: int = -1  # -1: none, 0: of the sampled token only
+    num_logprobs: int = -1  # top logprobs; 0: the sampled token only, -1: none
 
     @classmethod
     def of(cls, params: SamplingParams, num_edits: int) -> SamplingFeatures:
-        """num_edits: entries of logit_bias and tokens masked by min_tokens."""
+        """num_edits: number of entries of logit_bias and of tokens masked by min_tokens."""
         random = not params.greedy
         return cls(
             random=random,
@@ -49,12 +49,12 @@ class SamplingFeatures(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether they take the full variant."""
+        """True if only variant FULL supports these features."""
         return self.penalties or self.num_edits > 0 or self.num_logprobs >= 0
 
     @property
     def variant(self) -> SamplingVariant:
-        """The smallest variant that can do all of them."""
+        """The smallest variant that supports these features."""
         if self.full:
             return SamplingVariant.FULL
         return SamplingVariant.FILTERED if self.filters else SamplingVariant.BASIC
@@ -64,7 +64,7 @@ _BASIC = SamplingFeatures(random=True)
 _FILTERED = _BASIC._replace(min_p=True, top_k=True, top_p=True)
 _FULL = _FILTERED._replace(penalties=True, num_edits=MAX_EDITS, num_logprobs=MAX_LOGPROBS)
 
-# What a step that is captured with a variant does, whatever its rows ask for.
+# The features that a captured step computes, for each variant.
 VARIANT_FEATURES = {
     SamplingVariant.BASIC: _BASIC,
     SamplingVariant.FILTERED: _FILTERED,

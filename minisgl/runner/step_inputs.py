@@ -1,8 +1,8 @@
-"""The device's tables of slots, and the inputs of a step that are made from them.
+"""Keeps the slot tables on the device, and builds the inputs of steps from them.
 
-A step has a *shape*: a number of decode rows, followed by a number of chunk rows. An eager step has
-the shape of its plan. A captured step has a shape at least as large, with padding: decode rows of
-the scratch slot, empty chunks, and chunk rows that are tokens of the scratch slot at position 0.
+The *shape* of a step is its number of decode rows, which come first, and of chunk rows. An eager
+step has the shape of its plan. The shape of a captured step is at least as large, with padding:
+decode rows of the scratch slot, empty chunks, and chunk rows of the scratch slot at position 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minisgl.scheduler.plan import StepPlan
 
 
 class StepShape(NamedTuple):
-    """Number of rows of each kind in a step; without chunk rows there are no chunks."""
+    """The number of rows of each kind in a step; without chunk rows there are no chunks."""
 
     num_decodes: int
     num_chunk_rows: int = 0
@@ -41,9 +41,9 @@ class StepShape(NamedTuple):
 class SampleRows:
     """The rows of a step whose logits are sampled, in the order of StepPlan."""
 
-    rows: Tensor | None  # [num_samples] int64 among the step's rows; None: they are all its rows
+    rows: Tensor | None  # [num_samples] int64, indices of rows; None: all rows of the step
     slots: Tensor  # [num_samples] int64
-    output_index: Tensor  # [num_samples] int64: of the token to be sampled
+    output_index: Tensor  # [num_samples] int64, of the token to sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,24 @@ class ChunkTensors:
     row_starts: Tensor  # [num_chunks + 1]
     slots: Tensor  # [num_chunks]
     ends: Tensor  # [num_chunks]
-    sample_rows: Tensor  # [num_samples]: index among the chunk rows of each row that samples
+    sample_rows: Tensor  # [num_samples]: indices of the sampled rows among the chunk rows
     sample_slots: Tensor  # [num_samples]
     sample_ends: Tensor  # [num_samples]
 
     @staticmethod
     def split(packed: Tensor, shape: StepShape, num_samples: int) -> ChunkTensors:
-        """Views of the parts that `_pack_chunks` has packed."""
+        """Split the tensor that `_pack_chunks` made into views."""
         tokens, chunks = shape.num_chunk_rows, shape.num_chunks
         sizes = [tokens] * 3 + [chunks + 1] + [chunks] * 2 + [num_samples] * 3
         return ChunkTensors(*packed.split(sizes))
 
 
 class SlotTables:
-    """Device tables indexed by slot. They change on the compute lane only, in launch order.
+    """Device tables indexed by slot. They change only on the compute lane, in launch order.
 
-    The device keeps each slot's length and last token itself, so in steady decode, where the decode
-    rows are those of the last step, the host sends nothing. All tables are views of one tensor, and
-    what the host does send (a page, a row of the batch) is an index into it and a value.
+    The length and the last token of each slot are updated on the device, so in steady decode, with
+    unchanged decode rows, the host sends nothing. All tables are views of one tensor, so that the
+    host can send any change (a page, a row of the batch) as an index and a value.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SlotTables:
         prompt_lengths: Tensor,
         lanes: Lanes,
     ) -> None:
-        """prompt_lengths: [num_slots + 1] int64 on the device, kept up to date by the caller."""
+        """prompt_lengths: [num_slots + 1] int64 on the device, maintained by the caller."""
         self.scratch_slot = num_slots
         self._max_pages = max_pages
         self._lanes = lanes
@@ -99,18 +99,17 @@ class SlotTables:
             prompt_lengths=prompt_lengths,
             page_size=page_size,
         )
-        # Rows past the end of the batch are always of the scratch slot.
+        # Rows past the end of the batch always refer to the scratch slot.
         self._decode_slots = decode_slots.fill_(num_slots)
         self._decode_slots_at = sum(sizes[:3])
         self._decode_slots_host: tuple[int, ...] = ()
         self._rows = SlotRows.allocate(num_slots, max_pages, lanes.device)
-        # Whether the host counts the lengths of the slots, too, which requires that no step is
-        # captured.
+        # True if the host counts the lengths of the slots, too. Requires that no step is captured.
         self.counts_lengths = True
         self._lengths_host = [0] * num_slots
 
     def update(self, plan: StepPlan) -> None:
-        """Apply the plan's grants and its decode slots. Runs on the compute lane."""
+        """Apply the page grants and the decode slots of a plan. Runs on the compute lane."""
         places, values = self._changes(plan)
         if places:
             device_places, device_values = self._lanes.upload([places, values])
@@ -132,17 +131,17 @@ class SlotTables:
         return places, values
 
     def upload_chunks(self, plan: StepPlan, shape: StepShape, num_samples: int) -> Tensor:
-        """Copy the plan's chunks to the device, padded to `shape`, as one int64 tensor that
-        `ChunkTensors.split` takes apart.
+        """Upload the chunks of a plan, padded to `shape`, as one int64 tensor for
+        `ChunkTensors.split`.
 
-        num_samples: number of rows to sample; padding is of the scratch slot.
+        num_samples: number of sampled rows, of which padding belongs to the scratch slot.
         """
         return self._lanes.upload([_pack_chunks(plan, shape, num_samples, self.scratch_slot)])[0]
 
     def _lengths_after(self, plan: StepPlan) -> list[int]:
         """Number of tokens that each decode row attends to, for backends that plan on the host.
 
-        Must be called exactly once for every plan, since it counts the lengths.
+        Must be called exactly once for every plan, because it advances the counts.
         """
         lengths = self._lengths_host
         for slot in plan.decode_slots:
@@ -154,9 +153,9 @@ class SlotTables:
     def inputs(
         self, plan: StepPlan | None, shape: StepShape, chunks: ChunkTensors | None
     ) -> tuple[ForwardBatch, SampleRows]:
-        """Build a step's inputs and advance the lengths. Runs on the compute lane.
+        """Build the inputs of a step and advance the lengths. Runs on the compute lane.
 
-        plan: of an eager step, for what backends need on the host; None for a captured step.
+        plan: for the host-side arguments of backends; None for a captured step.
         """
         longest, width = self._max_pages * self.state.page_size, self._max_pages
         lengths_host: list[int] | None = None
@@ -215,7 +214,7 @@ def _pack_chunks(
 ) -> NDArray[np.int64]:
     """Concatenate the parts of `ChunkTensors`, each padded at its end.
 
-    Does no Python work per token: there may be thousands, and the event loop waits.
+    Works on whole arrays: a loop over thousands of tokens would block the event loop.
     """
     chunks = plan.chunks
     lengths = [len(chunk.token_ids) for chunk in chunks]

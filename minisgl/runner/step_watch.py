@@ -1,4 +1,4 @@
-"""Judges whether the step in flight takes too long."""
+"""Detects a step in flight that takes too long."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minisgl.scheduler.plan import StepPlan
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-# Steps of one kind differ in size by less than this factor.
+# Bound on the ratio of the sizes of two steps of one kind.
 SPREAD = 4.0
-# A step may compile kernels the first time, which takes a minute or two.
+# The first step of a kind may compile kernels, which takes a minute or two.
 FIRST_LIMIT_S = 300.0
-# A rank sends a heartbeat every second.
+# Ranks send a heartbeat every second.
 SILENT_AFTER_S = 3.0
 
 Kind = tuple[int, int, int, bool]
@@ -25,20 +25,20 @@ Kind = tuple[int, int, int, bool]
 class StepWatch:
     """Follows the steps in flight and remembers how long steps of each kind took.
 
-    `began` and `ended` are called for every step, `look` every LOOK_S seconds while a step is in
-    flight. The time between two looks counts for at most twice that, so that a process which was
-    itself stopped (Ctrl-Z) finds no step late when it continues.
+    Call `began` and `ended` for every step, and `look` every LOOK_S seconds while a step is in
+    flight. The time between two looks counts for at most 2 · LOOK_S, so that no step seems late
+    after the process itself was stopped (Ctrl-Z).
     """
 
     def __init__(self, timeout_s: float, *, first_limit_s: float = math.inf) -> None:
-        """timeout_s: the time by which a step may exceed others of its kind; from a third of it on
-        it is reported as stalled. first_limit_s: limit for the first step of a kind."""
-        self.stalled: str | None = None  # a description of the step while it takes too long
+        """timeout_s: the time by which a step may exceed others of its kind; it is reported as
+        stalled after a third of that. first_limit_s: limit for the first step of a kind."""
+        self.stalled: str | None = None  # a description of the stalled step, None if there is none
         self._timeout_s = timeout_s
         self._first_limit_s = max(first_limit_s, timeout_s)
         self._plans: deque[StepPlan] = deque()
-        self._longest_s: dict[Kind, float] = {}  # of those that have ended; 0.0: under LOOK_S
-        self._step = 0  # the one waited for at the last look
+        self._longest_s: dict[Kind, float] = {}  # of ended steps; 0.0: less than LOOK_S
+        self._step = 0  # the oldest in flight at the last look
         self._looked_s = 0.0
         self._waited_s = 0.0
         self._compiled = False
@@ -51,7 +51,7 @@ class StepWatch:
         self._plans.append(plan)
 
     def ended(self) -> None:
-        """Note that the oldest step in flight has ended."""
+        """Record that the oldest step in flight has ended."""
         plan = self._plans.popleft()
         kind = _kind(plan)
         longest = self._longest_s.setdefault(kind, 0.0)
@@ -62,10 +62,10 @@ class StepWatch:
             self.stalled = None
 
     def look(self, now: float, *, compiles: bool, silence: Mapping[int, float]) -> str | None:
-        """Update `stalled`; returns why the step in flight must be given up, None if it need not.
+        """Update `stalled`; returns the reason to give up the step in flight, None to go on.
 
-        now: in seconds of time.monotonic. compiles: whether kernels may be being compiled. silence:
-        seconds since the last heartbeat, by rank.
+        now: time.monotonic. compiles: True if kernels may be compiling. silence: seconds since the
+        last heartbeat, by rank.
         """
         elapsed, self._looked_s = min(now - self._looked_s, 2 * LOOK_S), now
         if not self._plans:
@@ -105,8 +105,8 @@ class StepWatch:
 
 
 def _kind(plan: StepPlan) -> Kind:
-    """Class of steps that take about as long: by number of rows, context and chunks, each rounded
-    to a power of two, and by whether prompt tokens are scored."""
+    """The kind of a step, for steps of similar duration: numbers of rows, context and chunks, each
+    rounded to a power of two, and whether prompt tokens are scored."""
     num_rows, longest, scores = len(plan.decode_slots), plan.longest_decode, False
     for chunk in plan.chunks:
         num_rows += len(chunk.token_ids)

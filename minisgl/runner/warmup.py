@@ -1,4 +1,4 @@
-"""The largest steps that the options allow, to be run once before the KV cache is allocated."""
+"""Plans the largest steps that the options allow, run once before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from minisgl.config import ResolvedConfig
 from minisgl.request import SamplingParams
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
 
-# Long enough on a CPU, where memory is not measured, to show that the logits are finite.
+# On a CPU, where memory is not measured, this suffices to check that the logits are finite.
 SELF_TEST_LENGTH = 4
 
 
 def pages_for_largest_step(config: ResolvedConfig) -> int:
-    """Number of pages that `longest_step` and `widest_step` use, with the scratch page."""
+    """Number of pages that `longest_step` and `widest_step` use, the scratch page included."""
     return 1 + -(-_longest_chunk(config) // config.page_size)
 
 
 def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
-    """One chunk that takes the whole prefill budget, with prompt logprobs of every token."""
+    """A step of one chunk that uses the whole prefill budget, with all prompt logprobs."""
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
     chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:])
     pages = tuple(range(1, pages_for_largest_step(config)))
@@ -24,9 +24,9 @@ def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
 
 
 def widest_step(config: ResolvedConfig) -> StepPlan:
-    """A sampled row for every slot, with the filters that take most memory.
+    """A step that samples a row for every slot, with the filters that take most memory.
 
-    All rows write to the same page, which does not matter here.
+    All rows write to the same page, which does no harm here.
     """
     slots = range(config.max_running_requests)
     return StepPlan(

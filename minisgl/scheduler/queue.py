@@ -1,8 +1,8 @@
 """The waiting requests, in the order in which they may be admitted.
 
-Clients take turns, each request admitted being one, and so do the users of a client; among the
-requests of one user the policy decides. A step looks only at those clients and users whose turn it
-is, and nothing here goes through all waiting requests.
+Clients take turns, one admitted request per turn, and so do the users of each client; the policy
+orders the requests of one user. A step visits only the clients and users whose turn it is: no
+operation here is linear in the number of waiting requests.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TypeAlias
 
 from minisgl.scheduler.state import Waiting
 
-# Puts requests, given by arrival, in the order of admission; the integer bounds how many it
-# compares.
+# Orders requests, given in order of arrival, for admission; the integer bounds how many are
+# compared.
 Policy: TypeAlias = Callable[[Iterable[Waiting], int], Iterable[Waiting]]
 
 
 class Line:
-    """Requests that only the policy orders."""
+    """The waiting requests of one user, ordered by the policy alone."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Waiting] = deque()  # by arrival
+        self._waiting: deque[Waiting] = deque()  # in order of arrival
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,7 +42,7 @@ class Line:
             del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
 
     def admitted(self, requests: Sequence[Waiting]) -> None:
-        """Remove them, and remember which requests they have passed."""
+        """Remove the admitted requests, and count how often each of the others was passed over."""
         for waiting in requests:
             self.remove(waiting)
         last = max(map(_arrival, requests))
@@ -53,20 +53,20 @@ class Line:
         yield from policy(self._waiting, window)
 
     def check(self) -> list[Waiting]:
-        """Every request, by arrival; AssertionError if they are not in order."""
+        """Every request, in order of arrival; AssertionError if they are out of order."""
         arrivals = [waiting.arrival for waiting in self._waiting]
         assert arrivals and arrivals == sorted(arrivals), "a line is empty or out of order"
         return list(self._waiting)
 
 
 class Turns:
-    """Requests in parts that take turns. A part is a line, or has parts itself."""
+    """Waiting requests in parts that take turns. A part is a Line or consists of parts itself."""
 
     def __init__(self, name_of: Callable[[Waiting], str], make: Callable[[], Turns | Line]) -> None:
         self._name_of = name_of
         self._make = make
-        self._parts: OrderedDict[str, Turns | Line] = OrderedDict()  # none empty; next turn first
-        self._last: str | None = None  # whose turn it was last
+        self._parts: OrderedDict[str, Turns | Line] = OrderedDict()  # next turn first
+        self._last: str | None = None  # the part that had the last turn
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Turns:
         if part is None:
             part = self._parts[name] = self._make()
             if self._last is not None and self._last in self._parts:
-                self._parts.move_to_end(self._last)  # it just had its turn, a newcomer had none
+                self._parts.move_to_end(self._last)  # it has had its turn, the new part has not
         part.put(waiting)
         self._num_waiting += 1
 
@@ -95,7 +95,7 @@ class Turns:
             del self._parts[name]
 
     def admitted(self, requests: Sequence[Waiting]) -> None:
-        """Remove requests that `in_order` gave, in that order: they were these parts' turns."""
+        """Remove the admitted requests, given in the order of `in_order`, and advance the turns."""
         by_name: dict[str, list[Waiting]] = {}
         for waiting in requests:
             name = self._last = self._name_of(waiting)
@@ -109,9 +109,9 @@ class Turns:
         self._num_waiting -= len(requests)
 
     def in_order(self, policy: Policy, window: int) -> Iterator[Waiting]:
-        """All that may be admitted now; the parts share the window.
+        """The requests that may be admitted, in turns; the parts divide the window.
 
-        Looks at a part when its turn comes. Nothing may come or leave meanwhile.
+        Visits a part only when its turn comes. The queue must not change during the iteration.
         """
         share = max(1, window // max(1, len(self._parts)))
         orders = deque[Iterator[Waiting]]()
@@ -127,7 +127,7 @@ class Turns:
                 orders.append(order)
 
     def check(self) -> list[Waiting]:
-        """Every request; AssertionError if an invariant fails."""
+        """All requests; AssertionError if an invariant fails."""
         found: list[Waiting] = []
         for name, part in self._parts.items():
             theirs = part.check()
@@ -139,16 +139,16 @@ class Turns:
 
 
 class WaitingQueue(Turns):
-    """All waiting requests: clients take turns, and so do the users of each client."""
+    """All waiting requests; clients take turns, and so do the users of each client."""
 
     def __init__(self) -> None:
         super().__init__(_client, lambda: Turns(_user, Line))
 
     def is_full_for(self, client: str, limit: int) -> bool:
-        """Whether a new request of `client` has to be refused.
+        """True if a new request of `client` must be refused.
 
-        Once `limit` requests wait, a client with fewer than its share of that may still come, so
-        that none can keep the others out. The share is equal among all that wait and the newcomer.
+        Once `limit` requests wait, a client may still queue requests up to an equal part of `limit`
+        (divided among the waiting clients and this one), so that no client can lock others out.
         """
         if len(self) < limit:
             return False

@@ -29,16 +29,16 @@ from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan, StepRes
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.state import Launched, Running, Waiting
 
-LPM_WINDOW = 128  # waiting requests that lpm compares, those of all clients together
-MAX_PASSED = 32  # after being passed over so often a request goes first
+LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
+MAX_PASSED = 32  # a request that was passed over this many times goes first
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The changes by a step. A finished request is also in `progressed` if it got a token."""
+    """The changes made by a step. A finished request is also in `progressed` if it got a token."""
 
-    progressed: list[Request]  # got tokens
-    num_tokens: list[int]  # how many, for each of `progressed`
+    progressed: list[Request]  # requests with new tokens
+    num_tokens: list[int]  # number of new tokens of each of `progressed`
     finished: list[Request]
 
 
@@ -48,13 +48,13 @@ class SchedulerCounters:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of admitted requests
-    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
     num_retractions: int = 0
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A plan in the making."""
+    """A plan under construction."""
 
     step: int
     budget: int
@@ -77,7 +77,7 @@ class Scheduler:
         conservativeness: float = 1.0,
         max_run: int = 1,
     ) -> None:
-        """`max_run`: tokens that the runner may sample for a decode row in one step."""
+        """max_run: maximum number of tokens that the runner samples per decode row and step."""
         self.kv = kv
         self.counters = SchedulerCounters()
         self._max_seq_len = max_seq_len
@@ -89,10 +89,10 @@ class Scheduler:
 
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._waiting = WaitingQueue()
-        self._queued: dict[str, Waiting] = {}  # the same, by request id
+        self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
-        # The decode rows. The list is replaced, never changed: launched plans refer to it.
+        # The decode rows. The list is replaced, never mutated: launched plans refer to it.
         self._decoding: list[Running] = []
         self._decode_slots: tuple[int, ...] = ()
         self._decode_changed = False
@@ -115,7 +115,7 @@ class Scheduler:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans launched and not settled."""
+        """Number of plans launched and not yet settled."""
         return len(self._launched)
 
     @property
@@ -141,7 +141,7 @@ class Scheduler:
         self._queued[request.id] = waiting
 
     def cancel(self, request: Request, error: MinisglError | None = None) -> bool:
-        """End a request at once: it is in no later plan. False if it had ended already."""
+        """End a request at once; no later plan contains it. False if it had already ended."""
         if request.finished:
             return False
         self._end(request, FinishReason.ERROR if error else FinishReason.ABORT, error)
@@ -150,7 +150,7 @@ class Scheduler:
     def finish(self, request: Request, num_output_tokens: int) -> None:
         """End a request at the token that completed a stop string; later tokens are dropped.
 
-        Also called for a request that this very token has ended for another reason.
+        May also be called for a request that the same token has ended for another reason.
         """
         del request.token_ids[request.num_prompt_tokens + num_output_tokens :]
         del request.logprobs[num_output_tokens:]
@@ -172,10 +172,10 @@ class Scheduler:
             self._waiting.remove(self._queued.pop(request.id))
 
     def _leave(self, running: Running, *, keep: bool) -> None:
-        """Give up slot and pages; `keep` what is computed in the prefix cache."""
+        """Release slot and pages. keep: leave the computed pages in the prefix cache."""
         if keep:
-            # Not the last known token, even where a launched step computes it: whether one does
-            # depends on look-ahead, which must not show in later prefix hits.
+            # Without the last known token, even if a launched step computes its KV: that depends on
+            # look-ahead, which must not affect later prefix hits.
             token_ids = running.request.token_ids
             num_tokens = min(running.num_scheduled, len(token_ids) - 1)
             key = pack_tokens(token_ids[:num_tokens])
@@ -194,14 +194,14 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. The caller must launch it."""
+        """Plan the next step, which the caller must launch; None if there is nothing to compute."""
         draft = _Draft(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
         if self._wants_page:
             self._grant_pages(draft)
         for running in self._prefilling:
             self._add_chunk(running, draft)
-        # What was retracted just now must not come back at once and push out another.
+        # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
         if self._decode_changed or self._joining_decode:
@@ -242,9 +242,9 @@ class Scheduler:
         return longest
 
     def _next_decode(self, running: Running) -> None:
-        """After a row was sampled: does the next plan decode, and does it need a page for that?
+        """Decide whether the next plan decodes a request, and whether it needs a page for that.
 
-        A row that may have sampled its last token waits until it is known whether it has.
+        A request that may have sampled its last token sits out until its steps are settled.
         """
         scheduled, room = running.num_scheduled, running.num_room
         if scheduled >= running.last_scheduled:
@@ -311,14 +311,14 @@ class Scheduler:
     # -- pages for decode rows ---------------------------------------------------------------------
 
     def _grant_pages(self, draft: _Draft) -> None:
-        """Pages for each decode row whose next run may need one; retract if there are none."""
+        """Grant pages to the decode rows whose next run may need one; retract if none are left."""
         for running in sorted(self._wants_page, key=_arrival):
             while running.active:
                 index = len(running.lease.pages)
                 most = min(running.num_scheduled + self._max_run, running.last_scheduled)
                 pages = self.kv.reserve(running.lease, most)
                 if pages is not None:
-                    if pages:  # else its last run has left enough room
+                    if pages:  # otherwise the last run was short enough to leave room
                         draft.grants.append(PageGrant(running.slot, index, pages))
                     running.num_room = len(running.lease.pages) * self.kv.page_size
                     running.set_milestone(self._max_run)
@@ -327,9 +327,11 @@ class Scheduler:
         self._wants_page = []
 
     def _victim(self) -> Running:
-        """The newest request of the client that has most, but not the oldest of all, which must get
-        on, and rather none that has just resumed: one of those is spared until it has made a page
-        of progress."""
+        """The running request to retract: the newest of the client with the most running requests.
+
+        Never the oldest request of all, so that one always advances; and a resumed request is
+        spared, if possible, until it has generated a page of tokens.
+        """
         newest = sorted(self._running.values(), key=_arrival, reverse=True)[:-1]
         num_running = Counter(map(_client, self._running.values()))
         newest.sort(key=lambda running: -num_running[_client(running)])  # stable
@@ -340,14 +342,14 @@ class Scheduler:
         return not running.resumed or done >= self.kv.page_size
 
     def _retract(self, running: Running) -> None:
-        """Back to the queue. Its output goes on later as if nothing had happened."""
+        """Return a request to the queue. Its output resumes later without a visible trace."""
         self.counters.num_retractions += 1
         self._ratio.retracted(other.request for other in self._running.values())
         request = running.request
         self._leave(running, keep=True)
         request.status = RequestStatus.WAITING
         if request.wants_prompt_logprobs:
-            request.prompt_logprobs.clear()  # scored anew, from the start
+            request.prompt_logprobs.clear()  # recomputed from the start
         sampled = request.max_tokens > 0 and running.num_scheduled >= running.num_known
         waiting = Waiting(
             request,
@@ -384,25 +386,25 @@ class Scheduler:
         return takewhile(_ready, waiting)
 
     def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
-        def rank(waiting: Waiting) -> tuple[bool, int]:
+        def sort_key(waiting: Waiting) -> tuple[bool, int]:
             request, matched = waiting.request, 0
-            if not request.wants_prompt_logprobs:  # those take no hit
+            if not request.wants_prompt_logprobs:  # these must compute the whole prompt
                 num_tokens = len(request.token_ids)
                 matched = self.kv.match(waiting.pack(), num_tokens, request.namespace)
             return waiting.num_passed < MAX_PASSED, -matched
 
-        # Sorting is stable: by arrival where the rank is equal.
-        return sorted(filter(_ready, islice(waiting, window)), key=rank)
+        # Sorting is stable: in order of arrival among equals.
+        return sorted(filter(_ready, islice(waiting, window)), key=sort_key)
 
     def _start(self, waiting: Waiting, reserved: float, draft: _Draft) -> Running | None:
-        """Give a request slot and pages for all it knows; None if pages are short."""
+        """Give a request a slot and pages for its known tokens; None if there are too few pages."""
         request = waiting.request
         key = waiting.pack()
         num_known = len(request.token_ids)
         reuse = not request.wants_prompt_logprobs
         lease = self.kv.acquire(key, num_known, request.namespace, reuse=reuse)
         num_cached = len(lease.pages) * self.kv.page_size
-        if self._running:  # alone it always fits: submit has seen to that
+        if self._running:  # a request always fits if no other runs: `submit` checks that
             wanted = num_known - num_cached + reserved + self._ratio.expected(request)
             if wanted > self.kv.num_available * self.kv.page_size:
                 self.kv.close(lease)
@@ -445,9 +447,9 @@ class Scheduler:
     # -- settling ----------------------------------------------------------------------------------
 
     def settle(self, result: StepResult) -> Settled:
-        """Take over the oldest launched step's tokens and end the requests that they complete.
+        """Apply the result of the oldest step in flight, and end the requests that it completes.
 
-        What follows the token that ends a request is dropped, in its run and in later steps.
+        Tokens after the one that ends a request are dropped, in its run and in later steps.
         """
         launched = self._launched.popleft()
         assert launched.step == result.step, "steps are settled in the order of their launch"
@@ -455,7 +457,7 @@ class Scheduler:
         if launched.sampling_chunks:
             rows = rows + launched.sampling_chunks
         run_lengths = result.run_lengths
-        if run_lengths is not None:  # from here on a row for each token
+        if run_lengths is not None:  # one entry per token instead of per row
             rows = [*chain.from_iterable(map(repeat, rows, run_lengths))]
         for index, scores in result.prompt_logprobs.items():
             if launched.chunks[index].active:
@@ -466,7 +468,7 @@ class Scheduler:
         for running, token_id in zip(rows, result.token_ids, strict=True):
             request = running.request
             if request.status is finished_status:
-                continue  # look-ahead went too far
+                continue  # the request ended before this token
             token_ids = request.token_ids
             token_ids.append(token_id)
             progressed.append(request)
@@ -493,15 +495,15 @@ class Scheduler:
         return Settled([*num_tokens], [*num_tokens.values()], finished)
 
     def _take_back(self, launched: Launched, run_lengths: Sequence[int] | None) -> None:
-        """Count decode rows back by what their runs are shorter than planned."""
+        """Reduce `num_scheduled` of decode rows whose runs were shorter than planned."""
         lengths = run_lengths or [1] * len(launched.decoding)
-        for running, length in zip(launched.decoding, lengths, strict=False):  # without the chunks
+        for running, length in zip(launched.decoding, lengths, strict=False):  # chunks follow
             missing = launched.max_run - length
             assert missing >= 0, "a run is longer than planned"
             running.num_scheduled -= missing
             if running.active:
                 if not running.decoding and running.num_scheduled < running.last_scheduled:
-                    if self._decode_changed:  # the row may not have left the list yet
+                    if self._decode_changed:  # the request may still be in `_decoding`
                         self._rebuild_decode_rows()
                     self._next_decode(running)
                 continue
@@ -510,9 +512,9 @@ class Scheduler:
                 waiting.num_expected -= missing
 
     def fail(self, step: int, error: MinisglError) -> list[Request]:
-        """Step `step` failed: it and every later launched step is lost, with all their requests.
+        """Discard step `step`, which failed, and all later launched steps, with their requests.
 
-        Later steps may have matched the pages of this one. Returns the requests ended by it.
+        Later steps may have matched pages that this one was to write. Returns the ended requests.
         """
         self._epoch += 1
         lost = [launched for launched in self._launched if launched.step >= step]

@@ -11,15 +11,15 @@ from minisgl.request import Request
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request without slot and pages, new or retracted."""
+    """A request without a slot and pages, new or retracted."""
 
     request: Request
     arrival: int  # order of submission, kept through retraction
-    # Tokens that will be known once every launched step is settled: at most, until it is known how
-    # long the runs are. A retracted request is not planned before that.
+    # Number of tokens that will be known once every launched step is settled; an upper bound until
+    # the lengths of the runs are known. A retracted request is not planned before that.
     num_expected: int
     retracted: bool = False
-    num_passed: int = 0  # times a later request was admitted first
+    num_passed: int = 0  # number of times a later request was admitted first
     _key: bytes = b""
 
     @property
@@ -27,7 +27,7 @@ class Waiting:
         return len(self.request.token_ids) >= self.num_expected
 
     def pack(self) -> bytes:
-        """The packed token_ids of a request that is ready, and so will not change."""
+        """The packed token_ids of a request that is `ready`: they do not change any more."""
         if not self._key:
             self._key = pack_tokens(self.request.token_ids)
         return self._key
@@ -37,13 +37,12 @@ class Waiting:
 class Running:
     """A request with a slot and pages.
 
-    `num_scheduled` is the clock of launched steps: the number of the request's tokens that have
-    their KV, or will have it before any later step runs. The clock of settled steps is the
-    request's own `token_ids`. In between lie the tokens that launched steps sample.
+    `num_scheduled` is the clock of launched steps: the number of tokens whose KV is in the cache or
+    will be before any later step runs. The clock of settled steps is the request's `token_ids`. The
+    difference are the tokens that launched steps sample.
 
-    Where a row may sample a run of tokens, the settled clock is what is certain, and
-    `num_scheduled` the most that is possible: a launched step counts with its longest run, and
-    settling it takes back what its run was shorter. Until then `num_scheduled` may exceed
+    If a row may sample a run of tokens, `num_scheduled` is an upper bound: a launched step counts
+    with its longest run, and settling it corrects the count. Until then `num_scheduled` may exceed
     `last_scheduled`.
     """
 
@@ -51,16 +50,16 @@ class Running:
     arrival: int
     slot: int
     lease: Lease
-    key: bytes  # packed tokens known at admission: what is prefilled
+    key: bytes  # packed tokens known at admission, which are prefilled
     num_known: int  # tokens in `key`
     num_scheduled: int
-    last_scheduled: int  # num_scheduled when every token that may be sampled has been
-    num_room: int  # tokens that the lease holds
+    last_scheduled: int  # num_scheduled once every allowed token is sampled
+    num_room: int  # number of tokens for which the lease has pages
     resumed: bool
-    active: bool = True  # False once retracted or ended: what in-flight steps still write is lost
+    active: bool = True  # False once retracted or ended: results of steps in flight are dropped
     decoding: bool = False  # in the decode rows of the next plan
-    # When num_scheduled gets here, planning has to look: the next run may need a page, or the last
-    # token may be sampled.
+    # At this value of num_scheduled, planning must check the request: the next run may need a page,
+    # or the last token may be sampled.
     milestone: int = 0
 
     def set_milestone(self, max_run: int) -> None:
@@ -72,11 +71,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A plan that is not settled yet, and whom its rows belong to."""
+    """A plan in flight, and the requests of its rows."""
 
     step: int
     decoding: list[Running]  # rows of decode_slots; never changed after the launch
     chunks: list[Running]
-    sampling_chunks: list[Running]  # those chunks that have a sampled row
-    completed_prompts: list[Running]  # whose prompt ends here, but want no output
-    max_run: int  # of the decode rows
+    sampling_chunks: list[Running]  # of the chunks that have a sampled row
+    completed_prompts: list[Running]  # requests without output whose prompt ends here
+    max_run: int  # of the plan

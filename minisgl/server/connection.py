@@ -9,11 +9,15 @@ It also counts the seconds in which a client took nothing of what is written to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import os
 import resource
 import socket
+import termios
 from enum import Enum, auto
+from struct import Struct
 from typing import Any, Protocol, cast
 
 import httptools
@@ -55,6 +59,7 @@ READ_SECONDS = 30  # without any progress, until an answer that is being written
 STUCK_SECONDS = 5  # without any progress, until the connection may be closed to make room
 
 PROBE_SECONDS = 0.01
+INT = Struct("@i")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -160,7 +165,8 @@ class ServerConnection(HttpToolsProtocol):
         self._num_chunks = 0
         self._num_unread = 0  # bytes of the body that came after the answer
         self._num_unparsed = 0  # bytes in the parser that it has not reported yet
-        self._num_unsent = 0  # a second ago
+        self._num_untaken = 0  # bytes that the client's system had not taken a second ago
+        self._has_taken = False  # within this second, so much that more may be written
         self._unread_seconds = 0  # in which the client took nothing
         self._is_silent = True  # nothing has arrived since it was opened
         self._is_deaf = False  # further input is ignored
@@ -191,14 +197,19 @@ class ServerConnection(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether to leave the connection open for the answers to come."""
-        # The transport would close only after sending its buffer, which may never be read.
-        if self.flow.write_paused:
+        # A client in the middle of an answer has left, as far as we know. The transport would close
+        # only after sending its buffer, and the engine work on until then.
+        if self.flow.write_paused and not self._has_answered:
             self.transport.abort()
         if self._phase is not Phase.ANSWER or not self._may_probe():
             return False
         self.cycle.keep_alive = False
         self._probe(PROBE_SECONDS)
         return True
+
+    def resume_writing(self) -> None:
+        self._has_taken = True
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._is_deaf:
@@ -288,6 +299,9 @@ class ServerConnection(HttpToolsProtocol):
         self._count_unsent()
         if self._phase is Phase.ANSWER or self.flow.read_paused:
             return
+        # While the client reads what it was sent, it does not idle, and has its time to read.
+        if self._phase in (Phase.IDLE, Phase.LINGER) and not self.has_sent_all:
+            return
         self._seconds += 1
         if self._seconds < SECONDS[self._phase]:
             return
@@ -320,6 +334,12 @@ class ServerConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     @property
+    def _has_answered(self) -> bool:
+        """Whether nothing more is written until the next request."""
+        is_ending = self._phase is Phase.LINGER or self.transport.is_closing()
+        return is_ending or self.cycle is None or self.cycle.response_complete
+
+    @property
     def has_sent_all(self) -> bool:
         return not self.transport.get_write_buffer_size()
 
@@ -332,9 +352,10 @@ class ServerConnection(HttpToolsProtocol):
     def _count_unsent(self) -> None:
         """Count a second in which the client took nothing of what was written."""
         unsent = self.transport.get_write_buffer_size()
+        untaken = unsent + _num_unacknowledged(self.transport) if unsent else 0
         # In between, more may have been written than was read.
-        is_all = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
-        if not unsent or not is_all or unsent < self._num_unsent:
+        is_all = self.flow.write_paused or self._has_answered
+        if not unsent or not is_all or self._has_taken or untaken < self._num_untaken:
             self._unread_seconds = 0
             self._all.stuck.pop(self, None)
         else:
@@ -343,7 +364,8 @@ class ServerConnection(HttpToolsProtocol):
                 self.transport.abort()
             elif self._unread_seconds == STUCK_SECONDS:
                 self._all.stuck[self] = None
-        self._num_unsent = unsent
+        self._num_untaken = untaken
+        self._has_taken = False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
@@ -472,6 +494,17 @@ def _head_too_large() -> HTTPError:
         f"{MAX_HEAD_BYTES >> 10} KiB or more than {MAX_HEADERS} headers."
     )
     return HTTPError(431, message, "head_too_large")
+
+
+def _num_unacknowledged(transport: asyncio.BaseTransport) -> int:
+    """Number of bytes sent that the client's system has not acknowledged; 0 if not known.
+
+    What a slow client takes shows here early: our buffer moves on in pieces of some KiB.
+    """
+    with contextlib.suppress(OSError, ValueError):  # of another kind, or closed
+        answer = fcntl.ioctl(transport.get_extra_info("socket"), termios.TIOCOUTQ, INT.pack(0))
+        return int(INT.unpack(answer)[0])
+    return 0
 
 
 def limit_unsent(listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Turns token ids into text as they are generated; final text is returned as early as possible."""
+"""Turns token ids into text as they are generated, returning text as soon as it is final."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from minisgl.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one request's output. Owned by one thread.
+    """Decodes the output of one request. Not thread-safe.
 
-    `push` each output token, then `flush`; the pieces joined are the decoded output. Do not push a
-    token that ended the request (EOS or a stop token): it has no place in the text. Text is held
-    back only while a character is incomplete or its end may become a stop string, so the cost of a
-    token does not depend on how many came before.
+    `push` each output token, then `flush`; the concatenated pieces are the decoded output. Do not
+    push a token that ended the request (EOS or a stop token): it is not part of the text. Text is
+    held back only while a character is incomplete or a suffix may become a stop string, so the cost
+    of a token is independent of the number of tokens before it.
 
-    A stop string matches when the token that completes it is output token `min_tokens` or a later
-    one, wherever the match began. Of several that the same token completes, the one that begins
-    first wins, then the one listed first.
+    A stop string matches if the token that completes it is output token `min_tokens` or a later
+    one, wherever the match began. If one token completes several, the one that begins first wins,
+    then the one listed first.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt_token_ids: Iterable[int] = (),
     ) -> None:
-        self.stopped: str | None = None  # the stop string that was found; pushes add nothing then
+        self.stopped: str | None = None  # the stop string that was found; later pushes add nothing
         self._byte_table = tokenizer.byte_table(skip_special_tokens=skip_special_tokens)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         # The space before the first word belongs to the encoding only where a text begins.
@@ -49,7 +49,7 @@ class Detokenizer:
         self._stops = StopStrings(stop, include_stop, min_tokens) if stop else None
 
     def push(self, token_id: int) -> str:
-        """Take the next output token; return the text that is final now."""
+        """Add the next output token; returns the text that became final."""
         data = self._byte_table[token_id]
         if self._drops_first_space and data:
             self._drops_first_space = False
@@ -63,7 +63,7 @@ class Detokenizer:
         return final
 
     def flush(self, *, natural: bool = True) -> str:
-        """The output is over: return what was held back, a broken character as U+FFFD.
+        """Return the rest of the text at the end of the output; a broken character is U+FFFD.
 
         `natural`: the model has ended it. That matters only to a detokenizer that parses.
         """
@@ -120,7 +120,7 @@ class StopStrings:
 
 
 class _StopMatcher:
-    """Looks for one string in a text that arrives in pieces, and looks at each character once.
+    """Searches for one string in a text that arrives in pieces, reading each character once.
 
     Knuth, Morris, Pratt: Fast Pattern Matching in Strings, SIAM J. Comput. 6 (1977).
     """
@@ -129,21 +129,21 @@ class _StopMatcher:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = 0  # the longest beginning of `stop` that the text so far ends with
-        # Where `stop[: n + 1]` goes on after a mismatch: its longest proper beginning that is also
-        # its end.
+        self.num_matched = 0  # length of the longest prefix of `stop` that ends the text so far
+        # The failure function: for `stop[: n + 1]`, the length of its longest proper prefix that is
+        # also a suffix.
         borders = [0]
         self._borders: Sequence[int] = borders
         for char in stop[1:]:
             borders.append(self._advance(borders[-1], char))
-        # The garbage collector, which stops everyone, goes through lists but not such tuples.
+        # The garbage collector, which pauses all threads, traverses lists but untracks such tuples.
         self._borders = tuple(borders)
 
     def find(self, text: str, start: int) -> int | None:
-        """The end of the next match in `text`, where what is before `start` has been seen."""
+        """The end of the next match in `text`, of which the part before `start` has been read."""
         position, num_matched = start, self.num_matched
         while position < len(text):
-            if num_matched == 0:  # let the C code of `find` go over what cannot begin a match
+            if num_matched == 0:  # skip with str.find, in C, to the next possible beginning
                 position = text.find(self.stop[0], position)
                 if position < 0:
                     break

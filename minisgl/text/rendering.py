@@ -1,37 +1,38 @@
-"""Renders chat templates in a process of their own.
+"""Renders chat templates in a separate process.
 
-A template is the code of the model's author. It may loop for ever, or ask for more memory than
-there is, in the middle of an operation that no thread can be stopped in. A process can.
+A template is code of the model's author. It may loop for ever or allocate without bound inside a
+single operation, where a thread cannot be interrupted. A process can be killed. Loading what a
+rendering needs takes a second, so a process that renders nothing does it once: it forks the one
+that renders, and another one when that has been killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import isfunction, ismethod
 from pathlib import Path
 from struct import Struct
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import msgspec
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError, MinisglError
 
 RENDER_SECONDS = 10.0
-# That a rendering may take beyond what the process has when it is ready.
+# Memory that a rendering may allocate beyond that of the idle process.
 MEMORY_BYTES = 1 << 30
-MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; a body has a quarter of that at most
+MAX_TEXT_BYTES = 64 << 20  # of a rendered conversation; four times the limit of a request body
 MAX_REASON_CHARS = 1000
-LENGTH = Struct("!Q")  # in front of every message between the processes
+TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)  # of the two timers
+LENGTH = Struct("!Q")  # precedes every message between the processes
 
 CONTINUE = "continue_final_message"
 STOPPED = "The engine was closed before the conversation was rendered."
@@ -41,21 +42,19 @@ Call = Mapping[str, Any]
 
 
 def render(call: Call) -> str:
-    """The text of a conversation, in this process and for as long as it takes.
+    """Render a conversation in this process, without limits.
 
-    Raises whatever the template does, and InvalidRequestError where it does not leave the last
-    message open as the call wants.
+    Raises whatever the template raises, and InvalidRequestError if the template cannot leave the
+    last message open as `continue_final_message` requires.
     """
     from transformers.utils.chat_template_utils import render_jinja_template  # takes a second
 
     try:
-        texts: Any = render_jinja_template(**call)[
-            0
-        ]  # annotated as one text, but is a list of them
+        texts: Any = render_jinja_template(**call)[0]  # annotated as str, but it is a list of them
     except ValueError:
         if not call.get(CONTINUE):
             raise
-        # The library's own words quote the whole conversation.
+        # The library's message quotes the whole conversation.
         changes = "is not possible: the model's chat template changes the end of the message."
         raise InvalidRequestError(CONTINUE, changes) from None
     return str(texts[0])
@@ -72,37 +71,56 @@ def encode_call(call: Call) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Convert a value that is not JSON as the library itself does for a template."""
+    """Convert a value that is not JSON in the way the library does for a template."""
     if isfunction(value) or ismethod(value):  # a tool
         from transformers.utils.chat_template_utils import get_json_schema
 
         return get_json_schema(value)
-    if getattr(value, "ndim", None) == 0:  # a number of NumPy's
+    if getattr(value, "ndim", None) == 0:  # a NumPy scalar
         return value.item()  # type: ignore[attr-defined]
     return f"<{type(value).__name__}>"
 
 
+class EndlessTemplateError(InvalidRequestError):
+    """A rendering was ended because it took too long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("messages", f"the model's chat template did not end within {seconds:g} s.")
+
+
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """The answer of the process: a text, or the reason why there is none."""
+    """The result of the process: a text, or the reason why there is none."""
 
     text: str | None = None
+    is_ended: bool = False  # as it took too long
     reason: str = ""
     param: str = "messages"
 
 
 class Renderer:
-    """A process that renders, one conversation after the other. Starts when it is first needed."""
+    """A process that renders one conversation at a time, started when first needed."""
 
-    def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        self._seconds = seconds
-        self.began_s = math.inf  # the rendering that it is at, on the monotonic clock
+    def __init__(
+        self,
+        seconds: float = RENDER_SECONDS,
+        *,
+        processor_seconds: float = 0,
+        niceness: int = 0,
+    ) -> None:
+        """A rendering may take `seconds`, and `processor_seconds` of a processor if that is not 0.
+
+        The process gets less of a processor than others, as `niceness` says to the system.
+        """
+        self.seconds = seconds
+        self.processor_seconds = processor_seconds
+        self._niceness = niceness
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Start the process unless it runs; it gets ready while others go on."""
+        """Start the process unless it runs. Does not wait until it is ready."""
         if self._closed.is_set():
             raise EngineStoppedError(STOPPED)
         if self._process is not None:
@@ -112,22 +130,24 @@ class Renderer:
         self._ready = False
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from minisgl.text.rendering import serve; serve({self._seconds!r})"
+            f"import os; os.nice({self._niceness}); from minisgl.text.rendering import serve; "
+            f"serve({self.seconds!r}, {self.processor_seconds!r})"
         )
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for us
+            process_group=0,  # Ctrl-C must not reach it; killed together with the process it forks
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
-        if self._closed.is_set():  # meanwhile, by another thread
-            self._process.kill()
+        if self._closed.is_set():  # by another thread in the meantime
+            self._kill(self._process)
 
     def render(self, call: bytes) -> str:
-        """The text of a conversation. Blocks; called by one thread at a time.
+        """Render a conversation. Blocks; called by one thread at a time.
 
-        Raises InvalidRequestError where the template refuses, asks for too much or does not end.
+        Raises InvalidRequestError if the template raises, or exceeds the limits of time or memory;
+        EndlessTemplateError if it exceeds `processor_seconds`.
         """
         self.start()
         process = self._process
@@ -135,16 +155,15 @@ class Renderer:
         try:
             if not self._ready:
                 self._ready = _receive(process.stdout) is not None
-            self.began_s = time.monotonic()
             _send(process.stdin, call)
             answer = _receive(process.stdout)
         except (OSError, ValueError):  # a broken pipe
             answer = None
-        finally:
-            self.began_s = math.inf
         if answer is None:
             raise self._why_it_ended()
         reply = msgspec.json.decode(answer, type=_Rendered)
+        if reply.is_ended:
+            raise EndlessTemplateError(self.processor_seconds or self.seconds)
         if reply.text is None:
             raise InvalidRequestError(reply.param, reply.reason)
         return reply.text
@@ -154,18 +173,24 @@ class Renderer:
         self._closed.set()
         process = self._process
         if process is not None:
-            process.kill()
+            self._kill(process)
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Until the process has ended; returns its exit code, or None where there is none.
+        """Wait until the process has ended; returns its exit code, None if it was never started.
 
-        Called by the thread that renders, after `close`, or when the process has ended by itself.
+        Called by the thread that renders, after `close` or when the process has ended by itself.
         """
         process, self._process = self._process, None
         if process is None:
             return None
         for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):  # what it has not read
+            with contextlib.suppress(OSError):  # unread calls
                 if pipe is not None:
                     pipe.close()
         return process.wait()
@@ -174,10 +199,6 @@ class Renderer:
         code = self.wait()
         if self._closed.is_set():
             return EngineStoppedError(STOPPED)
-        if code == -signal.SIGALRM:
-            return InvalidRequestError(
-                "messages", f"the model's chat template did not end within {self._seconds:g} s."
-            )
         return MinisglError(f"The process that renders chat templates ended with {code}.")
 
 
@@ -197,23 +218,50 @@ def _receive(pipe: IO[bytes]) -> bytes | None:
     return message if len(message) == length else None
 
 
-def serve(seconds: float) -> None:
-    """Run the process: answer calls until its parent has gone."""
+def serve(seconds: float, processor_seconds: float) -> None:
+    """Run the process: have calls answered until its parent has gone."""
     calls, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything may print is no answer
-    render({"conversations": [[{}]], "chat_template": ""})  # so that all is loaded and counted
+    os.dup2(2, 1)  # libraries may print
+    render({"conversations": [[{}]], "chat_template": ""})  # load everything first
     _limit_memory(MEMORY_BYTES)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in TIME_IS_UP:
+        signal.signal(number, signal.SIG_DFL)
     try:
-        _send(answers, b"")  # it is ready
+        _send(answers, b"")  # report that it is ready
+        while True:
+            child = os.fork()
+            if child == 0:
+                _serve_calls(calls, answers, seconds, processor_seconds)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if -code not in TIME_IS_UP:
+                break
+            _send(answers, msgspec.json.encode(_Rendered(is_ended=True)))
+    except BrokenPipeError:
+        code = 0
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)  # skip the flush of stdout at exit
+
+
+def _serve_calls(
+    calls: IO[bytes], answers: IO[bytes], seconds: float, processor_seconds: float
+) -> NoReturn:
+    """Answer calls, in the process that is killed when a rendering takes too long."""
+    code = 1
+    try:
         while (call := _receive(calls)) is not None:
-            # Nothing in this process has to agree to its end.
+            # The default action of SIGALRM kills the process, whatever it executes.
             signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_PROF, processor_seconds)
             answer = msgspec.json.encode(_answer(call))
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             _send(answers, answer)
+        code = 0
     except BrokenPipeError:
-        os._exit(0)  # without another try to write
+        code = 0
+    finally:
+        os._exit(code)
 
 
 def _answer(call: bytes) -> _Rendered:
@@ -225,7 +273,7 @@ def _answer(call: bytes) -> _Rendered:
         return _Rendered(reason=str(error.args[0]), param=error.param)
     except MemoryError:
         return _refused(f"it takes more than {MEMORY_BYTES >> 20} MiB of memory.")
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         return _refused(str(error).encode("utf-8", "replace").decode()[:MAX_REASON_CHARS])
     return _Rendered(text)
 
@@ -237,7 +285,7 @@ def _refused(reason: str) -> _Rendered:
 def _limit_memory(more: int) -> None:
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except OSError:  # not on Linux: the time is limited, and the size of the text
+    except OSError:  # not on Linux; limits of time and text size remain
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = used + more if hard == resource.RLIM_INFINITY else min(used + more, hard)

@@ -1,4 +1,4 @@
-"""Text and messages to token ids, and token ids back to the bytes that they stand for."""
+"""Converts text and messages to token ids, and token ids back to bytes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from minisgl.text.rendering import Call, render
 from minisgl.text.vocabulary import longest_token
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-# What a caller may set of `apply_chat_template`'s own arguments; every other option goes to the
-# template by name. The rest stay ours: `chat_template` from a request would run a stranger's code.
+# The arguments of `apply_chat_template` that callers may set; other options become variables of the
+# template. The remaining arguments are reserved: a request's `chat_template` would be foreign code.
 OPEN_TEMPLATE_ARGUMENTS = frozenset({"tools", "documents", "continue_final_message"})
-# What the library's function that renders is called with, whatever a template may want.
+# Arguments of the library's rendering function, which template variables may not replace.
 OWN_TEMPLATE_ARGUMENTS = frozenset({"conversations", "return_assistant_tokens_mask"})
-MAX_SHORT_CHARS = 4096  # of a text that is tokenized in under a millisecond
-# A text takes some 350 bytes of memory for each token while it is encoded. So of a long one the
-# beginning is encoded alone first, to see whether it has too many tokens already. It has not, in
-# any real language, where the text is shorter than this.
+MAX_SHORT_CHARS = 4096  # a text of this size is tokenized in under a millisecond
+# Encoding takes about 350 bytes of memory per token. So the beginning of a long text is encoded
+# first, to detect one with too many tokens. A text shorter than this cannot have too many in any
+# real language.
 MIN_BEGINNING_BYTES = 64 << 10
 BYTES_PER_TOKEN = 4
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError beyond
+MAX_TOKEN_ID = 2**32 - 1  # the tokenizers library raises OverflowError for larger ids
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Every method may be called from several threads at once.
+    """A checkpoint's tokenizer. All methods are thread-safe.
 
-    Decoding is done here and not by the library: each token is a fixed sequence of bytes, and a
-    text is the UTF-8 reading of their concatenation. So decoding can go token by token, and equals
-    the library's for every sequence of valid UTF-8. What is invalid becomes U+FFFD; only in a run
-    of byte-fallback tokens does the library differ, replacing valid characters as well.
+    Decoding is implemented here: each token is a fixed sequence of bytes, and the text is the UTF-8
+    decoding of their concatenation. So tokens can be decoded one by one, with the library's result
+    for every sequence of valid UTF-8. Invalid bytes become U+FFFD; the library differs only in
+    runs of byte-fallback tokens, where it replaces valid characters as well.
     """
 
     def __init__(self, tokenizer: Any, name: str = "The model") -> None:
-        """Takes over a `transformers` tokenizer with a Rust backend.
+        """Take ownership of a `transformers` tokenizer with a Rust backend.
 
-        Raises UnsupportedModelError where its decoder is not a matter of bytes.
+        Raises UnsupportedModelError if its decoder does not map each token to fixed bytes.
         """
         self._tokenizer = tokenizer
-        # The wrapper sets padding and truncation at each call, which threads must not do at once;
-        # the backend without either is free of state.
+        # The wrapper sets padding and truncation at each call, which is not thread-safe; without
+        # them the backend is stateless.
         self._backend: tokenizers.Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -64,7 +64,7 @@ class Tokenizer:
         self._name = name
 
         spelling = _spelling_of(self._backend.decoder, name)
-        self.drops_first_space = spelling.drops_first_space  # where a text begins
+        self.drops_first_space = spelling.drops_first_space  # at the beginning of a text
         added = self._backend.get_added_tokens_decoder()
         special = (token_id for token_id, token in added.items() if token.special)
         self._added = {token.content: token_id for token_id, token in added.items()}
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @staticmethod
     def found_in(folder: Path) -> bool:
-        """Whether a checkpoint comes with a tokenizer."""
+        """True if the checkpoint has a tokenizer."""
         return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     @classmethod
@@ -82,15 +82,15 @@ class Tokenizer:
         """Read the tokenizer of a checkpoint. Raises CheckpointError, UnsupportedModelError."""
         if not cls.found_in(folder):
             raise CheckpointError(f"{folder} has no tokenizer (no tokenizer.json).")
-        from transformers import AutoTokenizer  # a second, and it imports torch
+        from transformers import AutoTokenizer  # takes a second and imports torch
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 folder,
                 local_files_only=True,
-                trust_remote_code=False,  # or it would ask on the terminal
+                trust_remote_code=False,  # the default prompts on the terminal
             )
-        except Exception as error:  # whatever the library makes of broken files
+        except Exception as error:  # broken files raise many types
             reason = str(error)
             if "trust_remote_code" in reason:
                 reason = "it needs code of its own, and code from a checkpoint is not run."
@@ -109,10 +109,11 @@ class Tokenizer:
         param: str = "prompt",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Token ids of a text. Raises InvalidRequestError for a lone surrogate.
+        """Tokenize a text. Raises InvalidRequestError for a lone surrogate.
 
-        With `max_tokens`, ContextLengthError for a long text that is seen to have more before it
-        is encoded as a whole; one that has a few more is encoded. `param` is what errors name.
+        With `max_tokens`, raises ContextLengthError for a long text that is found to have more
+        before all of it is encoded; a text with only a few more is encoded. param: the name of the
+        field in errors.
         """
         try:
             if len(text) <= MAX_SHORT_CHARS:
@@ -124,21 +125,20 @@ class Tokenizer:
             raise InvalidRequestError(param, "is not Unicode text (a lone surrogate).") from error
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Only the library's calls for batches let other threads run. They wait for a pool of
-        # threads, which a short text, perhaps on an event loop, must not do.
+        # Only the library's batch calls release the GIL. They wait for a thread pool, which a short
+        # text, possibly on an event loop, must not do.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def _check_beginning(self, text: str, param: str, max_tokens: int) -> None:
-        """Raises ContextLengthError where the beginning of a text has twice `max_tokens`.
+        """Raise ContextLengthError if a beginning of the text has twice `max_tokens`.
 
-        What follows a beginning changes the tokens at its end: of the last word, in general, and
-        of white space that a special token takes in. The one is far from half of them, and the
-        other is left out.
+        The text after a beginning can change only the tokens at its end: those of the last word,
+        which are far from half of all, and trailing white space, which is left out.
         """
         data = text.encode()
         size = max(BYTES_PER_TOKEN * max_tokens, MIN_BEGINNING_BYTES)
-        while 2 * size <= len(data):  # so that all of it together costs one encoding more
+        while 2 * size <= len(data):  # doubling: all of it costs at most one more encoding
             beginning = data[:size].decode(errors="ignore").rstrip()
             num_tokens = len(self._encode_long(beginning, False))
             if num_tokens > 2 * max_tokens + 1:
@@ -158,14 +158,16 @@ class Tokenizer:
         /,
         **template_options: Any,
     ) -> list[int]:
-        """Token ids of a conversation under the model's chat template, for which this waits as
-        long as it takes. Raises InvalidRequestError."""
+        """Tokenize a conversation with the model's chat template, in this thread, without limits.
+
+        Raises InvalidRequestError.
+        """
         call = self.template_call(messages, **template_options)
         try:
             text = render(call)
         except InvalidRequestError:
             raise
-        except Exception as error:  # a template is the model author's code and raises what it likes
+        except Exception as error:  # a template may raise anything
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error
@@ -182,9 +184,9 @@ class Tokenizer:
     ) -> Call:
         """The arguments for rendering a conversation. Raises InvalidRequestError.
 
-        A content that is a list of text parts is joined as it stands, and `developer` becomes
-        `system` for a template that does not know the role. With `continue_final_message` the last
-        message stays open and no generation prompt follows; otherwise one does by default.
+        Content given as a list of text parts is concatenated, and `developer` becomes `system` for
+        a template that does not know that role. With `continue_final_message` the last message
+        stays open and no generation prompt follows it; otherwise one does by default.
         """
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -201,7 +203,7 @@ class Tokenizer:
                 raise InvalidRequestError("chat_template_kwargs", f"{option} cannot be set.")
         try:
             template: str = self._tokenizer.get_chat_template(tools=template_options.get("tools"))
-        except Exception as error:  # several, and none of them is the default
+        except Exception as error:  # several templates, none of them the default
             raise InvalidRequestError("messages", f"have no chat template: {error}") from error
         conversation = [_plain_message(message, "developer" in template) for message in messages]
         if not conversation:
@@ -218,7 +220,7 @@ class Tokenizer:
     # -- from ids ----------------------------------------------------------------------------------
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Ids outside the vocabulary have no text."""
+        """Decode a whole sequence. Ids outside the vocabulary add no text."""
         table = self.byte_table(skip_special_tokens=skip_special_tokens)
         data = b"".join(table[token_id] for token_id in token_ids)
         if self.drops_first_space:
@@ -226,15 +228,15 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Exactly what a token adds to a text, special tokens included; b"" for an unknown id."""
+        """The bytes of a token, special tokens included; b"" for an unknown id."""
         return self._all_bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` for people: a part of a character is U+FFFD."""
+        """The text of a token for display; an incomplete character is U+FFFD."""
         return self._all_bytes[token_id].decode("utf-8", "replace")
 
     def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
-        """The bytes of every token by id; with `skip_special_tokens` those of special ones b""."""
+        """The bytes of every token by id; with `skip_special_tokens`, b"" for special tokens."""
         return self._visible_bytes if skip_special_tokens else self._all_bytes
 
     # -- facts -------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ class Tokenizer:
 
 
 def _plain_message(message: Mapping[str, Any], keep_developer: bool) -> dict[str, Any]:
-    """A message with the role and the kind of content that every chat template understands."""
+    """Convert a message to the roles and the content type that every chat template supports."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise InvalidRequestError("messages", 'must be objects with a "role" and a "content".')
     plain = {name: value for name, value in message.items() if value is not None}
@@ -292,7 +294,7 @@ def _part_text(part: object) -> str:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Token id to bytes, filled as ids occur. Threads may race to an id: they find the same."""
+    """A cache of the bytes of token ids, filled lazily. Threads may race: they compute the same."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, spelling: _Spelling, hidden: Iterable[int] = ()
@@ -305,14 +307,14 @@ class _TokenBytes(dict[int, bytes]):
         known = 0 <= token_id <= MAX_TOKEN_ID
         token = self._backend.id_to_token(token_id) if known else None
         if token is None:
-            return b""  # not stored: there is no end of ids that are no token
+            return b""  # not cached: there are too many ids without a token
         return self.setdefault(token_id, self._spelling.to_bytes(token))
 
 
 class _Spelling(Protocol):
-    """The way in which tokens spell bytes; does the work of the library's `Decoder`."""
+    """Maps tokens to bytes, in place of the library's `Decoder`."""
 
-    drops_first_space: bool  # encoding puts a space before the first word, decoding removes it
+    drops_first_space: bool  # encoding adds a space before the first word, decoding removes it
 
     def to_bytes(self, token: str) -> bytes: ...
 
@@ -323,7 +325,7 @@ class _ByteLevelSpelling:
     drops_first_space = False
 
     def __init__(self) -> None:
-        # A byte is itself where it is printable Latin-1, else one from U+0100 on, in order.
+        # Printable Latin-1 bytes map to themselves, the others to U+0100 onwards, in order.
         printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
         others = [byte for byte in range(256) if byte not in printable]
         self._byte_of = {chr(byte): byte for byte in printable}
@@ -332,14 +334,14 @@ class _ByteLevelSpelling:
     def to_bytes(self, token: str) -> bytes:
         try:
             return bytes([self._byte_of[char] for char in token])
-        except KeyError:  # an added token, which is written as it reads
+        except KeyError:  # an added token, whose text is not encoded
             return token.encode()
 
 
 @dataclass(slots=True)
 class _PlainSpelling:
-    """Text as it reads but for a few replacements, U+2581 for a space above all; a byte that the
-    vocabulary has no character for is <0x0A> (SentencePiece, so Llama 2 and Mistral)."""
+    """Plain text with a few replacements, mainly U+2581 for a space; a byte of a character outside
+    the vocabulary is written as <0x0A> (SentencePiece: Llama 2, Mistral)."""
 
     drops_first_space: bool = False
     has_byte_tokens: bool = False
@@ -354,7 +356,7 @@ class _PlainSpelling:
 
 
 def _spelling_of(decoder: tokenizers.decoders.Decoder | None, model_name: str) -> _Spelling:
-    steps = [json.loads(decoder.__getstate__())] if decoder else []  # a decoder pickles as JSON
+    steps = [json.loads(decoder.__getstate__())] if decoder else []  # its pickled state is JSON
     if steps and steps[0]["type"] == "Sequence":
         steps = steps[0]["decoders"]
     if [step["type"] for step in steps] == ["ByteLevel"]:

@@ -1,4 +1,4 @@
-"""Bounds the text that one token can stand for, so that a length shows what cannot fit."""
+"""Bounds the number of characters per token, to refuse texts by their length alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-# Characters that canonical composition makes one at most (U+1F82 is made of four).
+# Maximum number of characters that canonical composition merges (four for U+1F82).
 MAX_COMPOSED = 4
-# Parts of tokenizers by the library's names. These leave no character out.
+# Normalizers, by the library's names, that drop no character.
 KEEPING_NORMALIZERS = frozenset({"Lowercase", "NFD", "NFKD", "Prepend"})
 COMPOSING_NORMALIZERS = frozenset({"NFC", "NFKC"})
 KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split"})
@@ -18,10 +18,10 @@ NUM_BYTES = 256
 
 
 def longest_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most characters of a text that become one token, or None where there is no bound.
+    """The maximum number of characters that become one token; None if there is no bound.
 
-    There is none where a part of the tokenizer may leave characters out, where a token takes in
-    the white space beside it, or where one stands for all that is unknown.
+    There is none if the tokenizer may drop characters, if a token absorbs the white space around
+    it, or if one token replaces any unknown text.
     """
     added = [*backend.get_added_tokens_decoder().values()]
     if any(token.lstrip or token.rstrip for token in added):
@@ -36,16 +36,16 @@ def longest_token(backend: tokenizers.Tokenizer) -> int | None:
             return None
     if not _knows_every_character(backend):
         return None
-    # Of a vocabulary of bytes, a token is spelled with as many characters as it has bytes.
+    # In a byte-level vocabulary, a token has one character per byte.
     spelled = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-    if backend.normalizer is not None:  # added tokens may be found in what it leaves of a text
+    if backend.normalizer is not None:  # added tokens may match normalized text
         found = (len(backend.normalizer.normalize_str(token.content)) for token in added)
         spelled = max(spelled, *found, 1)
     return composed * spelled
 
 
 def _steps(part: Any, members: str) -> list[dict[str, Any]]:
-    """The parts that a normalizer or pre-tokenizer is made of; they pickle as JSON."""
+    """The components of a normalizer or pre-tokenizer, whose pickled state is JSON."""
     if part is None:
         return []
     found = [json.loads(part.__getstate__())]
@@ -63,7 +63,7 @@ def _keeps(step: dict[str, Any]) -> bool:
 
 
 def _lengthens(step: dict[str, Any]) -> bool:
-    """Whether it replaces a text with one that is as long at least."""
+    """True if the component replaces a text with one at least as long."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             return len(content) >= len(pattern)
@@ -72,7 +72,7 @@ def _lengthens(step: dict[str, Any]) -> bool:
 
 
 def _knows_every_character(backend: tokenizers.Tokenizer) -> bool:
-    """By its bytes at least, so that nothing is left out or counted with its neighbours."""
+    """True if every character has a token of its own or tokens of its bytes, so none is dropped."""
     model = backend.model
     if not isinstance(model, models.BPE):
         return False

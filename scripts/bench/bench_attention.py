@@ -4,6 +4,9 @@ Decode: replays of a CUDA graph that attends once in each of several layers, who
 do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Medians; bytes and operations
 are those that the arithmetic needs, each key and value read once and masked scores left out.
 
+Each case is timed with the cache in the dtypes of `--kv-dtype`: bfloat16, and FP8 where a backend
+reads it.
+
 `--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and say for each
 case which three are best, and beside them the time of those that it uses now. All are compiled
 first, by `--jobs` processes, into Triton's cache on disk.
@@ -18,7 +21,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +54,11 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
+    kv_dtype: torch.dtype = DTYPE
 
     def __str__(self) -> str:
-        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim}"
+        kind = "bf16" if self.kv_dtype == DTYPE else "fp8"
+        return f"{self.num_heads}/{self.num_kv_heads} x {self.head_dim} {kind}"
 
     def shape(self, page_size: int) -> AttentionShape:
         return AttentionShape(
@@ -62,12 +67,12 @@ class Heads:
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=DTYPE,
-            kv_dtype=DTYPE,
+            kv_dtype=self.kv_dtype,
         )
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     num_rows: int
     context: int
     heads: Heads
@@ -79,7 +84,12 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         heads = self.heads
-        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * 2
+        itemsize = heads.kv_dtype.itemsize
+        return self.num_rows * self.context * heads.num_kv_heads * heads.head_dim * 2 * itemsize
+
+    def with_kv(self, dtype: torch.dtype) -> AttentionCase:
+        """The same with its cache in `dtype`."""
+        return replace(self, heads=replace(self.heads, kv_dtype=dtype))
 
     @property
     def spec(self) -> AttentionSpec:
@@ -93,13 +103,14 @@ class Case:
 
 
 DECODE_CASES = [
-    Case(num_rows, context, heads, page_size)
+    AttentionCase(num_rows, context, heads, page_size)
     for (num_rows, context), heads in [
         ((256, 800), Heads(16, 8)),
         ((256, 800), Heads(32, 8)),
         ((256, 800), Heads(40, 8)),
         ((256, 800), Heads(64, 8)),
         ((64, 4096), Heads(16, 8)),
+        ((64, 8192), Heads(40, 8)),
         ((32, 800), Heads(16, 8)),
         ((8, 800), Heads(16, 8)),
         ((1, 100), Heads(16, 8)),
@@ -110,37 +121,44 @@ DECODE_CASES = [
     for page_size in (1, 16, 64)
 ]
 PREFILL_CASES = [
-    Case(8, 2048, Heads(num_heads, 8), page_size)
+    AttentionCase(8, 2048, Heads(num_heads, 8), page_size)
     for num_heads in (16, 32, 40)
     for page_size in (1, 16, 64)
 ]
 TUNED_HEADS = [Heads(num_heads, 8) for num_heads in (16, 32, 40)]
 TUNED_DECODES = [
-    Case(num_rows, context, heads, page_size)
+    AttentionCase(num_rows, context, heads, page_size)
     for heads in TUNED_HEADS
     for page_size in (16, 64)
-    for num_rows, context in [*((n, 640) for n in (1, 8, 32, 64, 128, 256)), (1, 32768)]
+    for num_rows, context in [
+        *((n, 640) for n in (1, 8, 32, 64, 128, 256)),
+        (64, 8192),
+        (1, 32768),
+    ]
 ]
-TUNED_PREFILLS = [Case(8, 2048, heads, 16) for heads in TUNED_HEADS]
+TUNED_PREFILLS = [AttentionCase(8, 2048, heads, 16) for heads in TUNED_HEADS]
+KV_DTYPES = {"bf16": DTYPE, "fp8": torch.float8_e4m3fn}
 
 
 # -- inputs ----------------------------------------------------------------------------------------
 
 
-def random_layers(case: Case, num_layers: int) -> tuple[list[LayerKV], Tensor]:
+def random_layers(case: AttentionCase, num_layers: int) -> tuple[list[LayerKV], Tensor]:
     """Caches of as many layers, and the page table, whose pages are scattered."""
     pages_per_row = -(-case.context // case.page_size)
     num_pages = 1 + case.num_rows * pages_per_row
     table = 1 + torch.randperm(num_pages - 1, device=DEVICE)
     size = (num_pages, case.page_size, case.heads.num_kv_heads, case.heads.head_dim)
     layers = [
-        LayerKV(*(torch.randn(size, dtype=DTYPE, device=DEVICE) for _ in range(2)))
+        LayerKV(
+            *(torch.randn(size, dtype=DTYPE, device=DEVICE).to(case.heads.kv_dtype) for _ in "kv")
+        )
         for _ in range(num_layers)
     ]
     return layers, table.view(case.num_rows, pages_per_row).int()
 
 
-def random_queries(case: Case, num_rows: int) -> Tensor:
+def random_queries(case: AttentionCase, num_rows: int) -> Tensor:
     size = (num_rows, case.heads.num_heads, case.heads.head_dim)
     return torch.randn(size, dtype=DTYPE, device=DEVICE)
 
@@ -181,7 +199,7 @@ def median_s(work: Callable[[], object], replays: int) -> float:
 class DecodeClock:
     """Times one layer's decode of a case."""
 
-    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+    def __init__(self, case: AttentionCase, replays: int = REPLAYS) -> None:
         self._case, self._replays = case, replays
         num_layers = min(max(-(-ROTATED_BYTES // case.kv_bytes), 2), 64)
         self._layers, table = random_layers(case, num_layers)
@@ -208,7 +226,7 @@ class DecodeClock:
 class PrefillClock:
     """Times one layer's prefill of a case."""
 
-    def __init__(self, case: Case, replays: int = REPLAYS) -> None:
+    def __init__(self, case: AttentionCase, replays: int = REPLAYS) -> None:
         self._case, self._replays = case, replays
         [self._layer], table = random_layers(case, 1)
         self._rows = PrefillBatch.of(table, (0,) * case.num_rows, (case.context,) * case.num_rows)
@@ -223,29 +241,31 @@ class PrefillClock:
 # -- reports ---------------------------------------------------------------------------------------
 
 
-def report(cases: list[Case], names: list[str], measure: Callable[[Attention, Case], str]) -> None:
+def report(
+    cases: list[AttentionCase], names: list[str], measure: Callable[[Attention, AttentionCase], str]
+) -> None:
     for case, name in itertools.product(cases, names):
         try:
             attention = make_attention(name, name, case.heads.shape(case.page_size))
             result = measure(attention, case)
         except (ImportError, RuntimeError, ValueError) as error:  # not all backends take all pages
             result = str(error).partition("\n")[0]
-        print(f"{case!s:42} {name:8} {result}", flush=True)
+        print(f"{case!s:47} {name:8} {result}", flush=True)
 
 
-def measure_decode(attention: Attention, case: Case) -> str:
+def measure_decode(attention: Attention, case: AttentionCase) -> str:
     return describe_decode(case, DecodeClock(case).seconds(attention))
 
 
-def measure_prefill(attention: Attention, case: Case) -> str:
+def measure_prefill(attention: Attention, case: AttentionCase) -> str:
     return describe_prefill(case, PrefillClock(case).seconds(attention))
 
 
-def describe_decode(case: Case, seconds: float) -> str:
+def describe_decode(case: AttentionCase, seconds: float) -> str:
     return f"{seconds * 1e6:8.1f} µs {case.kv_bytes / seconds / 1e12:7.2f} TB/s"
 
 
-def describe_prefill(case: Case, seconds: float) -> str:
+def describe_prefill(case: AttentionCase, seconds: float) -> str:
     pairs = case.num_rows * case.context * (case.context + 1) / 2
     flops = 4 * pairs * case.heads.num_heads * case.heads.head_dim
     return f"{seconds * 1e6:8.1f} µs {flops / seconds / 1e12:7.0f} TFLOP/s"
@@ -254,16 +274,17 @@ def describe_prefill(case: Case, seconds: float) -> str:
 # -- tuning ----------------------------------------------------------------------------------------
 
 
-def tune_decode(jobs: int) -> None:
+def tune_decode(cases: list[AttentionCase], jobs: int) -> None:
     """One way of working for each number of splits that a case can come to."""
     from minisgl.attention.triton_backend import TritonAttention
 
     candidates = decode_candidates()
     alike = {(tiles.block_n, tiles.num_warps, tiles.num_stages): tiles for tiles in candidates}
-    kinds = itertools.product(TUNED_HEADS, (16, 64), [*alike.values(), None])
+    heads = dict.fromkeys(case.heads for case in cases)
+    kinds = itertools.product(heads, (16, 64), [*alike.values(), None])
     compile_all(compile_decode, list(kinds), jobs)
     num_sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    for case in TUNED_DECODES:
+    for case in cases:
         clock = DecodeClock(case, REPLAYS_IN_TUNING)
         different = {
             (
@@ -294,14 +315,17 @@ def decode_candidates() -> list[DecodeTiles]:
             (64, 4, 2),
             (64, 4, 3),
             (64, 4, 4),
+            (128, 4, 2),
+            (128, 4, 3),
             (128, 8, 2),
+            (128, 8, 3),
         )
         for programs_per_sm in (1, 2, 3, 4, 8, 16, 32)
         for min_split in (64, 128, 256)
     ]
 
 
-def num_splits(case: Case, tiles: DecodeTiles, num_sms: int) -> int:
+def num_splits(case: AttentionCase, tiles: DecodeTiles, num_sms: int) -> int:
     """Of each row, as the kernel comes to them."""
     target_splits = num_sms * tiles.programs_per_sm // case.heads.num_kv_heads
     share = max(-(-case.num_rows * case.context // target_splits), tiles.min_split)
@@ -316,7 +340,7 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
     heads, page_size, tiles = kind
     # What is used now has one way of working for few rows and one for many.
     for num_rows in (1,) if tiles else (1, 256):
-        case = Case(num_rows, 1, heads, page_size)
+        case = AttentionCase(num_rows, 1, heads, page_size)
         [layer], table = random_layers(case, 1)
         rows = DecodeBatch(table, torch.ones(num_rows, dtype=torch.int32, device=DEVICE), 1)
         with suppress_too_large():
@@ -324,12 +348,13 @@ def compile_decode(kind: tuple[Heads, int, DecodeTiles | None]) -> None:
             TritonAttention(tiles).decode(q, layer, rows, case.spec)
 
 
-def tune_prefill(jobs: int) -> None:
+def tune_prefill(cases: list[AttentionCase], jobs: int) -> None:
     from minisgl.attention.triton_backend import TritonAttention
 
     candidates = prefill_candidates()
-    compile_all(compile_prefill, list(itertools.product(TUNED_HEADS, [*candidates, None])), jobs)
-    for case in TUNED_PREFILLS:
+    heads = dict.fromkeys(case.heads for case in cases)
+    compile_all(compile_prefill, list(itertools.product(heads, [*candidates, None])), jobs)
+    for case in cases:
         clock = PrefillClock(case, REPLAYS_IN_TUNING)
         times = {
             str(tiles): seconds_or_none(clock, TritonAttention(prefill=tiles))
@@ -363,7 +388,7 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
     from minisgl.attention.triton_backend import TritonAttention
 
     heads, tiles = kind
-    case = Case(1, 16, heads, 16)
+    case = AttentionCase(1, 16, heads, 16)
     [layer], table = random_layers(case, 1)
     rows = PrefillBatch.of(table, (0,), (16,))
     with suppress_too_large():
@@ -397,10 +422,10 @@ def suppress_too_large() -> Iterator[None]:
 
 
 def report_best(
-    case: Case,
+    case: AttentionCase,
     times: dict[str, float | None],
     now: float,
-    describe: Callable[[Case, float], str],
+    describe: Callable[[AttentionCase, float], str],
 ) -> None:
     print(f"{case}: now {describe(case, now).strip()}")
     timed = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
@@ -416,19 +441,34 @@ def main() -> None:
     parser.add_argument("--only", choices=["decode", "prefill"], help="one of the two tables")
     parser.add_argument("--tune", action="store_true", help="try the tiles of Triton's decode")
     parser.add_argument("--tune-prefill", action="store_true", help="try those of its prefill")
+    parser.add_argument(
+        "--kv-dtype", nargs="+", choices=KV_DTYPES, default=["bf16"], help="of the cache"
+    )
+    parser.add_argument(
+        "--heads", type=int, nargs="+", choices=(16, 32, 40, 64), help="only cases of these"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="that compile")
     options = parser.parse_args()
     torch.manual_seed(0)
+
+    def chosen(cases: list[AttentionCase]) -> list[AttentionCase]:
+        return [
+            case.with_kv(KV_DTYPES[name])
+            for case in cases
+            for name in options.kv_dtype
+            if not options.heads or case.heads.num_heads in options.heads
+        ]
+
     if options.tune:
-        tune_decode(options.jobs)
+        tune_decode(chosen(TUNED_DECODES), options.jobs)
     if options.tune_prefill:
-        tune_prefill(options.jobs)
+        tune_prefill(chosen(TUNED_PREFILLS), options.jobs)
     if options.tune or options.tune_prefill:
         return
     if options.only != "prefill":
-        report(DECODE_CASES, options.backends, measure_decode)
+        report(chosen(DECODE_CASES), options.backends, measure_decode)
     if options.only != "decode":
-        report(PREFILL_CASES, options.backends, measure_prefill)
+        report(chosen(PREFILL_CASES), options.backends, measure_prefill)
 
 
 if __name__ == "__main__":

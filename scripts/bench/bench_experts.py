@@ -35,7 +35,7 @@ NUM_CALLS = 12
 
 
 @dataclass(frozen=True)
-class Problem:
+class ExpertsProblem:
     """Several steps of so many rows."""
 
     weights: ExpertWeights
@@ -43,7 +43,7 @@ class Problem:
     logits: list[Tensor]
 
     @classmethod
-    def of(cls, num_rows: int, weights: ExpertWeights) -> Problem:
+    def of(cls, num_rows: int, weights: ExpertWeights) -> ExpertsProblem:
         rows = [random(num_rows, HIDDEN_SIZE) for _ in range(NUM_CALLS)]
         return cls(weights, rows, [random(num_rows, NUM_EXPERTS) for _ in rows])
 
@@ -136,7 +136,7 @@ def compile_variant(how: FewTiles | ManyTiles) -> str:
         torch.zeros(NUM_EXPERTS, HIDDEN_SIZE, SIZE, device=DEVICE, dtype=torch.bfloat16),
     )
     try:
-        problem = Problem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
+        problem = ExpertsProblem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
         problem.fused_experts(problem.rows[0], problem.logits[0], how)
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, most likely; the case is left out
@@ -160,7 +160,7 @@ def tune(all_rows: list[int]) -> None:
         failures = [text for text in pool.imap_unordered(compile_variant, variants) if text]
     print(f"{len(variants)} variants compiled in {time.monotonic() - began:.0f} s", *failures)
     for num_rows, hows in choices.items():
-        problem = Problem.of(num_rows, weights)
+        problem = ExpertsProblem.of(num_rows, weights)
         in_use_s, limit_s = problem.time_of(None), problem.limit_s
         print(f"rows={num_rows} limit {limit_s * 1e6:.1f} µs, in use {in_use_s * 1e6:.1f}")
         times = []
@@ -212,7 +212,7 @@ def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
 def compare(all_rows: list[int]) -> None:
     weights = make_weights()
     for num_rows in all_rows:
-        problem = Problem.of(num_rows, weights)
+        problem = ExpertsProblem.of(num_rows, weights)
         limit_s, took_s = problem.limit_s, problem.time_of(None)
         print(
             f"rows={num_rows:<6} limit {limit_s * 1e6:8.1f} µs, {took_s * 1e6:8.1f} "

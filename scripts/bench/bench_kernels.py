@@ -8,7 +8,7 @@ call follows another of its kind on the same tensors: up to some 50 MB they stay
 and the figure is the cost of launch and latency; above, it is a bandwidth. `limit` is the time
 that the bytes take at 4.28 TB/s, or the operations at 800 TFLOP/s, as measured on an H200.
 
-A kernel is added as a function from `Problem` to cases, named in FAMILIES.
+A kernel is added as a function from `Dimensions` to cases, named in FAMILIES.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADER = "kernel             rows        µs  limit µs    TB/s  TFLOP/s  torch 
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Dimensions:
     """The dimensions that a case is made for."""
 
     model: str
@@ -57,7 +57,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TimedCall:
     """One call to be timed. Both callables can be captured in a CUDA graph."""
 
     name: str
@@ -67,12 +67,12 @@ class Case:
     num_operations: int = 0  # where they, not the bytes, set the limit
 
 
-def embedding_cases(problem: Problem) -> Iterator[Case]:
+def embedding_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.embedding import embed
 
     weight = problem.random(problem.size("vocab_size"), problem.size("hidden_size"))
     token_ids = torch.randint(len(weight), (problem.num_rows,), device="cuda")
-    yield Case(
+    yield TimedCall(
         "embed",
         lambda: embed(token_ids, weight, pdl=problem.pdl),
         lambda: reference.embed(token_ids, weight),
@@ -80,20 +80,20 @@ def embedding_cases(problem: Problem) -> Iterator[Case]:
     )
 
 
-def norm_cases(problem: Problem) -> Iterator[Case]:
+def norm_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.norm import add_rms_norm, rms_norm
 
     size, pdl = problem.size("hidden_size"), problem.pdl
     weight = problem.random(size)
     x, residual = problem.random(problem.num_rows, size), problem.random(problem.num_rows, size)
-    yield Case(
+    yield TimedCall(
         "rms_norm",
         lambda: rms_norm(x, weight, EPS, pdl=pdl),
         lambda: reference.rms_norm(x, weight, EPS),
         nbytes(x, x, weight),
     )
     delta = x * 1e-3  # the residual takes it up at each call
-    yield Case(
+    yield TimedCall(
         "add_rms_norm",
         lambda: add_rms_norm(delta, residual, weight, EPS, pdl=pdl),
         lambda: reference.add_rms_norm(delta, residual, weight, EPS),
@@ -101,11 +101,11 @@ def norm_cases(problem: Problem) -> Iterator[Case]:
     )
 
 
-def activation_cases(problem: Problem) -> Iterator[Case]:
+def activation_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.activation import silu_mul
 
     gate_up = problem.random(problem.num_rows, 2 * problem.size("intermediate_size"))
-    yield Case(
+    yield TimedCall(
         "silu_mul",
         lambda: silu_mul(gate_up, pdl=problem.pdl),
         lambda: reference.silu_mul(gate_up),
@@ -113,7 +113,7 @@ def activation_cases(problem: Problem) -> Iterator[Case]:
     )
 
 
-def heads_cases(problem: Problem) -> Iterator[Case]:
+def heads_cases(problem: Dimensions) -> Iterator[TimedCall]:
     from minisgl.kernels.elementwise.heads import qk_norm_rope_store_kv
 
     num_rows, head_dim = problem.num_rows, problem.size("head_dim")
@@ -129,7 +129,7 @@ def heads_cases(problem: Problem) -> Iterator[Case]:
     caches = [problem.random(*pages) for _ in range(2)]
     norm_rope = NormRope(table, *weights, eps=EPS)
     given = (qkv, positions, slot_mapping, *caches, norm_rope)
-    yield Case(
+    yield TimedCall(
         "qk_norm_rope_store_kv",
         lambda: qk_norm_rope_store_kv(*given, pdl=problem.pdl),
         lambda: reference.qk_norm_rope_store_kv(*given),
@@ -137,7 +137,7 @@ def heads_cases(problem: Problem) -> Iterator[Case]:
     )
 
 
-FAMILIES: dict[str, Callable[[Problem], Iterator[Case]]] = {
+FAMILIES: dict[str, Callable[[Dimensions], Iterator[TimedCall]]] = {
     "embedding": embedding_cases,
     "norm": norm_cases,
     "activation": activation_cases,
@@ -174,7 +174,7 @@ def time_s(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def report(case: Case, num_rows: int) -> None:
+def report(case: TimedCall, num_rows: int) -> None:
     took_s = time_s(case.run)
     limit_s = max(case.num_bytes / BYTES_PER_S, case.num_operations / OPERATIONS_PER_S)
     line = f"{case.name:16}{num_rows:>7}{took_s * 1e6:>10.2f}{limit_s * 1e6:>10.2f}"
@@ -207,7 +207,7 @@ def main() -> None:
         print(HEADER)
         for family in args.only:
             for num_rows in args.rows:
-                problem = Problem(model, num_rows, getattr(torch, args.dtype), args.pdl)
+                problem = Dimensions(model, num_rows, getattr(torch, args.dtype), args.pdl)
                 for case in FAMILIES[family](problem):
                     report(case, num_rows)
 

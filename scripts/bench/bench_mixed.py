@@ -36,7 +36,7 @@ MAX_WARM_UP_S = 3.0
 
 
 @dataclass(slots=True)
-class Phase:
+class Measurements:
     """The measurements of all rounds."""
 
     seconds: float = 0.0
@@ -55,16 +55,16 @@ class Mixture:
         self._arguments = arguments
         self._rng = random.Random(arguments.seed)
 
-    async def measure(self, seconds: float, *, with_arrivals: bool) -> Phase:
+    async def measure(self, seconds: float, *, with_arrivals: bool) -> Measurements:
         """Rounds that count for `seconds` together."""
-        phase = Phase()
+        phase = Measurements()
         while (left := seconds - phase.seconds) > 0:
             await self._round(phase, left, with_arrivals=with_arrivals)
         if not phase.gaps_s:
             raise ConfigError("--seconds", seconds, "no stream got two tokens; allowed: more")
         return phase
 
-    async def _round(self, phase: Phase, seconds: float, *, with_arrivals: bool) -> None:
+    async def _round(self, phase: Measurements, seconds: float, *, with_arrivals: bool) -> None:
         """Until the first of the steady streams ends, `seconds` at most."""
         arguments = self._arguments
         streams = [

@@ -30,13 +30,13 @@ from rich.table import Table
 from minisgl.bench.config import STANDARD, STANDARD_ON_CPU, Sizes, Span
 from minisgl.bench.offline_run import run_offline
 from minisgl.bench.online.run import OnlineRun, run_online
-from minisgl.bench.online.target import Target
+from minisgl.bench.online.target import Endpoint
 from minisgl.bench.report.figures import Distribution
 from minisgl.bench.report.output import make_console
 from minisgl.bench.run_info import describe, freeze_memory
 from minisgl.bench.script import above_zero, engine_config, make_parser, run_script
-from minisgl.bench.workload.plan import PlannedRequest, plan_random
 from minisgl.bench.workload.requests import OfflineRequest, make_workload
+from minisgl.bench.workload.schedule import ScheduledRequest, schedule_random
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import MinisglError
@@ -70,13 +70,13 @@ class Load:
     def jobs(self, sizes: Sizes, vocab_size: int) -> list[OfflineRequest]:
         return make_workload(sizes, vocab_size=vocab_size, temperature=TEMPERATURE, seed=self.seed)
 
-    def plan(self, sizes: Sizes, vocab_size: int) -> list[PlannedRequest]:
+    def schedule(self, sizes: Sizes, vocab_size: int) -> list[ScheduledRequest]:
         """The same requests, for a server."""
-        return plan_random(sizes, vocab_size, self.seed)
+        return schedule_random(sizes, vocab_size, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Started:
     """Message of the server's process when its engine has started."""
 
     description: list[str]
@@ -104,7 +104,7 @@ def serve(config: EngineConfig, port: int, load: Load, connection: Connection) -
             engine = await start_engine(config)
         else:
             engine = start_paced_engine(config, load.step_s)
-        loaded = Loaded([*describe(engine)], engine.config.device, engine.model.vocab_size)
+        loaded = Started([*describe(engine)], engine.config.device, engine.model.vocab_size)
         connection.send(loaded)
         answering.append(asyncio.create_task(answer(engine, load, loaded, connection)))
         return engine
@@ -115,7 +115,7 @@ def serve(config: EngineConfig, port: int, load: Load, connection: Connection) -
         connection.send(error)
 
 
-async def answer(engine: AsyncEngine, load: Load, loaded: Loaded, connection: Connection) -> None:
+async def answer(engine: AsyncEngine, load: Load, loaded: Started, connection: Connection) -> None:
     """To "cpu" the CPU time of this process in seconds, to "offline" the Rate of such a run."""
     jobs = load.jobs(load.sizes(loaded.device), loaded.vocab_size)
     while (asked := await asyncio.to_thread(receive, connection)) is not None:
@@ -167,10 +167,10 @@ async def measure(arguments: argparse.Namespace) -> None:
         return await told()
 
     try:
-        loaded: Loaded = await told()
+        loaded: Started = await told()
         sizes = load.sizes(loaded.device)
-        plan = load.plan(sizes, loaded.vocab_size)
-        target = Target(url=f"http://{HOST}:{port}/v1", temperature=TEMPERATURE)
+        schedule = load.schedule(sizes, loaded.vocab_size)
+        target = Endpoint(url=f"http://{HOST}:{port}/v1", temperature=TEMPERATURE)
         for line in loaded.description:
             console.print(line)
         if arguments.step_ms:
@@ -183,7 +183,7 @@ async def measure(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.repeat):
             offline: Rate = await ask("offline")
             server_cpu_s, own_cpu_s = await ask("cpu"), time.process_time()
-            run = await run_online(target, plan)
+            run = await run_online(target, schedule)
             run.require_all()
             own_cpu_s = time.process_time() - own_cpu_s
             server_cpu_s = await ask("cpu") - server_cpu_s

@@ -23,7 +23,7 @@ NUM_TOKENS = 8191  # drawn once; more than any step samples
 
 
 @dataclass(frozen=True, slots=True)
-class _Handle:
+class _PacedStep:
     result: StepResult
     due: float  # by time.monotonic
 
@@ -42,13 +42,13 @@ class PacedRunner:
         self._tokens = random.Random(0).choices(usable, k=2 * NUM_TOKENS)
         self._first = 0
 
-    def launch(self, plan: StepPlan) -> _Handle:
+    def launch(self, plan: StepPlan) -> _PacedStep:
         self._free_at = max(self._free_at, time.monotonic()) + self._step_s
         first, count = self._first, plan.num_samples
         self._first = (first + count) % NUM_TOKENS
-        return _Handle(StepResult(plan.step, self._tokens[first : first + count]), self._free_at)
+        return _PacedStep(StepResult(plan.step, self._tokens[first : first + count]), self._free_at)
 
-    def collect(self, handle: _Handle) -> StepResult:
+    def collect(self, handle: _PacedStep) -> StepResult:
         time.sleep(max(0.0, handle.due - time.monotonic()))
         return handle.result
 

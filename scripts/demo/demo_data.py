@@ -1,7 +1,7 @@
-"""Prints conversations as the demo model is trained on: `python scripts/demo/demo_data.py [SKILL]`.
+"""Prints training conversations of the demo model: `python scripts/demo/demo_data.py [SKILL]`.
 
-SKILL is one of demo_model/skills.py, 'recall' or 'system'; without it everything comes, as often as
-in the training. `--evaluation` prints the questions of the held-out evaluation instead.
+SKILL is one of demo_model/skills.py, 'recall' or 'system'; without it, all skills are drawn with
+their training weights. `--evaluation` prints the questions of the held-out evaluation instead.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 
-from demo_model.conversation import Conversation, conversation, instructed, remembering
+from demo_model.conversation import Dialogue, conversation, instructed, remembering
 from demo_model.data import NOISE
 from demo_model.evaluation import MANNERS, cases
 from demo_model.skills import SKILLS, draw
@@ -35,7 +35,7 @@ def main() -> None:
         print()
 
 
-def make(world: World, skill: str | None) -> Conversation:
+def make(world: World, skill: str | None) -> Dialogue:
     match skill:
         case None:
             return conversation(world)
@@ -44,7 +44,7 @@ def make(world: World, skill: str | None) -> Conversation:
         case "system":
             return instructed(world, world.pick(MANNERS), 2)
         case _:
-            return Conversation([draw(world, skill)])
+            return Dialogue([draw(world, skill)])
 
 
 if __name__ == "__main__":

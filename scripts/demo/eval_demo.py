@@ -1,7 +1,7 @@
 """Evaluates the demo model on held-out questions: `python scripts/demo/eval_demo.py`.
 
-Asks it the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
-counts only if it is right letter for letter.
+Asks the held-out questions of demo_model/evaluation.py through minisgl.LLM, greedily. An answer
+counts only if it equals the right one exactly.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from demo_model.evaluation import FROZEN_HASH, SPLITS, Case, cases, evaluation_hash
+from demo_model.evaluation import FROZEN_HASH, SPLITS, HeldOutCase, cases, evaluation_hash
 from minisgl import LLM, SamplingParams
 
-MAX_ANSWER_TOKENS = 512  # of one that runs on
+MAX_ANSWER_TOKENS = 512  # enough for every right answer
 
 
 def main() -> int:
@@ -39,8 +39,8 @@ def main() -> int:
     return 0
 
 
-def ask(questions: Sequence[Case], model: str = "", **engine_options: object) -> list[str]:
-    """The model's answers, all asked at once."""
+def ask(questions: Sequence[HeldOutCase], model: str = "", **engine_options: object) -> list[str]:
+    """Ask all questions in one batch; returns the answers."""
     with LLM(model, **engine_options) as llm:
         tokenizer = llm.engine.tokenizer
         assert tokenizer is not None
@@ -53,8 +53,10 @@ def ask(questions: Sequence[Case], model: str = "", **engine_options: object) ->
         return [output.text for output in llm.generate(prompts, params)]
 
 
-def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[str, str], float]:
-    """The share of right answers by (skill, split), and for 'all' skills."""
+def accuracy(
+    questions: Sequence[HeldOutCase], answers: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    """The fraction of right answers by (skill, split), and for 'all' skills."""
     right: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for question, answer in zip(questions, answers, strict=True):
         for skill in (question.skill, "all"):
@@ -62,8 +64,8 @@ def accuracy(questions: Sequence[Case], answers: Sequence[str]) -> dict[tuple[st
     return {group: sum(found) / len(found) for group, found in right.items()}
 
 
-def table(questions: Sequence[Case], answers: Sequence[str]) -> str:
-    """One row a skill, one column a split, in Markdown."""
+def table(questions: Sequence[HeldOutCase], answers: Sequence[str]) -> str:
+    """Format a Markdown table with a row per skill and a column per split."""
     shares = accuracy(questions, answers)
     skills = [*dict.fromkeys(question.skill for question in questions), "all"]
     rows = [f"| skill | {' | '.join(SPLITS)} |", f"|---{'|---' * len(SPLITS)}|"]

@@ -1,4 +1,4 @@
-"""Takes today's options and commands for the next training of the demo model.
+"""Snapshots the current options and commands for the next training of the demo model.
 
 `python scripts/demo/snapshot_demo.py` writes them into minisgl/assets/demo/minisgl.json, which
 training and evaluation read, and prints the hash of the evaluation's questions that follow from

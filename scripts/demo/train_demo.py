@@ -1,11 +1,11 @@
 """Trains the bundled demo model: `python scripts/demo/train_demo.py FOLDER`.
 
-A Qwen3 of 5.2 million parameters, trained from nothing on generated conversations (scripts/demo/)
-and written under the Hugging Face names. One GPU takes minutes, so the whole of it is one process:
-workers make shards of conversations ahead of need, the GPU does nothing but steps.
+A Qwen3 of 5.2 million parameters, trained from scratch on generated conversations (scripts/demo/)
+and written as a Hugging Face checkpoint. Training takes minutes on one GPU, in one process; worker
+processes generate shards of conversations ahead.
 
-The run can be done in pieces: after --minutes it leaves FOLDER/checkpoint.pt, and the same command
-goes on from there. On one machine the pieces give the same model as one run.
+The run can be interrupted: after --minutes it writes FOLDER/checkpoint.pt, from which the same
+command continues. On one machine the resulting model is the same as that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from demo_model.batches import BATCH_UNIT, Shard, make_batches, plan_rows
+from demo_model.batches import BATCH_UNIT, DataShard, make_batches, plan_rows
 from demo_model.data import END_ID, END_OF_TEXT_ID
 from demo_model.evaluation import (
     FROZEN_HASH,
@@ -37,12 +37,12 @@ from demo_model.evaluation import (
     evaluation_hash,
     tokenized_cases,
 )
-from demo_model.model import Model, Shape, hugging_face_config, named_weights
+from demo_model.model import DemoModel, ModelSizes, hugging_face_config, named_weights
 from demo_model.muon import Muon
 from demo_model.tables import SNAPSHOT, snapshot
 from demo_model.tokenizer import make_tokenizer
 
-BATCHES_PER_STEP = 2  # a batch holds one length of conversation; a step shall see more than one
+BATCHES_PER_STEP = 2  # a batch has one length of conversations; a step mixes lengths
 MUON_LR = 0.02
 ADAM_LR = 3e-3
 ADAM_BETAS = (0.9, 0.95)
@@ -50,34 +50,34 @@ WARMUP = 0.01  # of the run
 COOLDOWN = 0.50
 
 REPORT_EVERY = 10  # shards
-SHARD_TIMEOUT_S = 600.0  # a worker that was killed never answers; this ends the wait
+SHARD_TIMEOUT_S = 600.0  # bounds the wait for a worker that was killed
 
 CHECKPOINT = "checkpoint.pt"
-FINISHED = "training.json"  # written last: where it is, the model is finished
+FINISHED = "training.json"  # written last: marks a finished model
 
-Scores = dict[tuple[str, str], float]  # the share of right answers by (skill, split)
+Scores = dict[tuple[str, str], float]  # the fraction of right answers by (skill, split)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The inputs of the weights besides the code; a checkpoint continues only with equal ones."""
+    """The settings that determine the weights; a checkpoint continues only with equal ones."""
 
     seed: int
     shards: int
     shard_tokens: int
     batch_tokens: int
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelSizes = field(default_factory=ModelSizes)
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     next_shard: int = 0
     num_tokens: int = 0
-    # spent on training, evaluation left out
+    # spent on training, excluding evaluation
     seconds: float = 0.0
-    # the part of it in which there was no data
+    # of these, spent waiting for data
     waited_s: float = 0.0
-    # one entry a shard
+    # one entry per shard
     curve: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -85,7 +85,7 @@ class Progress:
 
 
 class ShardQueue:
-    """The shards in order. Workers make the next ones while one is trained on."""
+    """The shards in order. Workers generate the next ones during training."""
 
     def __init__(
         self, pool: Pool, folder: Path, settings: Settings, first: int, num_ahead: int
@@ -94,7 +94,7 @@ class ShardQueue:
         self.folder = folder
         self.settings = settings
         self.indices = iter(range(first, settings.shards))
-        self.pending: deque[AsyncResult[Shard]] = deque()
+        self.pending: deque[AsyncResult[DataShard]] = deque()
         for _ in range(num_ahead):
             self.request_next()
 
@@ -107,7 +107,7 @@ class ShardQueue:
             self.pending.append(self.pool.apply_async(make_batches, arguments))
             return
 
-    def get(self) -> Shard:
+    def get(self) -> DataShard:
         self.request_next()
         return self.pending.popleft().get(SHARD_TIMEOUT_S)
 
@@ -116,21 +116,21 @@ class ShardQueue:
 
 
 def lr_scale(progress: float) -> float:
-    """The share of the full learning rate, `progress` going from 0 to 1 over the run."""
+    """The fraction of the full learning rate. progress: fraction of the run, 0 to 1."""
     return min(1.0, progress / WARMUP, (1.0 - progress) / COOLDOWN)
 
 
 class Trainer:
-    """The model, its two optimizers, and how far they are."""
+    """The model, its two optimizers and its progress."""
 
     def __init__(self, settings: Settings, device: torch.device, compiles: bool = False) -> None:
         self.settings = settings
         self.device = device
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         # bfloat16 is slow on most CPUs. The weights stay in float32 either way.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = Model(settings.shape, settings.seed, dtype, compiles).to(device)
-        # Muon is for the matrices of the layers, which alone are stacked to three dimensions.
+        self.model = DemoModel(settings.shape, settings.seed, dtype, compiles).to(device)
+        # Muon optimizes the matrices of the layers, the only parameters with three dimensions.
         self.muon = Muon([p for p in self.model.parameters() if p.ndim == 3])
         self.others = [p for p in self.model.parameters() if p.ndim < 3]
         self.adam = torch.optim.AdamW(
@@ -138,13 +138,13 @@ class Trainer:
         )
 
     def warm_up(self) -> None:
-        """Compiles, on a batch of nothing, while the workers make the first shards."""
+        """Compile with an empty batch, while the workers generate the first shards."""
         nothing = torch.zeros(self.settings.batch_tokens, dtype=torch.int16, device=self.device)
         self.model.loss(nothing, nothing, self.settings.shape.max_positions).backward()
         self.model.zero_grad()
 
-    def train(self, shard: Shard) -> float:
-        """All steps of a shard; the mean loss. The GPU is waited for only at the end."""
+    def train(self, shard: DataShard) -> float:
+        """Run all steps of a shard; returns the mean loss. Synchronizes only at the end."""
         ids, targets = self.upload(shard.ids), self.upload(shard.targets)
         total = torch.zeros((), device=self.device)
         num_batches = len(shard.lengths)
@@ -155,7 +155,7 @@ class Trainer:
                 loss = self.model.loss(ids[batch], targets[batch], shard.lengths[batch])
                 (loss / num_learned).backward()
                 total += loss.detach()
-            # The middle of the step: neither the first nor the last one has a rate of zero.
+            # The middle of the step, so that no step has a rate of zero.
             self.step((start + len(step) / 2) / num_batches)
         return total.item() / max(1, sum(shard.num_learned))
 
@@ -193,7 +193,7 @@ class Trainer:
                 f"{path} is of a run with other settings; go on with those, or train in another "
                 f"folder: {state['settings']}"
             )
-        self.progress = Progress(**state["progress"])
+        self.progress = TrainingProgress(**state["progress"])
         self.model.load_state_dict(state["model"])
         self.muon.momenta = state["muon"]
         self.adam.load_state_dict(state["adam"])
@@ -206,7 +206,7 @@ def train_until(
     cases: Sequence[TokenizedCase],
     eval_every: int,
 ) -> None:
-    """Trains until the last shard is done or the time is up, at least on one shard."""
+    """Train until the last shard or the deadline, on at least one shard."""
     progress, last = trainer.progress, trainer.settings.shards
     while progress.next_shard < last:
         started = time.monotonic()
@@ -235,7 +235,7 @@ def train_until(
             return
 
 
-def report(progress: Progress, num_shards: int) -> None:
+def report(progress: TrainingProgress, num_shards: int) -> None:
     print(
         f"shard {progress.next_shard:4d}/{num_shards}"
         f"  {progress.num_tokens / 1e6:7.1f} M tokens"
@@ -250,8 +250,8 @@ def report(progress: Progress, num_shards: int) -> None:
 # Evaluation.
 
 
-def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
-    """By skill, and for `all` of them together."""
+def evaluate(model: DemoModel, cases: Sequence[TokenizedCase], batch_tokens: int) -> Scores:
+    """Compute the accuracy by (skill, split), and for all skills together."""
     right: dict[tuple[str, str], list[bool]] = defaultdict(list)
     right_of_all: dict[tuple[str, str], list[bool]] = defaultdict(list)
     predictions = predicted_answers(model, cases, batch_tokens)
@@ -263,12 +263,12 @@ def evaluate(model: Model, cases: Sequence[TokenizedCase], batch_tokens: int) ->
 
 
 def predicted_answers(
-    model: Model, cases: Sequence[TokenizedCase], batch_tokens: int
+    model: DemoModel, cases: Sequence[TokenizedCase], batch_tokens: int
 ) -> list[npt.NDArray[np.int64]]:
-    """The likeliest token at each place of each answer, given all that is right before it.
+    """The likeliest token at each position of each answer, given the right ones before it.
 
-    Nothing is generated: greedy decoding gives the right answer exactly if, at each place of it,
-    the likeliest token after the right ones is the right one. One forward pass tells.
+    Greedy decoding yields the right answer exactly if the likeliest token at each position, after
+    right ones, is the right one. So one forward pass replaces generation.
     """
     predicted: dict[int, npt.NDArray[np.int64]] = {}
     for rows in plan_rows([len(case.ids) for case in cases], batch_tokens):
@@ -277,7 +277,7 @@ def predicted_answers(
             row[: len(cases[member].ids)] = cases[member].ids
         likeliest = model.logits(torch.from_numpy(ids).to(model.embed.device)).argmax(-1)
         for row, member in zip(likeliest.cpu().numpy(), rows.members, strict=True):
-            end = len(cases[member].ids) - 1  # the token at a place is predicted one before it
+            end = len(cases[member].ids) - 1  # a token is predicted at the position before it
             predicted[member] = row[end - cases[member].num_answer : end]
     return [predicted[member] for member in range(len(cases))]
 
@@ -292,8 +292,8 @@ def print_scores(scores: Scores) -> None:
 
 
 @torch.no_grad()
-def round_weights(model: Model) -> None:
-    """To bfloat16, as they are saved; so the last evaluation is that of the saved model."""
+def round_weights(model: DemoModel) -> None:
+    """Round to bfloat16, as saved, so that the last evaluation is that of the saved model."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
 
@@ -332,7 +332,7 @@ def write_model(folder: Path, trainer: Trainer, scores: Scores) -> None:
             "curve": progress.curve,
         },
     )
-    # Done with: it would give the same model again.
+    # No longer needed.
     (folder / CHECKPOINT).unlink(missing_ok=True)
 
 
@@ -369,8 +369,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(folder)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker a core is enough
-    # Forked, so that no worker spends seconds on importing torch, and before CUDA is touched.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers already use all cores
+    # Forked, so that workers do not import torch, and before CUDA is initialized.
     with multiprocessing.get_context("fork").Pool(arguments.workers) as pool:
         train(arguments, pool, deadline=started + 60 * arguments.minutes)
 
@@ -383,7 +383,7 @@ def train(arguments: argparse.Namespace, pool: Pool, deadline: float) -> None:
     device = arguments.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it would compile for each shape of batch
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would compile for each shape of batch
     trainer = Trainer(settings, torch.device(device), compiles=not arguments.no_compile)
     checkpoint = folder / CHECKPOINT
     if checkpoint.exists():

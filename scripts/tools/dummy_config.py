@@ -2,12 +2,21 @@
 
 python scripts/tools/dummy_config.py Qwen3-0.6B /tmp/qwen3-0.6b
 minisgl bench --model /tmp/qwen3-0.6b --load-format dummy
+
+With --quantization it is that of a quantised checkpoint, as the tools that make such write it:
+
+| fp8-block | Qwen and DeepSeek: a scale for each 128 x 128 weights |
+| fp8-channel | compressed-tensors, FP8_DYNAMIC: a scale for each row |
+| fp8-tensor | AutoFP8: a scale for each matrix, and one for its inputs |
+| int4 | compressed-tensors, W4A16: symmetric, in groups of 128 |
+| awq | AutoAWQ: with zero points, in groups of 128 |
+| gptq | GPTQModel: symmetric, in groups of 128 |
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +81,87 @@ MODELS = {
 }
 
 
+def compressed_tensors(format: str, weights: dict[str, Any], inputs: Any) -> dict[str, Any]:
+    """What llm-compressor writes: `weights` and `inputs` say how these are quantised."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],  # the latter: routers
+        "kv_cache_scheme": None,
+    }
+
+
+def number(num_bits: int, type: str, strategy: str, *, dynamic: bool = False) -> dict[str, Any]:
+    return {
+        "num_bits": num_bits,
+        "type": type,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": dynamic,
+    }
+
+
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "fp8-block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "fp8-channel": compressed_tensors(
+        "float-quantized",
+        number(8, "float", "channel"),
+        number(8, "float", "token", dynamic=True),
+    ),
+    "fp8-tensor": {
+        "quant_method": "fp8",
+        "activation_scheme": "static",
+        "ignored_layers": ["lm_head"],
+    },
+    "int4": compressed_tensors(
+        "pack-quantized", number(4, "int", "group") | {"group_size": 128, "actorder": None}, None
+    ),
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": None,
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "desc_act": False,
+        "checkpoint_format": "gptq",
+        "lm_head": False,
+    },
+}
+
+
+def config_of(model: str, quantization: str | None = None) -> dict[str, Any]:
+    """The content of config.json. model: of MODELS; quantization: of QUANTIZATIONS."""
+    if quantization is None:
+        return MODELS[model]
+    return MODELS[model] | {"quantization_config": QUANTIZATIONS[quantization]}
+
+
 def main() -> None:
-    if len(sys.argv) != 3 or sys.argv[1] not in MODELS:
-        sys.exit(f"usage: dummy_config.py MODEL FOLDER, with MODEL one of {', '.join(MODELS)}")
-    folder = Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[sys.argv[1]], indent=2) + "\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where config.json goes")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="the format of the weights")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(config_of(given.model, given.quantization), indent=2)
+    (given.folder / "config.json").write_text(content + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ support/attention_packages.py has the substitutes for the packages.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections import deque
 from collections.abc import Callable
@@ -36,7 +37,8 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionSpec
+from minisgl.config import AttentionSpec, KVScales
+from minisgl.kernels.elementwise.reference import to_stored
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,22 @@ def test_flashinfer_adapters_match_the_reference(
         check(name, Case.of(lengths, chunks, page_size, heads))
 
     run()
+
+
+@pytest.mark.parametrize("name", ["fi", "trtllm"])
+def test_an_fp8_cache_is_scaled(packages: Callable[..., None], name: str) -> None:
+    """And FlashInfer prefills by its kernel that reads one."""
+    case = Case.of([1, 40, 17], [(3, 20), (0, 9)], 16, (2, 4, 16))
+    scales = KVScales(0.02, 0.011)
+    k, v = (
+        to_stored(cache.nan_to_num(), scale)
+        for cache, scale in ((case.kv.k, scales.k), (case.kv.v, scales.v))
+    )
+    shape = dataclasses.replace(case.shape, kv_dtype=torch.float8_e4m3fn)
+    check(name, dataclasses.replace(case, kv=LayerKV(k, v, scales), shape=shape))
+    assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2"]
+    check(name, case)
+    assert [wrapper.backend for wrapper in PrefillWrapper.made] == ["fa2", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -35,19 +35,19 @@ from minisgl.bench.online.figures import online_figures
 from minisgl.bench.online.metrics_poller import Sample, StepCounts, poll_metrics
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
 from minisgl.bench.online.server import StartedServer
-from minisgl.bench.online.target import Target, served_model
+from minisgl.bench.online.target import Endpoint, served_model
+from minisgl.bench.peak import Peak
 from minisgl.bench.report.compare import CompareError, compare
 from minisgl.bench.report.figures import Figures, spreads
 from minisgl.bench.report.output import flat, write_csv
 from minisgl.bench.report.point_result import PointResult
 from minisgl.bench.report.progress import ProgressSnapshot, live
 from minisgl.bench.report.tables import print_spreads
-from minisgl.bench.roofline import Peak
 from minisgl.bench.run_info import RunInfo
 from minisgl.bench.serve import ServerUnderTest, bench_serve, share_of_limit
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.plan import PlannedRequest, chat_text
-from minisgl.bench.workload.trace import TraceRow
+from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.workload.trace import TraceEntry
 from minisgl.client.address import api_base
 from minisgl.client.errors import ServerError
 from minisgl.client.models import ServedModel
@@ -77,8 +77,8 @@ class Fake:
     most_open: int = 0
     port: int = 0
 
-    def target(self, **fields: Any) -> Target:
-        return Target(url=f"http://127.0.0.1:{self.port}/v1", **fields)
+    def target(self, **fields: Any) -> Endpoint:
+        return Endpoint(url=f"http://127.0.0.1:{self.port}/v1", **fields)
 
     async def models(self, request: Request) -> Response:
         if self.key is not None and request.headers.get("authorization") != f"Bearer {self.key}":
@@ -153,9 +153,9 @@ def without_signals(server: uvicorn.Server) -> Iterator[None]:
     yield
 
 
-def asking(count: int, **fields: Any) -> list[PlannedRequest]:
+def asking(count: int, **fields: Any) -> list[ScheduledRequest]:
     return [
-        PlannedRequest(prompt=[index, 1, 2], max_tokens=3 + index, seed=index, **fields)
+        ScheduledRequest(prompt=[index, 1, 2], max_tokens=3 + index, seed=index, **fields)
         for index in range(count)
     ]
 
@@ -211,10 +211,10 @@ async def test_null_fields_of_a_server_are_treated_as_absent() -> None:
     assert not request.counted
 
 
-def conversation() -> list[PlannedRequest]:
-    first = PlannedRequest(prompt=[5, 6], max_tokens=2, seed=0)
+def conversation() -> list[ScheduledRequest]:
+    first = ScheduledRequest(prompt=[5, 6], max_tokens=2, seed=0)
     return [first] + [
-        PlannedRequest(prompt=[index], max_tokens=2, seed=0, parent=index, continues=True)
+        ScheduledRequest(prompt=[index], max_tokens=2, seed=0, parent=index, continues=True)
         for index in range(2)
     ]
 
@@ -252,11 +252,11 @@ async def test_concurrency_is_limited_as_requested() -> None:
 
 
 async def test_a_request_is_sent_when_due_and_after_its_parent_has_ended() -> None:
-    plan = asking(3)
-    plan[1] = replace(plan[1], due_s=0.05)
-    plan[2] = replace(plan[2], parent=1, pause_s=0.02)
+    schedule = asking(3)
+    schedule[1] = replace(schedule[1], due_s=0.05)
+    schedule[2] = replace(schedule[2], parent=1, pause_s=0.02)
     async with fake_server() as fake:
-        run = await run_online(fake.target(), plan)
+        run = await run_online(fake.target(), schedule)
     first, due, child = run.requests
     assert first.sent_s < due.sent_s >= 0.05
     assert child.sent_s >= due.times_s[-1] + 0.02
@@ -264,7 +264,7 @@ async def test_a_request_is_sent_when_due_and_after_its_parent_has_ended() -> No
 
 async def test_a_request_that_exceeds_the_timeout_has_failed() -> None:
     async with fake_server() as fake:
-        slow = PlannedRequest(prompt=[1], max_tokens=10_000, seed=0)
+        slow = ScheduledRequest(prompt=[1], max_tokens=10_000, seed=0)
         run = await run_online(fake.target(), [slow], timeout_s=0.2)
     assert (run.requests, run.failures) == ([], {"no whole answer in 0.2 s": 1})
 
@@ -272,7 +272,7 @@ async def test_a_request_that_exceeds_the_timeout_has_failed() -> None:
 def test_addresses_are_accepted_with_and_without_v1() -> None:
     assert api_base("http://host:8000") == api_base("http://host:8000/") == "http://host:8000/v1"
     assert api_base("https://host/api/v1/") == "https://host/api/v1"
-    assert Target(url="http://host/api/v1").root == "http://host/api"
+    assert Endpoint(url="http://host/api/v1").root == "http://host/api"
 
 
 # -- figures --------------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ def test_the_recorded_commit_is_that_of_the_source_folder(tmp_path: Path) -> Non
 
 async def test_the_step_count_and_samples_of_our_server_are_recorded() -> None:
     async with gated_server() as served:
-        target = Target(url=f"http://127.0.0.1:{served.port}/v1")
+        target = Endpoint(url=f"http://127.0.0.1:{served.port}/v1")
         async with poll_metrics(target, interval_s=0.001) as polled:
             await run_online(target, asking(6))
             await until(lambda: polled.samples)
@@ -602,22 +602,36 @@ def test_the_roofline_percentage_is_computed_from_the_servers_counters() -> None
     )
     peak = Peak(bytes_per_s=1e9, operations_per_s=1e12)
     started = StartedServer(
-        description=[], run_info=setting, model=facts, device="cuda", dtype="bfloat16", peak=peak
+        description=[],
+        run_info=setting,
+        model=facts,
+        device="cuda",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        gpus=[],
+        peak=peak,
     )
     site = ServerUnderTest(
-        target=Target(url=""), run_info=setting, sizes=STANDARD, vocab_size=9, started=started
+        target=Endpoint(url=""), run_info=setting, sizes=STANDARD, vocab_size=9, started=started
     )
     run = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0)])
     counts = StepCounts(num_steps=3, num_graph_steps=0, num_retractions=0)
     found = online_figures(run, counts, {})
-    limit = share_of_limit(site, run, found)
+    point = Point(None, None)
+    limit = share_of_limit(site, point, run, found)
     assert limit is not None
     weights = 2 * (facts.num_layer_weights + facts.num_head_weights)
     assert limit.work.weight_bytes == 3 * weights
-    assert limit.share == pytest.approx(limit.seconds / 4.0)
+    assert limit.share == pytest.approx(limit.work.seconds / 4.0)
+    # What may run at once at a point decides which requests share a step.
+    two = OnlineRun([streamed(1.0, 2.0, 3.0, 5.0), streamed(1.0, 2.0, 3.0, 5.0)])
+    counted = online_figures(two, replace(counts, num_steps=60), {})
+    limits = [share_of_limit(site, Point(None, most), two, counted) for most in (1, 2)]
+    works = [found.work for found in limits if found is not None]
+    assert works[0].decode_operations < works[1].decode_operations
     for other in (replace(site, started=None), replace(site, started=replace(started, peak=None))):
-        assert share_of_limit(other, run, found) is None
-    assert share_of_limit(site, run, online_figures(run, None, {})) is None
+        assert share_of_limit(other, point, run, found) is None
+    assert share_of_limit(site, point, run, online_figures(run, None, {})) is None
 
 
 async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:
@@ -637,9 +651,9 @@ async def measure(fake: Fake, *rates: str, repeat: int = 1, **load: Any) -> int:
 async def test_token_ids_stay_within_the_vocabulary_that_a_server_reports() -> None:
     async with gated_server() as served:
         url = f"http://127.0.0.1:{served.port}/v1"
-        told = await served_model(Target(url=url))
+        told = await served_model(Endpoint(url=url))
         assert told == ServedModel("gated", 2048, served.engine.vocab_size)
-        assert await served_model(Target(url=url), "other") == ServedModel("other")
+        assert await served_model(Endpoint(url=url), "other") == ServedModel("other")
     async with fake_server(vocab_size=50, told={"vocab_size": 50}) as fake:
         assert await measure(fake) == 0
     assert len(fake.bodies) == 2
@@ -705,7 +719,7 @@ def test_requests_that_cannot_fit_are_refused_before_the_run(
 
 
 def test_a_trace_skips_requests_that_do_not_fit() -> None:
-    rows = [TraceRow(timestamp=0.0, input_length=n, output_length=2) for n in (3, 9)]
+    rows = [TraceEntry(timestamp=0.0, input_length=n, output_length=2) for n in (3, 9)]
     assert describe_misfits(rows, 11) == ""
     assert describe_misfits(rows, 10).startswith("1 of the trace's 2 requests do not fit")
     with pytest.raises(RoomError, match="No request of the trace fits"):

@@ -14,8 +14,9 @@ from support.printed_tables import cells
 from minisgl.bench.config import STANDARD, Sizes, Span
 from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
+from minisgl.bench.peak import Peak, measure_peak
 from minisgl.bench.report.figures import Distribution, Figures, Limit, percentile
-from minisgl.bench.roofline import DecodeStep, Peak, Work, measure_peak, prefill_operations
+from minisgl.bench.roofline import DecodeStep, Load, Work, prefill_operations
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts
 from minisgl.models.registry import read_model_config
@@ -75,7 +76,7 @@ def read_facts(folder: Path, **fields: object) -> ModelFacts:
 
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "layers", "heads", "limit"),
-    [(1024, 3072, 28, 16, 36_000), (5120, 17408, 40, 40, 8_250)],
+    [(1024, 3072, 28, 16, 36_000), (5120, 17408, 40, 40, 8_100)],
 )
 def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand(
     tmp_path: Path, hidden: int, intermediate: int, layers: int, heads: int, limit: int
@@ -104,9 +105,9 @@ def test_the_roofline_of_the_standard_workload_on_an_h200_is_as_computed_by_hand
     run = RunRecord(requests, num_steps=num_steps, num_retractions=0)
     peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
     figures = Figures.of(run)
-    reached = Limit.of(figures, peak, Work.of(run, model, "bfloat16", max_running=256))
-    assert figures.num_output_tokens / reached.seconds == pytest.approx(limit, rel=0.02)
-    assert reached.share == pytest.approx(reached.seconds / 10)
+    work = Work.of(run, model, peak, dtype="bfloat16", kv_dtype="bfloat16", max_running=256)
+    assert figures.num_output_tokens / work.seconds == pytest.approx(limit, rel=0.01)
+    assert Limit.of(figures, peak, work).share == pytest.approx(work.seconds / 10)
 
 
 def test_the_roofline_counts_cached_tokens_as_read_but_not_computed(tmp_path: Path) -> None:
@@ -128,7 +129,8 @@ def test_the_roofline_counts_cached_tokens_as_read_but_not_computed(tmp_path: Pa
             num_output_tokens=3,
         )
         run = RunRecord([request], num_steps=3, num_retractions=0)
-        return Work.of(run, model, "float32", max_running=1)
+        peak = Peak(bytes_per_s=1e12, operations_per_s=1e12)
+        return Work.of(run, model, peak, dtype="float32", kv_dtype="float32", max_running=1)
 
     cold, warm = work(0), work(8)
     per_token = model.kv_bytes_per_token("float32")
@@ -152,7 +154,7 @@ def test_the_roofline_of_a_decode_step_is_the_average_over_a_run(tmp_path: Path)
     )
     requests = [record((0.0, 1.0, 2.0), (10, 0, 3)), record((0.0, 1.0, 2.0), (20, 0, 3))]
     run = RunRecord(requests, num_steps=3, num_retractions=0)
-    step = DecodeStep.of(run, model, "bfloat16")
+    step = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16")
     weights = model.num_layer_weights + model.num_head_weights
     read = (11 + 12 + 21 + 22) / 2  # in two steps
     assert step.weight_bytes == 2 * weights
@@ -182,7 +184,7 @@ def test_the_roofline_of_tpot_at_batch_1_on_an_h200_is_as_computed_by_hand(
     )
     run = RunRecord([record((0.0, 1.0, 2.0), (512, 0, 256))], num_steps=256, num_retractions=0)
     peak = Peak(bytes_per_s=4.28e12, operations_per_s=800e12)
-    seconds = DecodeStep.of(run, model, "bfloat16").seconds(peak)
+    seconds = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16").seconds(peak)
     assert seconds * 1e3 == pytest.approx(limit_ms, rel=0.01)
 
 
@@ -212,7 +214,7 @@ def latencies(peak: Peak | None) -> str:
     for size in (1, 4):
         requests = [record((0.0, 0.1, 0.108), (10, 0, 5))] * size
         run = RunRecord(requests, num_steps=5, num_retractions=0)
-        step = DecodeStep(weight_bytes=1e9, kv_bytes=size * 1e9, operations=1e9)
+        step = DecodeStep((Load(1e9, 1e9),), attention=Load(size * 1e9, 0.0))
         records.append(
             BatchRecord(
                 sizes=Sizes(size, Span(10, 10), Span(5, 5)),
@@ -233,7 +235,8 @@ def test_latencies_are_printed_as_a_percentage_of_the_roofline() -> None:
         ["1", "2.000", "100.0", "46.3", "0.500", "25.0%"],
         ["4", "2.000", "100.0", "185.2", "1.250", "62.5%"],
     ]
-    assert "1.00 GB of weights and 1.00, 4.00 GB of KV cache at 4.00 TB/s" in printed
+    assert "can read 1.00 GB of weights and 1.00, 4.00 GB of KV cache, or compute" in printed
+    assert "at 4.00 TB/s and 1,000 TFLOP/s." in printed
 
 
 def test_latencies_on_a_cpu_have_no_roofline() -> None:

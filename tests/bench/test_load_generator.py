@@ -14,8 +14,8 @@ from support.gated_runner import gated_server
 
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.bench.online.run import OnlineRun, OnlineRunError, StreamedRequest, run_online
-from minisgl.bench.online.target import Target
-from minisgl.bench.workload.plan import PlannedRequest
+from minisgl.bench.online.target import Endpoint
+from minisgl.bench.workload.schedule import ScheduledRequest
 
 EVENTS = [b'data: {"n":1}', b": ping", 'data: {"n":"\u00e9"}'.encode(), b"data: [DONE]"]
 STREAM = b"".join(event + b"\n\n" for event in EVENTS)
@@ -110,25 +110,27 @@ async def test_invalid_answers_are_errors_and_do_not_hang(data: bytes) -> None:
 
 async def test_a_run_counts_tokens_and_events() -> None:
     async with gated_server() as served:
-        target = Target(url=f"http://127.0.0.1:{served.port}/v1")
-        plan = [PlannedRequest(prompt=[5, 6, n], max_tokens=20 + n, seed=n) for n in range(3, 9)]
-        run = await run_online(target, plan)
+        target = Endpoint(url=f"http://127.0.0.1:{served.port}/v1")
+        schedule = [
+            ScheduledRequest(prompt=[5, 6, n], max_tokens=20 + n, seed=n) for n in range(3, 9)
+        ]
+        run = await run_online(target, schedule)
         run.require_all()
-        for asked, request in zip(plan, run.requests, strict=True):
+        for asked, request in zip(schedule, run.requests, strict=True):
             assert request.num_output_tokens == asked.max_tokens
             assert request.num_prompt_tokens == 3
             assert 0 <= request.sent_s <= request.times_s[0] <= request.times_s[-1]
             assert len(request.itls_s) == len(request.times_s) - 1
         assert run.num_output_tokens == sum(20 + n for n in range(3, 9))
         assert run.elapsed_s > 0
-        too_long = PlannedRequest(prompt=[5], max_tokens=100_000, seed=0)
-        run = await run_online(target, [*plan, too_long])
-        assert len(run.requests) == len(plan)
+        too_long = ScheduledRequest(prompt=[5], max_tokens=100_000, seed=0)
+        run = await run_online(target, [*schedule, too_long])
+        assert len(run.requests) == len(schedule)
         with pytest.raises(OnlineRunError, match=r"400: .*100000"):
             run.require_all()
     async with answering(b"") as port:
-        run = await run_online(Target(url=f"http://127.0.0.1:{port}/v1"), plan)
-    assert run.failures == {"the server closed the connection without an answer": len(plan)}
+        run = await run_online(Endpoint(url=f"http://127.0.0.1:{port}/v1"), schedule)
+    assert run.failures == {"the server closed the connection without an answer": len(schedule)}
 
 
 @pytest.mark.parametrize(("num_events", "share"), [(10, 1.0), (8, 0.75), (4, 0.0)])

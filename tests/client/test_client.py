@@ -23,10 +23,10 @@ from minisgl.bench.online.client import post
 from minisgl.bench.online.config import LoadConfig
 from minisgl.bench.online.metrics_poller import poll_metrics
 from minisgl.bench.online.run import OnlineRunError, run_online
-from minisgl.bench.online.target import Target
+from minisgl.bench.online.target import Endpoint
 from minisgl.bench.serve import bench_serve
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.plan import PlannedRequest
+from minisgl.bench.workload.schedule import ScheduledRequest
 from minisgl.client import exchange
 from minisgl.client.address import Address
 from minisgl.client.connection import HEAD_BYTES
@@ -246,19 +246,19 @@ async def test_answers_above_the_size_limit_are_refused(
         async with raw_server({"": answer}) as server:
             with pytest.raises(ServerError, match="sends an answer of more than 1,048,576 bytes"):
                 await get(server.url, {}, NEVER_S)
-            run = await run_online(Target(url=f"{server.url}/v1"), plan(1))
+            run = await run_online(Endpoint(url=f"{server.url}/v1"), schedule(1))
     [failure] = run.failures
     assert failure.startswith("the server sends an answer of more than 1,0")
 
 
-def plan(count: int) -> list[PlannedRequest]:
-    return [PlannedRequest(prompt=[1, 2], max_tokens=3, seed=0) for _ in range(count)]
+def schedule(count: int) -> list[ScheduledRequest]:
+    return [ScheduledRequest(prompt=[1, 2], max_tokens=3, seed=0) for _ in range(count)]
 
 
 async def test_a_large_chunk_counts_as_a_whole_towards_the_limit() -> None:
     chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffff\r\n"
     async with raw_server({"": again(b"x" * 9999, head=chunked)}) as server:
-        run = await run_online(Target(url=f"{server.url}/v1"), plan(1))
+        run = await run_online(Endpoint(url=f"{server.url}/v1"), schedule(1))
     assert next(iter(run.failures)).startswith("the server sends an answer of more than")
 
 
@@ -327,7 +327,7 @@ async def test_endless_metrics_are_treated_as_absent() -> None:
     samples = b"minisgl_step_seconds_count nan\nminisgl_graph_steps_total 1e999\n"
     for metrics in (again(b"x", pause_s=0.05), HEAD + samples, redirect("http://evil.example")):
         async with raw_server({"/metrics": metrics}) as server:
-            target = Target(url=f"{server.url}/v1", document_s=0.3)
+            target = Endpoint(url=f"{server.url}/v1", document_s=0.3)
             async with poll_metrics(target, interval_s=0.01) as polled:
                 await asyncio.sleep(0.05)
         assert (polled.samples, polled.counts) == ([], None)

@@ -9,9 +9,11 @@ import pytest
 from support.resolving import CPU, GPU, MODEL, resolved
 
 from minisgl.config import (
+    FP8,
     Capacity,
     DeviceFacts,
     EngineConfig,
+    KVScales,
     overlap_enabled,
 )
 from minisgl.errors import ConfigError, UnsupportedModelError
@@ -24,6 +26,7 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"device": "tpu"}, r"^--device tpu: allowed: auto, cuda or cpu$"),
         ({"load_format": "gguf"}, "--load-format gguf"),
         ({"cache_type": "lru"}, r"^--cache-type lru: allowed: radix or naive$"),
+        ({"kv_cache_dtype": "e5m2"}, "--kv-cache-dtype e5m2: allowed: auto, model or fp8"),
         ({"schedule_policy": "random"}, "--schedule-policy random: allowed: fcfs or lpm"),
         ({"attn": "fi,fa,fi"}, "--attn fi,fa,fi: allowed: .*or a pair PREFILL,DECODE"),
         ({"attn": "auto,fi"}, "--attn auto,fi"),
@@ -236,3 +239,48 @@ def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:
         for spec in heads[tp].attention:
             assert (spec.num_heads, spec.num_kv_heads) == expected
     assert 2 * heads[2].kv_bytes_per_token("bfloat16") == MODEL.kv_bytes_per_token("bfloat16")
+
+
+SCALED = dataclasses.replace(MODEL, kv_scales=(KVScales(0.5, 0.25), KVScales(2.0, 1.0)))
+
+
+def test_the_kv_cache_is_in_fp8_where_that_is_asked_for_or_the_checkpoint_brings_scales() -> None:
+    for model, option, dtype in [
+        (MODEL, "auto", "bfloat16"), (MODEL, "model", "bfloat16"), (MODEL, "fp8", FP8),
+        (SCALED, "auto", FP8), (SCALED, "model", "bfloat16"), (SCALED, "fp8", FP8),
+    ]:  # fmt: skip
+        config = resolved(model, GPU, kv_cache_dtype=option)
+        assert config.kv_dtype == dtype
+        said = [note for note in config.notes if note.startswith("KV cache in FP8")]
+        scales = "the scales of the checkpoint" if model is SCALED else "scales of 1"
+        assert said == ([f"KV cache in FP8 (e4m3) with {scales}"] if dtype == FP8 else [])
+    assert [spec.scales for spec in SCALED.kv_specs(FP8)] == list(SCALED.kv_scales or ())
+    assert 2 * SCALED.kv_bytes_per_token(FP8) == SCALED.kv_bytes_per_token("bfloat16")
+    assert SCALED.on_rank(2).kv_scales == SCALED.kv_scales
+
+
+def test_a_gpu_without_fp8_refuses_it_and_auto_does_without() -> None:
+    old = dataclasses.replace(GPU, compute_capability=(8, 6))
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8: .* 8.9 or newer, .* has 8.6; a"):
+        resolved(machine=old, kv_cache_dtype="fp8")
+    config = resolved(SCALED, old)
+    assert config.kv_dtype == "bfloat16"
+    assert any("although the checkpoint brings FP8 scales: FP8 needs" in n for n in config.notes)
+    assert resolved(SCALED).kv_dtype == FP8  # on a CPU
+
+
+def test_backends_for_an_fp8_cache() -> None:
+    """flash-attn reads none, and FlashInfer prefills with its slower kernel, which a note says."""
+    machine = dataclasses.replace(
+        GPU, prefill_backends=("fi", "fa", "triton"), decode_backends=("fa", "trtllm", "fi")
+    )
+    config = resolved(machine=machine, kv_cache_dtype="fp8")
+    assert (config.attn_prefill, config.attn_decode) == ("triton", "trtllm")
+    config = resolved(machine=machine, kv_cache_dtype="fp8", attn="fi,trtllm")
+    assert "fi prefills by FlashAttention 2" in "\n".join(config.notes)
+    for attn in ("fa", "triton,fa"):
+        with pytest.raises(ConfigError, match="--kv-cache-dtype fp8: --attn fa reads no FP8; allo"):
+            resolved(machine=machine, kv_cache_dtype="fp8", attn=attn)
+    config = resolved(SCALED, machine, attn="fa")
+    assert config.kv_dtype == "bfloat16"
+    assert any(note.endswith("--attn fa reads no FP8") for note in config.notes)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -22,7 +22,7 @@ from support.http_server import HELLO, error_of, free_port, http_client, session
 from support.toy_tokenizers import byte_level_backend, wrap
 
 from minisgl.engine import AsyncEngine
-from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, PLACE_BYTES, SHORT_BYTES, Intake
+from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, NUM_SLOW, PLACE_BYTES, SHORT_BYTES, Intake
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -31,7 +31,7 @@ from minisgl.errors import (
     StepError,
     TextTooLongError,
 )
-from minisgl.text.rendering import Renderer, render
+from minisgl.text.rendering import EndlessTemplateError, Renderer, render
 from minisgl.text.tokenizer import MAX_SHORT_CHARS, Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -41,7 +41,7 @@ MIDDLING = "x" * (MAX_SHORT_CHARS + 1)
 
 
 class FakeRenderer(Renderer):
-    """Renders at once, in this process; what says "stuck" until it is closed."""
+    """Renders at once, in this process; what says "stuck" is slow, and then lasts until closed."""
 
     def start(self) -> None:
         pass
@@ -49,9 +49,9 @@ class FakeRenderer(Renderer):
     def render(self, call: bytes) -> str:
         arguments = json.loads(call)
         if arguments["conversations"][0][0]["content"] == "stuck":
-            self.began_s = time.monotonic()
+            if self.processor_seconds:
+                raise EndlessTemplateError(self.processor_seconds)
             self._closed.wait(60)
-            self.began_s = math.inf
         return render(arguments)
 
 
@@ -83,10 +83,14 @@ def tokenizer() -> Iterator[GatedTokenizer]:
 
 @contextlib.asynccontextmanager
 async def intake_of(
-    tokenizer: Tokenizer, *, num_places: int = 1000, max_seq_len: int = 1 << 20
+    tokenizer: Tokenizer,
+    *,
+    num_places: int = 1000,
+    max_seq_len: int = 1 << 20,
+    make_renderer: Callable[..., Renderer] = FakeRenderer,
 ) -> AsyncIterator[Intake]:
     intake = Intake(
-        tokenizer, max_seq_len=max_seq_len, num_places=num_places, make_renderer=FakeRenderer
+        tokenizer, max_seq_len=max_seq_len, num_places=num_places, make_renderer=make_renderer
     )
     yield intake
     intake.close(EngineStoppedError("closed"))
@@ -128,7 +132,7 @@ async def test_shorter_long_texts_go_first_without_starving_longer_ones(
         await asyncio.sleep(0)
         # What came long ago is not passed any more.
         line = intake._long_texts
-        next(job for job in line._waiting if job.number == 2).rank -= 3600
+        next(task for task in line._waiting if task.number == 2).priority -= 3600
         line._waiting.sort()
         tokenizer.gate.set()
         await asyncio.gather(first, *waiting)
@@ -139,15 +143,55 @@ async def test_other_chats_proceed_while_endless_templates_render(
     tokenizer: GatedTokenizer,
 ) -> None:
     async with intake_of(tokenizer) as intake:
-        stuck = [asyncio.ensure_future(intake.chat(say("stuck"), False, {})) for _ in range(2)]
+        num = 3 * NUM_SLOW
+        stuck = [asyncio.ensure_future(intake.chat(say("stuck"), False, {})) for _ in range(num)]
         await asyncio.sleep(0)
-        for _ in range(3):
-            assert len(await intake.chat(say("Hello"), False, {})) == len("Hello")
+        for text in ("Hello", LONG[:SHORT_BYTES], "Hello"):
+            assert len(await intake.chat(say(text), False, {})) == len(text)
+        assert not any(future.done() for future in stuck)
         assert len(intake._short._idle) == 1
+        assert len(intake._slow_renderings._busy) == NUM_SLOW
         intake.close(EngineStoppedError("closed"))
         for future in stuck:
             with pytest.raises(EngineStoppedError):
                 await future
+
+
+class SometimesEndless(GatedTokenizer):
+    """With a template that does not end for what says "endless"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+        endless = "{% if messages[0].content == 'endless' %}" + loop + "{% endif %}"
+        self._tokenizer.chat_template = endless + "{{ messages[0].content }}"
+
+
+async def test_chats_pass_six_whose_template_does_not_end() -> None:
+    tokenizer = SometimesEndless()
+    async with intake_of(tokenizer, make_renderer=partial(Renderer, 3600)) as intake:
+        endless = [asyncio.ensure_future(intake.chat(say("endless"), False, {})) for _ in range(6)]
+        await asyncio.sleep(0)
+        for text in ("Hello", "Good morning"):
+            assert len(await intake.chat(say(text), False, {})) == len(text)
+        assert not any(future.done() for future in endless)
+        intake.close(EngineStoppedError("closed"))
+        for future in endless:
+            with pytest.raises(EngineStoppedError):
+                await future
+
+
+async def test_what_is_slow_to_render_gets_its_time(tokenizer: GatedTokenizer) -> None:
+    class SlowRenderer(FakeRenderer):
+        def render(self, call: bytes) -> str:
+            if self.processor_seconds:
+                raise EndlessTemplateError(self.processor_seconds)
+            return super().render(call)
+
+    async with intake_of(tokenizer, make_renderer=SlowRenderer) as intake:
+        tokenizer.gate.set()
+        for text in ("Hello", LONG):
+            assert len(await intake.chat(say(text), False, {})) == len(text)
 
 
 # -- how much may wait ----------------------------------------------------------------------------

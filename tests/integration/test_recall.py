@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from demo_model.conversation import remembering
-from demo_model.evaluation import Case, cases
+from demo_model.evaluation import HeldOutCase, cases
 from demo_model.world import World
 from minisgl import LLM, RequestOutput, SamplingParams
 from minisgl.attention.base import ForwardBatch
@@ -36,7 +36,7 @@ def loaded(**options: Any) -> Iterator[LLM]:
         llm.engine.audit()
 
 
-def answers(llm: LLM, asked: list[Case]) -> list[RequestOutput]:
+def answers(llm: LLM, asked: list[HeldOutCase]) -> list[RequestOutput]:
     tokenizer = llm.engine.tokenizer
     assert tokenizer is not None
     return llm.generate([tokenizer.chat(case.messages) for case in asked], GREEDY)

@@ -80,7 +80,7 @@ def test_add_rms_norm_equals_add_then_rms_norm() -> None:
         kept, out, after = product.of_kept_norm(residual, weights)
         assert torch.equal(out, F.linear(normed, weight)) and torch.equal(after, total)
         assert torch.equal(kept, normed)
-        out, after = product.silu_mul_of_norm(residual, weights)
+        out, after = product.silu_mul_of_norm(residual, weights, product)
         expected = reference.silu_mul(F.linear(normed, weight))
         assert torch.equal(out, expected) and torch.equal(after, total)
         out, after = norm(residual, weights)

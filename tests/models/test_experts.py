@@ -18,7 +18,8 @@ from support.parity import FEW_PAGES, SAMPLED, batch, case_of, check, load_engin
 from support.tensor_parallel import check_with_aborts, short_case_of
 
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.bench.roofline import DecodeStep, Peak, Work
+from minisgl.bench.peak import Peak
+from minisgl.bench.roofline import DecodeStep, Work
 from minisgl.config import ModelFacts
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, UnsupportedModelError
@@ -216,6 +217,17 @@ def qwen3_30b_a3b(folder: Path) -> ModelFacts:
     return read_model_config(folder).facts()
 
 
+def work_of(model: ModelFacts, lengths: list[int], num_steps: int, max_running: int) -> Work:
+    return Work.of(
+        run_of(lengths, num_steps),
+        model,
+        Peak(4.28e12, 800e12),
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        max_running=max_running,
+    )
+
+
 def run_of(lengths: list[int], num_steps: int) -> RunRecord:
     requests = [
         RequestRecord(
@@ -236,7 +248,8 @@ def test_the_roofline_of_a_decode_step_reads_the_chosen_experts(
     batch_size: int, experts_read: float, tmp_path: Path
 ) -> None:
     model = qwen3_30b_a3b(tmp_path)
-    step = DecodeStep.of(run_of([256] * batch_size, 256), model, "bfloat16")
+    run = run_of([256] * batch_size, 256)
+    step = DecodeStep.of(run, model, dtype="bfloat16", kv_dtype="bfloat16")
     dense = 48 * 2048 * ((2 * 32 + 2 * 4) * 128 + 128) + 2048 * 151936
     assert step.weight_bytes == pytest.approx(
         2 * (dense + 48 * experts_read * 3 * 2048 * 768), rel=1e-3
@@ -251,11 +264,11 @@ def test_the_roofline_of_a_run_sums_its_steps(tmp_path: Path) -> None:
     each = 2 * 48 * model.experts.num_weights  # bytes of one expert of every layer
     dense = 2 * (model.num_layer_weights + model.num_head_weights)
     # Two decode together for two steps and one alone for three more, behind one of prefill.
-    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16", max_running=256)
+    work = work_of(model, [3, 6], num_steps=6, max_running=256)
     experts_read = 128 + 2 * 128 * (1 - (1 - 8 / 128) ** 2) + 3 * 8
     assert work.weight_bytes == pytest.approx(6 * dense + experts_read * each, rel=1e-6)
     # Where two run at a time, the third follows the first, and is prefilled by itself.
-    work = Work.of(run_of([3, 6, 4], num_steps=7), model, "bfloat16", max_running=2)
+    work = work_of(model, [3, 6, 4], num_steps=7, max_running=2)
     experts_read = 2 * 128 + 5 * 128 * (1 - (1 - 8 / 128) ** 2)
     assert work.weight_bytes == pytest.approx(7 * dense + experts_read * each, rel=1e-6)
 
@@ -263,7 +276,7 @@ def test_the_roofline_of_a_run_sums_its_steps(tmp_path: Path) -> None:
 def test_the_roofline_of_a_prompt_counts_the_chosen_experts(tmp_path: Path) -> None:
     model = qwen3_30b_a3b(tmp_path)
     assert model.experts is not None
-    work = Work.of(run_of([3, 6], num_steps=6), model, "bfloat16", max_running=256)
+    work = work_of(model, [3, 6], num_steps=6, max_running=256)
     per_token = model.num_layer_weights + 48 * 8 * model.experts.num_weights
     pairs = 512 * 513 // 2 * 4 * 48 * 32 * 128
     assert work.prefill_operations == 2 * (512 * 2 * per_token + 2 * model.num_head_weights + pairs)

@@ -261,7 +261,7 @@ def test_dynamic_rope_limits_the_length_to_its_constant_part(read: Read) -> None
 @pytest.mark.parametrize(
     ("name", "value", "culprit"),
     [
-        ("quantization_config", {"quant_method": "fp8"}, "quant_method"),
+        ("quantization_config", {"quant_method": "bitsandbytes"}, "quant_method"),
         ("hidden_act", "gelu", "gelu"),
         ("partial_rotary_factor", 0.5, "partial_rotary_factor"),
         ("attn_logit_softcapping", 50.0, "attn_logit_softcapping"),

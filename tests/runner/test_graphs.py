@@ -162,4 +162,4 @@ def test_the_output_ring_keeps_a_step_until_it_wraps_around() -> None:
             assert outputs.token_ids(rows[first], range(2)) == [first, 100 + first]
     outputs.open()  # a step that failed before it sent anything
     outputs.recount()
-    assert outputs._ring.next_row.item() == 1
+    assert outputs._ring.next_entry.item() == 1

@@ -24,6 +24,12 @@ def test_pages_fill_the_memory_that_everything_else_leaves() -> None:
     assert fit_num_pages(config, LAYERS, USE) == GIB // page_bytes
 
 
+def test_twice_the_pages_in_fp8() -> None:
+    config = resolved(machine=GPU, kv_cache_dtype="fp8")
+    num_pages = fit_num_pages(config, MODEL.kv_specs(config.kv_dtype), USE)
+    assert num_pages // 2 == fit_num_pages(config, LAYERS, USE)
+
+
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.88])
 def test_a_memory_ratio_that_leaves_no_page_is_refused_with_one_that_does(ratio: float) -> None:
     """The one that is named is enough, and little more than that."""

@@ -82,7 +82,7 @@ def test_a_failed_capture_keeps_host_and_device_at_the_same_ring_row(
     loaded = load_engine(case_of("llama3").folder, padded=4)
     outputs = loaded.runner._outputs
     loaded.runner.close()
-    assert outputs._ring.next_row.item() == outputs.open()
+    assert outputs._ring.next_entry.item() == outputs.open()
 
 
 def test_a_decode_step_without_a_graph_does_not_run_on_the_event_loop(

@@ -14,27 +14,27 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import train_demo
-from demo_model.batches import BATCH_UNIT, Shard, make_batches
+from demo_model.batches import BATCH_UNIT, DataShard, make_batches
 from demo_model.evaluation import SPLITS, TokenizedCase, tokenized_cases
-from demo_model.model import Model, Shape, named_weights
+from demo_model.model import DemoModel, ModelSizes, named_weights
 from demo_model.muon import WEIGHT_DECAY, Muon, orthogonalized
 from minisgl.models.hub import DEMO_FOLDER as DEMO
 from train_demo import Settings, Trainer, evaluate, predicted_answers, round_weights, write_model
 
 # Tokenizer and positions are those of the demo model, so that it learns from real shards.
-TINY = Shape(hidden_size=32, intermediate_size=48, num_layers=3, head_dim=16)
+TINY = ModelSizes(hidden_size=32, intermediate_size=48, num_layers=3, head_dim=16)
 SETTINGS = Settings(seed=3, shards=4, shard_tokens=8_000, batch_tokens=BATCH_UNIT, shape=TINY)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def shards() -> list[Shard]:
+def shards() -> list[DataShard]:
     seed, sizes = SETTINGS.seed, (SETTINGS.shard_tokens, SETTINGS.batch_tokens)
     return [make_batches(DEMO, seed, index, *sizes) for index in range(SETTINGS.shards)]
 
 
 @pytest.fixture(scope="module")
-def whole_run(shards: list[Shard]) -> tuple[Model, list[float]]:
+def whole_run(shards: list[DataShard]) -> tuple[DemoModel, list[float]]:
     """The trained model and the loss of each shard."""
     trainer = Trainer(SETTINGS, CPU)
     return trainer.model, train(trainer, shards)
@@ -46,8 +46,8 @@ def cases() -> list[TokenizedCase]:
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Model:
-    model = Model(Shape(), seed=0, dtype=torch.float32)
+def bundled() -> DemoModel:
+    model = DemoModel(ModelSizes(), seed=0, dtype=torch.float32)
     saved = load_file(DEMO / "model.safetensors")
     weights = named_weights(model)
     assert weights.keys() == saved.keys()
@@ -68,7 +68,7 @@ def assert_same_logits(ours: Tensor, theirs: Tensor) -> None:
     assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-def train(trainer: Trainer, shards: list[Shard]) -> list[float]:
+def train(trainer: Trainer, shards: list[DataShard]) -> list[float]:
     losses = []
     for shard in shards:
         losses.append(trainer.train(shard))
@@ -77,7 +77,7 @@ def train(trainer: Trainer, shards: list[Shard]) -> list[float]:
 
 
 def test_transformers_gives_the_bundled_weights_the_same_logits(
-    bundled: Model, cases: list[TokenizedCase]
+    bundled: DemoModel, cases: list[TokenizedCase]
 ) -> None:
     rows = [case.ids[:48] for case in cases if len(case.ids) >= 48][::100]
     assert len(rows) > 3
@@ -111,7 +111,7 @@ def test_a_finished_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 
 
-def test_the_loss_falls(whole_run: tuple[Model, list[float]]) -> None:
+def test_the_loss_falls(whole_run: tuple[DemoModel, list[float]]) -> None:
     _, losses = whole_run
     assert losses[0] < np.log(TINY.vocab_size) + 0.1  # where nothing is known
     assert losses == sorted(losses, reverse=True)
@@ -119,7 +119,7 @@ def test_the_loss_falls(whole_run: tuple[Model, list[float]]) -> None:
 
 
 def test_a_resumed_run_gives_the_same_weights_as_an_uninterrupted_one(
-    shards: list[Shard], whole_run: tuple[Model, list[float]], tmp_path: Path
+    shards: list[DataShard], whole_run: tuple[DemoModel, list[float]], tmp_path: Path
 ) -> None:
     first = Trainer(SETTINGS, CPU)
     train(first, shards[:2])
@@ -153,7 +153,7 @@ def test_a_training_checkpoint_of_other_settings_is_refused(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own doing
 def test_compiled_training_compiles_each_region_once(
-    shards: list[Shard], monkeypatch: pytest.MonkeyPatch
+    shards: list[DataShard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over layers, batches and lengths; the evaluation, of any size, is not compiled at all."""
     graphs = []
@@ -206,7 +206,7 @@ def test_muon_takes_a_step_along_the_gradients_singular_vectors() -> None:
 
 
 def test_teacher_forcing_predicts_the_greedy_answers(
-    bundled: Model, cases: list[TokenizedCase]
+    bundled: DemoModel, cases: list[TokenizedCase]
 ) -> None:
     short = [case for case in cases if len(case.ids) < 64]
     predictions = predicted_answers(bundled, short, BATCH_UNIT)

@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from support.fake_engine import LETTERS, FakeEngine
 from support.http_server import (
@@ -44,12 +46,15 @@ from minisgl.server.connection import (
     MAX_PIPELINED,
     MAX_SMALL_CHUNKS,
     MAX_UNREAD_BYTES,
+    MAX_UNSENT_BYTES,
     MEAN_CHUNK_BYTES,
     PIECE_BYTES,
     READ_SECONDS,
     STUCK_SECONDS,
+    Connections,
     Phase,
     ServerConnection,
+    _num_unacknowledged,
     raise_file_limit,
 )
 from minisgl.server.engine_state import EngineState
@@ -474,15 +479,164 @@ async def test_a_refused_client_that_stays_connected_is_disconnected() -> None:
 # -- readers -------------------------------------------------------------------------------------
 
 
+LARGE_GET = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n"
+LAST = b"connection: close\r\n"
+
+
 @contextlib.contextmanager
-def reader_of(port: int, num_requests: int = MAX_PIPELINED) -> Iterator[socket.socket]:
-    """A client with a small buffer that has asked for much and reads nothing by itself."""
+def reader_that_sends(port: int, sent: bytes) -> Iterator[socket.socket]:
+    """A client with a small buffer that reads nothing by itself."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", port))
-        client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * num_requests)
+        client.sendall(sent)
         client.setblocking(False)
         yield client
+
+
+def reader_of(
+    port: int, num_requests: int = MAX_PIPELINED
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """A client that has asked for much."""
+    return reader_that_sends(port, (LARGE_GET + b"\r\n") * num_requests)
+
+
+async def read_slowly(here: Site, client: socket.socket) -> list[Answer]:
+    """All answers until the server closes.
+
+    Before each piece almost the time passes after which a client that reads nothing is left. A
+    piece is as much as it takes for the server to notice.
+    """
+    [connection] = here.server.server_state.connections
+    assert isinstance(connection, ServerConnection)
+    transport = connection.transport
+
+    def num_untaken() -> int:
+        return transport.get_write_buffer_size() + _num_unacknowledged(transport)
+
+    reader = asyncio.StreamReader()
+    piece = b"not the end"
+    while piece:
+        here.pass_seconds(READ_SECONDS - FEW)
+        before = num_untaken()
+        while piece and num_untaken() == before:
+            async with asyncio.timeout(20):
+                piece = await asyncio.get_running_loop().sock_recv(client, 1024)
+            reader.feed_data(piece)
+    reader.feed_eof()
+    answers = []
+    slow = Client(reader, cast(asyncio.StreamWriter, None))
+    while not reader.at_eof():
+        answers.append(await slow.answer())
+    return answers
+
+
+async def test_a_client_that_reads_slowly_gets_a_long_stream() -> None:
+    engine = FakeEngine(answer_length=50, repeat=2000)
+    body = json.dumps({"messages": HELLO, "stream": True, "seed": 0}).encode()
+    async with site(engine) as here:
+        head = POST + LAST + b"content-length: %d\r\n\r\n" % len(body)
+        with reader_that_sends(here.port, head + body) as client:
+            connection = await here.only(Phase.ANSWER)
+            await until(lambda: connection.flow.write_paused, 20)
+            [answer] = await read_slowly(here, client)
+    *events, end = answer.body.split(b"\n\n")[:-1]
+    deltas = [json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert text == "".join(letter * 2000 for letter in (LETTERS * 2)[:50])
+    assert end == b"data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("last", "status"), [(LARGE_GET + LAST + b"\r\n", 200), (b"NONSENSE\r\n\r\n", 400)]
+)
+async def test_a_client_that_reads_slowly_gets_all_answers_to_pipelined_requests(
+    last: bytes, status: int
+) -> None:
+    """Also the end, after which the server has no reason to wait for the client."""
+    async with site() as here:
+        asked = (LARGE_GET + b"\r\n") * (MAX_PIPELINED - 1) + last
+        with reader_that_sends(here.port, asked) as client:
+            connection = await here.only(Phase.ANSWER)
+            await until(lambda: connection.flow.write_paused, 20)
+            answers = await read_slowly(here, client)
+    assert [answer.status for answer in answers] == [200] * (MAX_PIPELINED - 1) + [status]
+    assert len({answer.body for answer in answers[:-1]}) == 1
+
+
+async def test_a_client_that_has_its_answers_and_sends_no_more_may_read_slowly() -> None:
+    async with site() as here:
+        with reader_of(here.port, 1) as client:
+            connection = await here.only(Phase.IDLE)
+            assert connection.flow.write_paused
+            client.shutdown(socket.SHUT_WR)
+            [answer] = await read_slowly(here, client)
+    assert answer.status == 200 and json.loads(answer.body)["paths"]
+
+
+class SlowTransport(asyncio.Transport):
+    """A transport whose client takes what the test says. Pauses the writer as asyncio does."""
+
+    def __init__(self, connection: ServerConnection, kernel: socket.socket) -> None:
+        super().__init__({"socket": kernel})
+        self.connection = connection
+        self.num_unsent = 0
+        self.is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == MAX_UNSENT_BYTES
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unsent
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def put(self, num: int) -> None:
+        self.num_unsent += num
+        if self.num_unsent > MAX_UNSENT_BYTES:
+            self.connection.pause_writing()
+
+    def take(self, num: int) -> None:
+        self.num_unsent = max(0, self.num_unsent - num)
+        if self.num_unsent <= MAX_UNSENT_BYTES // 4:
+            self.connection.resume_writing()
+
+
+NUM_BYTES = st.integers(1, 4 * MAX_UNSENT_BYTES)
+
+
+@given(st.lists(st.tuples(st.integers(1, READ_SECONDS + 1), NUM_BYTES, NUM_BYTES), max_size=40))
+def test_only_a_reader_that_takes_nothing_for_so_long_is_left(
+    pauses: list[tuple[int, int, int]],
+) -> None:
+    """However much is written as soon as it may be. Before each reading pass some seconds."""
+    connections = Connections(2)
+    loop = asyncio.new_event_loop()
+    config = http_settings(Starlette())
+    config.load()
+    connection = ServerConnection(config, connections, {}, loop)
+    with contextlib.closing(loop), socket.socket() as kernel:
+        transport = SlowTransport(connection, kernel)
+        connection.connection_made(transport)
+        connection._enter(Phase.ANSWER)
+        transport.put(MAX_UNSENT_BYTES + 1)
+        num_quiet = 0
+        for seconds, num_taken, num_put in pauses:
+            for _ in range(seconds):
+                connections.sweep()
+                num_quiet += 1
+                assert (connection in connections.stuck) == (num_quiet >= STUCK_SECONDS)
+                assert transport.is_aborted == (num_quiet >= READ_SECONDS)
+                if transport.is_aborted:
+                    return
+            transport.take(num_taken)
+            num_quiet = -1  # in the next second something was taken
+            while not connection.flow.write_paused:
+                transport.put(num_put)
 
 
 async def test_a_client_that_reads_nothing_is_disconnected() -> None:

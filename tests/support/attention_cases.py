@@ -17,11 +17,13 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, DecodeBatch, FusedDecode, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.config import AttentionSpec
+from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.slots.state import slot_mapping_of
 from minisgl.layers.rope import RotaryEmbedding
+
+E4M3_NAN = 0x7F
 
 # Relative to the largest output; half precision rounds weights and outputs to 11 or 8 bits.
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -37,6 +39,7 @@ class Shape:
     num_kv_heads: int = 2
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    kv_scales: KVScales | None = None  # of a cache in FP8; None: it is in `dtype`
 
     @property
     def spec(self) -> AttentionSpec:
@@ -88,7 +91,11 @@ def paged_cache(shape: Shape, lengths: Sequence[int], seed: int = 0) -> tuple[La
         torch.randn(size, device=shape.device).to(shape.dtype).masked_fill_(unwritten, torch.nan)
         for _ in range(2)
     )
-    return LayerKV(k, v), table.to(shape.device)
+    if shape.kv_scales is None:
+        return LayerKV(k, v), table.to(shape.device)
+    scales = shape.kv_scales
+    kv = LayerKV(reference.to_stored(k, scales.k), reference.to_stored(v, scales.v), scales)
+    return kv, table.to(shape.device)
 
 
 def check_decode(
@@ -130,7 +137,12 @@ def own_places(kv: LayerKV, rows: DecodeBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 def forget_own(kv: LayerKV, rows: DecodeBatch) -> None:
     for cache in (kv.k, kv.v):
-        cache.flatten(0, 1)[own_places(kv, rows)[2]] = torch.nan
+        slots = cache.flatten(0, 1)
+        own = own_places(kv, rows)[2]
+        if cache.dtype == torch.float8_e4m3fn:
+            slots.view(torch.uint8)[own] = E4M3_NAN
+        else:
+            slots[own] = torch.nan
 
 
 def turned_and_attended(
@@ -138,8 +150,10 @@ def turned_and_attended(
 ) -> tuple[Tensor, LayerKV]:
     """Expected result of a fused decode, in float32, and the expected cache."""
     live, positions, slots = own_places(kv, rows)
-    kv = LayerKV(kv.k.clone(), kv.v.clone())
-    q = reference.qk_norm_rope_store_kv(qkv[live], positions, slots, kv.k, kv.v, norm_rope)
+    kv = replace(kv, k=kv.k.clone(), v=kv.v.clone())
+    q = reference.qk_norm_rope_store_kv(
+        qkv[live], positions, slots, kv.k, kv.v, norm_rope, kv.scales
+    )
     live_rows = DecodeBatch(rows.page_table[live], rows.lengths[live], rows.longest)
     out = q.new_zeros((qkv.shape[0], *q.shape[1:]), dtype=torch.float32)
     out[live] = TorchAttention().decode(*in_float32(q, kv), live_rows, shape.spec)
@@ -149,8 +163,12 @@ def turned_and_attended(
 def assert_stored(kv: LayerKV, expected: LayerKV, rows: DecodeBatch) -> None:
     """Own keys are equal up to rounding; all else is bitwise equal, NaN included."""
     slots = own_places(kv, rows)[2]
+    own_keys, expected_keys = (cache.flatten(0, 1) for cache in (kv.k, expected.k))
+    assert_rounded_alike(at(own_keys, slots), at(expected_keys, slots).cpu())
+    kv, expected = (
+        replace(cache, k=in_half(cache.k), v=in_half(cache.v)) for cache in (kv, expected)
+    )
     own_keys, expected_keys = kv.k.flatten(0, 1)[slots], expected.k.flatten(0, 1)
-    assert_rounded_alike(own_keys, expected_keys[slots].cpu())
     expected_keys = expected_keys.index_copy(0, slots, own_keys).view(kv.k.shape)
     torch.testing.assert_close(kv.k, expected_keys, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(kv.v, expected.v, rtol=0, atol=0, equal_nan=True)
@@ -167,6 +185,20 @@ def check_prefill(
     out = backend.prefill(q, kv, rows, shape.spec)
     assert_close(out, TorchAttention().prefill(*in_float32(q, kv), rows, shape.spec), shape)
     return out
+
+
+def at(places: Tensor, index: Tensor) -> Tensor:
+    """places[index], also of e4m3, for which torch indexes bytes alone."""
+    return (
+        places.view(torch.uint8)[index].view(places.dtype)
+        if places.itemsize == 1
+        else places[index]
+    )
+
+
+def in_half(cache: Tensor) -> Tensor:
+    """e4m3 in float16, for which torch can compare; others as they are."""
+    return cache.half() if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def in_float32(q: Tensor, kv: LayerKV) -> tuple[Tensor, LayerKV]:

@@ -22,6 +22,7 @@ SCALE = 0.3
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> Tensor:
     """q: [n, heads, d], the last n of the len(k) positions; k, v: [m, kv heads, d]."""
     group = q.shape[1] // k.shape[1]
+    k, v = k.to(q.dtype), v.to(q.dtype)  # from FP8
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
     if causal:
@@ -142,12 +143,13 @@ class DecodeWrapper(PagedWrapper):
 
 
 class PrefillWrapper(PagedWrapper):
+    backend: str
     made: list[PagedWrapper] = []  # noqa: RUF012
 
     def __init__(
         self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
     ) -> None:
-        assert backend == "auto"
+        self.backend = backend
         super().__init__(float_workspace_buffer, kv_layout)
 
     def plan(
@@ -213,13 +215,14 @@ def trtllm_batch_decode_with_kv_cache(
     *,
     kv_layout: str = "HND",
 ) -> Tensor:
-    assert kv_layout == "NHD" and bmm2_scale == 1.0 and kv_cache[0].shape[1] in (16, 32, 64)
+    assert kv_layout == "NHD" and kv_cache[0].shape[1] in (16, 32, 64)
     assert not workspace_buffer.any() and workspace_buffer.dtype == torch.uint8
     # The kernel goes by pointers alone.
     assert query.is_contiguous() and block_tables.is_contiguous()
     assert max_seq_len == block_tables.shape[1] * kv_cache[0].shape[1] >= seq_lens.max()
     starts = torch.arange(len(query) + 1, dtype=torch.int32)
-    return attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale)
+    out = attend_by_table(query, *kv_cache, block_tables, seq_lens, starts, bmm1_scale)
+    return out * bmm2_scale
 
 
 def decode_by_table(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.elementwise.activation import silu_mul
 from minisgl.kernels.elementwise.embedding import embed
@@ -75,11 +76,17 @@ def check_silu_mul(num_rows: int, size: int, dtype: torch.dtype, device: torch.d
 
 
 def check_heads(
-    num_rows: int, heads: Heads, page_size: int, dtype: torch.dtype, device: torch.device
+    num_rows: int,
+    heads: Heads,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scales: KVScales | None = None,
 ) -> None:
     """Bitwise without norm; a quarter of the rows is padding, which writes to the scratch page.
 
     The page is left out of the comparison; all else of the caches must be as the reference left it.
+    scales: of caches in FP8.
     """
     num_heads, num_kv_heads, head_dim, normed = heads
     generator = seeded(num_rows, head_dim)
@@ -92,7 +99,8 @@ def check_heads(
     for rows in (positions, slots):
         rows[num_rows - num_padded :] = 0
     shape = (num_slots // page_size, page_size, num_kv_heads, head_dim)
-    k_cache, v_cache = (random(shape, dtype, generator) for _ in range(2))
+    kv_dtype = dtype if scales is None else torch.float8_e4m3fn
+    k_cache, v_cache = (random(shape, dtype, generator).to(kv_dtype) for _ in range(2))
     weights = [norm_weight(head_dim, dtype, generator) for _ in range(2)] if normed else []
     table = RotaryEmbedding(
         1e4 ** -torch.linspace(0, 1, head_dim // 2), MAX_SEQ_LEN, scale=1.1
@@ -109,11 +117,14 @@ def check_heads(
         k_there,
         v_there,
         NormRope(table_there, *weights_there, eps=EPS),
+        scales or UNSCALED,
     )
     norm_rope = NormRope(table, *weights, eps=EPS)
-    q = reference.qk_norm_rope_store_kv(qkv, positions, slots, k_cache, v_cache, norm_rope)
+    q = reference.qk_norm_rope_store_kv(
+        qkv, positions, slots, k_cache, v_cache, norm_rope, scales or UNSCALED
+    )
 
-    assert torch.equal(v_there[1:].cpu(), v_cache[1:])
+    assert same_bits(v_there[1:], v_cache[1:])
     assert torch.equal(qkv_there.cpu(), qkv)
     assert q_there.is_contiguous()
     if normed:
@@ -121,7 +132,11 @@ def check_heads(
         assert_rounded_alike(k_there[1:], k_cache[1:])
     else:
         assert torch.equal(q_there.cpu(), q)
-        assert torch.equal(k_there[1:].cpu(), k_cache[1:])
+        assert same_bits(k_there[1:], k_cache[1:])
+
+
+def same_bits(got: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(*(tensor.cpu().view(torch.uint8) for tensor in (got, wanted)))
 
 
 def seeded(*numbers: int) -> torch.Generator:
@@ -148,11 +163,13 @@ def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
 def assert_rounded_alike(got: Tensor, wanted: Tensor) -> None:
     got = got.cpu()
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    eps = torch.finfo(wanted.dtype).eps
+    if wanted.dtype == torch.float8_e4m3fn:
+        got, wanted = got.half(), wanted.half()
     assert got.isfinite().all()
     if wanted.dtype == torch.float32:
         torch.testing.assert_close(got, wanted, rtol=3e-6, atol=3e-6)
         return
-    eps = torch.finfo(wanted.dtype).eps
     # Turning mixes two elements: the larger one's last place may be many of the smaller one's.
     torch.testing.assert_close(got, wanted, rtol=2 * eps, atol=eps * float(wanted.abs().max()))
     assert int((got != wanted).sum()) <= 1 + MAX_FLIPPED * wanted.numel()

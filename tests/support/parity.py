@@ -27,6 +27,7 @@ from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
 from minisgl.engine.stats import EngineStats
 from minisgl.models.generation import GenerationDefaults
+from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.request import RequestOutput, SamplingParams
 from minisgl.runner.facts import device_facts
@@ -81,7 +82,9 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     shape of a captured one."""
     overlap = options.pop("overlap", True)
     padded = options.pop("padded", 0)
-    model_config = read_model_config(folder)
+    model_config = read_model_config(folder, quantization=options.get("quantization"))
+    if options.get("kv_cache_dtype") != "model":
+        model_config = with_kv_scales(model_config, folder)
     facts = model_config.facts()
     num_pages = 1 + 2048 // options.get("page_size", 16)
     options = {"device": "cpu", "dtype": "float32", "num_pages": num_pages, **options}

@@ -28,6 +28,7 @@ GPU = DeviceFacts(
     has_cuda=True,
     free_cpu_bytes=64 << 30,
     num_gpus=2,
+    compute_capability=(9, 0),
     prefill_backends=("fi", "trtllm", "triton", "torch"),
     decode_backends=("triton", "trtllm", "fi", "torch"),
     missing_backends={"fa": "flash-attn is not installed"},

@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
-from minisgl.text.rendering import Renderer, encode_call, render
+from minisgl.text.rendering import (
+    EndlessTemplateError,
+    Renderer,
+    _send,
+    encode_call,
+    render,
+)
 
 HELLO = [{"role": "user", "content": "Hello, ünïcödé 👍🏽!"}]
 
@@ -54,15 +60,38 @@ def test_a_rendered_chat_equals_that_of_transformers(
     assert rendered(renderer, template, **options) == render(call_of(template, **options))
 
 
-def test_a_template_that_does_not_end_is_killed_after_its_time() -> None:
-    renderer = Renderer(0.5)
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "renderer", [Renderer(0.5), Renderer(3600, processor_seconds=0.5, niceness=1)]
+)
+def test_a_template_that_does_not_end_is_ended_and_the_next_one_rendered_at_once(
+    renderer: Renderer,
+) -> None:
+    renderer.start()
+    process = renderer._process
     for template in (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        ENDLESS,
         "{{ 1 | round(1000000000, 'floor') }}",  # a product, of which no thread can be rid
     ):
-        with pytest.raises(InvalidRequestError, match=r"did not end within 0\.5 s") as caught:
+        with pytest.raises(EndlessTemplateError, match=r"did not end within 0\.5 s") as caught:
             rendered(renderer, template)
         assert caught.value.param == "messages"
+        assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+    assert renderer._process is process  # what took time to load is still loaded
+    assert renderer.wait() == 0
+
+
+def test_closing_ends_a_template_that_does_not_end() -> None:
+    renderer = Renderer(600)
+    assert rendered(renderer, "{{ 1 + 1 }}") == "2"
+    process = renderer._process
+    assert process is not None and process.stdin is not None and process.stdout is not None
+    _send(process.stdin, encode_call(call_of(ENDLESS)))
+    renderer.close()
+    assert process.stdout.read() == b""  # it comes when nobody has the pipe open any more
+    assert renderer.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

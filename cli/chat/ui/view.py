@@ -15,7 +15,7 @@ from .live import LiveLines, ScreenLine, render
 from .markdown import MAX_CODE_SIZE, MAX_SIZE, Block, BlockMarkdown, Blocks, size
 
 FRAME_S = 1 / 30
-DRAWING_SHARE = 0.2  # of the time, at most
+DRAWING_FRACTION = 0.2  # of the time, at most
 NUM_THOUGHT_LINES = 3  # shown of thinking that will be folded
 MAX_THOUGHT_CHARS = 2000  # looked at for them
 BLANK = ScreenLine("", "")
@@ -215,7 +215,7 @@ class Pacer:
         self._draw()
         ended = self._loop.time()
         # A long block takes long to draw, which must not slow down the engine in the same loop.
-        self._next_s = ended + max(FRAME_S, (ended - began) / DRAWING_SHARE)
+        self._next_s = ended + max(FRAME_S, (ended - began) / DRAWING_FRACTION)
 
 
 def _trimmed(lines: list[ScreenLine]) -> list[ScreenLine]:

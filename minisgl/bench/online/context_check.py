@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minisgl.bench.config import Sizes
 from minisgl.bench.workload.config import WorkloadConfig
-from minisgl.bench.workload.trace import TraceRow
+from minisgl.bench.workload.trace import TraceEntry
 from minisgl.errors import CallerError
 
 # Words in errors about a request that is too long, and about token ids out of range.
@@ -46,7 +46,7 @@ def check_room(
         )
 
 
-def describe_misfits(rows: Sequence[TraceRow], context: int) -> str:
+def describe_misfits(rows: Sequence[TraceEntry], context: int) -> str:
     """A sentence about the requests of a trace that do not fit; empty if all fit.
 
     Raises RoomError if none of it does.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.bench.online.target import Target
+from minisgl.bench.online.target import Endpoint
 from minisgl.client.errors import ServerError
 
 INTERVAL_S = 0.5
@@ -51,7 +51,9 @@ class PollResult:
 
 
 @asynccontextmanager
-async def poll_metrics(target: Target, interval_s: float = INTERVAL_S) -> AsyncIterator[PollResult]:
+async def poll_metrics(
+    target: Endpoint, interval_s: float = INTERVAL_S
+) -> AsyncIterator[PollResult]:
     """Poll the server every `interval_s` seconds while the context is open."""
     polled = PollResult()
     before = await _metrics(target)
@@ -78,7 +80,7 @@ async def poll_metrics(target: Target, interval_s: float = INTERVAL_S) -> AsyncI
         polled.counts = StepCounts(*(int(after[name] - before[name]) for name in COUNTS))
 
 
-async def _metrics(target: Target) -> dict[str, float] | None:
+async def _metrics(target: Endpoint) -> dict[str, float] | None:
     """The polled metrics by name; None if the server does not have them."""
     try:
         text = (await target.get(f"{target.root}/metrics")).decode()

@@ -1,4 +1,4 @@
-"""Sends planned requests to a server, each over its own connection, and streams the answers."""
+"""Sends scheduled requests to a server, each over its own connection, and streams the answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import msgspec
 
 from minisgl.bench.offline_run import RequestRecord
 from minisgl.bench.online.client import EventCount, RecordedAnswer
-from minisgl.bench.online.target import Message, Target, question
-from minisgl.bench.workload.plan import PlannedRequest
+from minisgl.bench.online.target import Endpoint, Message, question
+from minisgl.bench.workload.schedule import ScheduledRequest
 from minisgl.client.chunk import StreamChunk, StreamDelta, StreamUsage
 from minisgl.client.errors import AnswerError, Refusal, unreachable
 from minisgl.client.exchange import describe_redirect
@@ -41,7 +41,7 @@ class StreamedRequest:
     num_prompt_tokens: int
     num_cached_tokens: int | None  # of the prompt; None if the server does not report it
     num_output_tokens: int
-    counted: bool = True  # by the server; else by the plan and the events
+    counted: bool = True  # by the server; else by the schedule and the events
 
     @property
     def ttft_s(self) -> float:
@@ -66,7 +66,7 @@ class StreamedRequest:
 
 @dataclass(frozen=True, slots=True)
 class OnlineRun:
-    """The answered requests, in the order of the plan, and the reasons of failures."""
+    """The answered requests, in the order of the schedule, and the reasons of failures."""
 
     requests: list[StreamedRequest]
     failures: Counter[str] = field(default_factory=Counter)  # how many, by reason
@@ -107,8 +107,8 @@ class Progress:
 
 
 async def run_online(
-    target: Target,
-    plan: Sequence[PlannedRequest],
+    target: Endpoint,
+    schedule: Sequence[ScheduledRequest],
     *,
     max_concurrency: int | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -119,30 +119,30 @@ async def run_online(
     A request that fails is counted, and so are those that continue its conversation. Raises
     nothing of the server.
     """
-    run = _Run(target, plan, max_concurrency, timeout_s, progress or Progress())
+    run = _Run(target, schedule, max_concurrency, timeout_s, progress or Progress())
     return await run.run()
 
 
 class _Run:
     def __init__(
         self,
-        target: Target,
-        plan: Sequence[PlannedRequest],
+        target: Endpoint,
+        schedule: Sequence[ScheduledRequest],
         max_concurrency: int | None,
         timeout_s: float,
         progress: Progress,
     ) -> None:
         self._target = target
-        self._plan = plan
+        self._schedule = schedule
         self._timeout_s = timeout_s
         self._progress = progress
         self._room: AbstractAsyncContextManager[Any] = (
             nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         )
         # Made before the clock runs, but for those that depend on an answer.
-        self._bodies = [None if asked.continues else target.body(asked) for asked in plan]
-        parents = {asked.parent for asked in plan}
-        self._ended = {index: asyncio.Event() for index in range(len(plan)) if index in parents}
+        self._bodies = [None if asked.continues else target.body(asked) for asked in schedule]
+        parents = {asked.parent for asked in schedule}
+        self._ended = {index: asyncio.Event() for index in range(len(schedule)) if index in parents}
         self._began = 0.0
         self._answers: dict[int, RecordedAnswer] = {}
         self._late_s: dict[int, float] = {}
@@ -150,7 +150,9 @@ class _Run:
 
     async def run(self) -> OnlineRun:
         self._began = self._progress.began = time.perf_counter()
-        tasks = [asyncio.ensure_future(self._request(index)) for index in range(len(self._plan))]
+        tasks = [
+            asyncio.ensure_future(self._request(index)) for index in range(len(self._schedule))
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -165,7 +167,7 @@ class _Run:
         return OnlineRun(streamed, Counter(self._failed.values()))
 
     async def _request(self, index: int) -> None:
-        asked = self._plan[index]
+        asked = self._schedule[index]
         try:
             due = await self._until_due(asked)
             body = self._bodies[index] or self._target.body(asked, self._history(index))
@@ -189,7 +191,7 @@ class _Run:
     def _limited(self) -> bool:
         return isinstance(self._room, asyncio.Semaphore)
 
-    async def _until_due(self, asked: PlannedRequest) -> float:
+    async def _until_due(self, asked: ScheduledRequest) -> float:
         """Wait for the due time and the parent. Returns the later one, by time.perf_counter."""
         due = self._began + asked.due_s
         if (wait_s := due - time.perf_counter()) > 0:
@@ -206,7 +208,7 @@ class _Run:
     async def _send(self, index: int, body: bytes, due: float) -> None:
         self._progress.num_running += 1
         try:
-            max_tokens = self._plan[index].max_tokens
+            max_tokens = self._schedule[index].max_tokens
             answer = await self._target.ask(body, max_tokens, self._progress.received)
         finally:
             self._progress.num_running -= 1
@@ -218,9 +220,9 @@ class _Run:
     def _history(self, index: int) -> list[Message]:
         """The messages before this question."""
         turns: list[list[Message]] = []
-        parent = self._plan[index].parent
+        parent = self._schedule[index].parent
         while parent is not None:
-            asked = self._plan[parent]
+            asked = self._schedule[parent]
             text = "".join(text for _, text in _texts(self._answers[parent]))
             turns.append([question(asked), {"role": "assistant", "content": text}])
             parent = asked.parent if asked.continues else None
@@ -237,7 +239,7 @@ class _Run:
 
     def _streamed(self, index: int, answer: RecordedAnswer) -> StreamedRequest:
         """Raises OnlineRunError."""
-        asked = self._plan[index]
+        asked = self._schedule[index]
         usage = StreamUsage()
         finished = answer.done
         with_choice: list[float] = []

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from minisgl.bench.online.target import Target
-from minisgl.bench.roofline import Peak, engine_peak
+from minisgl.bench.energy import engine_gpus
+from minisgl.bench.online.target import Endpoint
+from minisgl.bench.peak import Peak, engine_peak
 from minisgl.bench.run_info import RunInfo, describe
 from minisgl.client.errors import ServerError
 from minisgl.config import EngineConfig, ModelFacts
@@ -39,6 +40,8 @@ class StartedServer:
     model: ModelFacts
     device: str  # cpu or cuda
     dtype: str
+    kv_dtype: str  # of the KV cache
+    gpus: list[str]  # their UUIDs
     peak: Peak | None  # of the hardware; None on a CPU
 
 
@@ -78,7 +81,7 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedSe
         if isinstance(said, StartFailure):
             raise ServerStartError(said)
         url = f"http://{HOST}:{port}"
-        await _until_ready(Target(url=url), server)
+        await _until_ready(Endpoint(url=url), server)
         yield f"{url}/v1", said
     finally:
         ours.close()
@@ -89,7 +92,7 @@ async def own_server(config: EngineConfig) -> AsyncIterator[tuple[str, StartedSe
             server.kill()
 
 
-async def _until_ready(target: Target, server: Any) -> None:
+async def _until_ready(target: Endpoint, server: Any) -> None:
     while True:
         try:
             await target.get(f"{target.url}/health")
@@ -114,7 +117,9 @@ def _serve(config: EngineConfig, port: int, connection: Connection) -> None:
                 model=engine.model,
                 device=engine.config.device,
                 dtype=engine.config.dtype,
-                peak=engine_peak(engine.config),
+                kv_dtype=engine.config.kv_dtype,
+                gpus=engine_gpus(engine.config),
+                peak=engine_peak(engine.config, engine.model),
             )
         )
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()

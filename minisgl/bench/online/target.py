@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from minisgl.bench.online.client import EventCount, RecordedAnswer, post
-from minisgl.bench.workload.plan import PlannedRequest, chat_text
+from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
 from minisgl.client.exchange import DOCUMENT_S, get
@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Endpoint:
     """A server of the OpenAI API."""
 
     url: str  # as far as /v1
@@ -38,7 +38,7 @@ class Target:
         """The base of paths outside of /v1."""
         return self.url.removesuffix("/v1")
 
-    def body(self, request: PlannedRequest, history: Sequence[Message] = ()) -> bytes:
+    def body(self, request: ScheduledRequest, history: Sequence[Message] = ()) -> bytes:
         """The JSON of a request for exactly `max_tokens` tokens, or at most that many."""
         asked: dict[str, Any] = {
             "max_tokens": request.max_tokens,
@@ -82,11 +82,11 @@ class Target:
         return found.body
 
 
-def question(request: PlannedRequest) -> Message:
+def question(request: ScheduledRequest) -> Message:
     return {"role": "user", "content": chat_text(request.prompt)}
 
 
-async def served_model(target: Target, name: str = "") -> ServedModel:
+async def served_model(target: Endpoint, name: str = "") -> ServedModel:
     """The model called `name`, or the first one if `name` is empty, as far as it is known.
 
     Raises ServerError if no server answers or it requires a key.

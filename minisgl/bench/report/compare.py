@@ -24,6 +24,8 @@ SHOWN = {
         for name in ("ttft", "tpot", "itl", "e2e")
         for part in ("mean", "p50", "p90", "p99")
     },
+    "energy_mean_watts": "mean watts",
+    "energy_joules_per_output_token": "joules per output token",
     "cache_hit_rate": "cache hit rate",
     "graph_share": "share of CUDA graphs",
     "num_retractions": "retractions",

@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from minisgl.bench.energy import Energy, Spent
 from minisgl.bench.offline_run import RequestRecord, RunRecord
-from minisgl.bench.roofline import Peak, Work
+from minisgl.bench.peak import Peak
+from minisgl.bench.roofline import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Figures:
     itl_s: Distribution | None = None  # None where tokens are not taken one by one
     e2e_s: Distribution
     goodput: Goodput | None = None
+    energy: Energy | None = None  # None where no GPU counts it
 
     @classmethod
     def of(cls, run: RunRecord) -> Figures:
@@ -101,6 +104,10 @@ class Figures:
             e2e_s=Distribution.of([request.e2e_s for request in requests]),
         )
 
+    def with_energy(self, spent: Spent) -> Figures:
+        """The same with the energy of the run."""
+        return replace(self, energy=spent.energy(self.num_output_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -137,10 +144,8 @@ class Limit:
 
     peak: Peak
     work: Work
-    seconds: float
     share: float  # of it that the run reached
 
     @classmethod
     def of(cls, figures: Figures, peak: Peak, work: Work) -> Limit:
-        seconds = work.seconds(peak)
-        return cls(peak=peak, work=work, seconds=seconds, share=seconds / figures.elapsed_s)
+        return cls(peak=peak, work=work, share=work.seconds / figures.elapsed_s)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
+from minisgl.bench.energy import Energy
 from minisgl.bench.report.figures import SPREAD_FIGURES, Figures, Limit, spreads
 from minisgl.bench.report.point_result import PointResult
 
@@ -22,6 +23,10 @@ def sweep_table(found: Sequence[PointResult]) -> Table:
         table.add_column("p99", justify="right")
     with_goodput = found[0].figures.goodput is not None
     table.add_column("good requests/s" if with_goodput else "failed", justify="right")
+    with_energy = any(one.figures.energy for one in found)
+    if with_energy:
+        table.add_column("watts", justify="right")
+        table.add_column("joules/token", justify="right")
     for one in found:
         figures, (rate, most) = one.figures, one.point
         cells = [
@@ -34,8 +39,17 @@ def sweep_table(found: Sequence[PointResult]) -> Table:
             cells += [f"{latency.p50 * 1e3:,.1f}", f"{latency.p99 * 1e3:,.1f}"] if latency else "--"
         good = figures.goodput
         cells.append(f"{good.requests_per_s:,.2f}" if good else f"{figures.num_failed:,}")
+        if with_energy:
+            cells += energy_cells(figures.energy)
         table.add_row(*cells)
     return table
+
+
+def energy_cells(energy: Energy | None) -> list[str]:
+    """Mean watts, and joules per output token."""
+    if energy is None:
+        return ["-", "-"]
+    return [f"{energy.mean_watts:,.0f}", f"{energy.joules_per_output_token:,.3f}"]
 
 
 def print_spreads(console: Console, repetitions: Sequence[Figures]) -> None:
@@ -68,16 +82,15 @@ def _explain(figures: Figures, limit: Limit) -> str:
     work, peak = limit.work, limit.peak
     return (
         f"{limit.share:.1%} of the hardware's limit of "
-        f"{figures.num_output_tokens / limit.seconds:,.0f} output tok/s: "
+        f"{figures.num_output_tokens / work.seconds:,.0f} output tok/s: "
         f"{work.weight_bytes / 1e12:.2f} TB of weights and {work.kv_bytes / 1e12:.2f} TB of KV "
-        f"cache at {peak.bytes_per_s / 1e12:.2f} TB/s, "
-        f"{work.prefill_operations / 1e15:.2f} POP of prefill at "
-        f"{peak.operations_per_s / 1e12:.0f} TFLOP/s"
+        f"cache, {work.prefill_operations / 1e15:.2f} POP of prefill and "
+        f"{work.decode_operations / 1e15:.2f} of decoding, at {peak}"
     )
 
 
 def _totals(figures: Figures) -> Table:
-    goodput = figures.goodput
+    goodput, energy = figures.goodput, figures.energy
     rows = {
         "output tokens per second": f"{figures.output_tokens_per_s:,.1f}",
         "prompt tokens per second": f"{figures.input_tokens_per_s:,.1f}",
@@ -92,6 +105,8 @@ def _totals(figures: Figures) -> Table:
         "steps": _known(figures.num_steps, ","),
         "of them as CUDA graphs": _known(figures.graph_share, ".1%"),
         "retractions": _known(figures.num_retractions, ","),
+        "mean watts of the GPUs": energy and f"{energy.mean_watts:,.0f}",
+        "joules per output token": energy and f"{energy.joules_per_output_token:,.3f}",
     }
     table = Table(Column(), Column(justify="right"), show_header=False)
     for name, value in rows.items():

@@ -13,7 +13,7 @@ import msgspec
 from minisgl.errors import ConfigError
 
 
-class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
+class TraceEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Other fields of a line, such as `type` and `turn`, change nothing."""
 
     timestamp: float  # in seconds
@@ -30,12 +30,12 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True):
         return None if found in (-1, "-1", "") else found
 
 
-_decode = msgspec.json.Decoder(TraceRow).decode
+_decode = msgspec.json.Decoder(TraceEntry).decode
 
 
-def read_trace(path: Path, limit: int | None) -> list[TraceRow]:
+def read_trace(path: Path, limit: int | None) -> list[TraceEntry]:
     """The first `limit` requests of the file, by time. Raises ConfigError that names the line."""
-    rows: list[TraceRow] = []
+    rows: list[TraceEntry] = []
     try:
         with path.open("rb") as file:
             lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -48,7 +48,7 @@ def read_trace(path: Path, limit: int | None) -> list[TraceRow]:
     return sorted(rows, key=lambda row: row.timestamp)
 
 
-def _read(path: Path, number: int, line: bytes) -> TraceRow:
+def _read(path: Path, number: int, line: bytes) -> TraceEntry:
     try:
         row = _decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -75,9 +75,45 @@ def in_cache(keys, end, head_dim: tl.constexpr, block_d: tl.constexpr):
 
 
 @triton.jit
-def fold(scores, scale, peak):
+def to_multiply(query, scale, fp8: tl.constexpr):
+    """The query, [rows, dims], and the scale of its scores, as the loops over the keys take them.
+    With a cache in FP8 the scale becomes one a row.
+
+    The tensor cores have no product of a query in half precision and e4m3. e4m3 is converted to
+    float16, which holds it and takes one instruction for two elements; to bfloat16 it would take
+    four. A query in bfloat16 becomes float16, too, each row multiplied by a power of two that
+    brings its largest element to 2^13 or more. That is exact down to 2^-28 of the largest.
+    """
+    if fp8:
+        power = tl.full((query.shape[0],), 1.0, tl.float32)
+        if query.dtype == tl.bfloat16:
+            wide = query.to(tl.float32)
+            # The power of two of the largest element, and its inverse, by their exponents: from
+            # 2^-60, for the scale not to become 0, to 2^126.
+            exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+            exponent = tl.minimum(tl.maximum(exponent, 67), 253)
+            power = (exponent << 23).to(tl.float32, bitcast=True)
+            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            query = (wide * inverse[:, None] * 8192.0).to(tl.float16)
+            scale /= 8192.0
+        return query, power * scale
+    else:
+        return query, scale
+
+
+@triton.jit
+def fold(scores, scale, peak, fp8: tl.constexpr):
     """The update of an online softmax by a tile of q · k: (weights of the tile, decay of all
     earlier ones, running maximum). The scale, which is fused into the subtraction, must be
-    positive."""
-    higher = tl.maximum(peak, tl.max(scores, 1) * scale)
-    return tl.exp2(scores * scale - higher[:, None]), tl.exp2(peak - higher), higher
+    positive.
+
+    With FP8, where it is one a row, the running maximum stays 14 behind: weights of up to 2^14 make
+    full use of float16, and it does not matter to a softmax what its exponents are relative to."""
+    higher = tl.max(scores, 1) * scale
+    if fp8:
+        higher = tl.maximum(peak, higher - 14.0)
+        scores = scores * scale[:, None]
+        return tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher), higher
+    else:
+        higher = tl.maximum(peak, higher)
+        return tl.exp2(scores * scale - higher[:, None]), tl.exp2(peak - higher), higher

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
@@ -17,14 +18,16 @@ from minisgl.kernels.attention.paged_common import (
     in_cache,
     load_pages,
     offsets_of,
+    to_multiply,
 )
-from minisgl.kernels.device import arrive
+from minisgl.kernels.device import arrive, to_stored
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import DecodeTiles
 
 # Elements in a tile of a merge; more would take more registers than the main loop needs.
 _MERGED = 2048
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without assembly
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,15 @@ def paged_decode(
     workspace: DecodeWorkspace,
     tiles: DecodeTiles,
     norm_rope: NormRope | None = None,
+    scales: KVScales = UNSCALED,
     pdl: bool = True,
 ) -> Tensor:
     """Attends from one token of each row to all keys of the row.
 
     q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
-    contiguous, of q's dtype; page_table: [num_rows, max_pages] int32; lengths: [num_rows] int32.
-    Returns a new tensor of the shape of q; rows of length 0 are zeros.
+    contiguous, of q's dtype, or float8_e4m3fn with these `scales`; page_table: [num_rows,
+    max_pages] int32; lengths: [num_rows] int32. Returns a new tensor of the shape of q; rows of
+    length 0 are zeros.
 
     With `norm_rope`, q is what dispatch.qk_norm_rope_store_kv takes, as [num_rows, num_heads + 2 *
     num_kv_heads, head_dim], and its work is done, too: a row's own token, the last of its length,
@@ -79,9 +84,10 @@ def paged_decode(
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
+    fp8 = k.dtype == torch.float8_e4m3fn
     if norm_rope is not None:
         num_heads -= 2 * num_kv_heads
-        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype == q.dtype
+        assert norm_rope.table.is_contiguous() and k.dtype == v.dtype
         assert (norm_rope.q_weight is None) == (norm_rope.k_weight is None)
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
@@ -90,7 +96,8 @@ def paged_decode(
     if num_rows == 0:
         return out
     block_g = triton.next_power_of_2(group)
-    block_d = max(16, triton.next_power_of_2(head_dim))
+    # The tensor cores multiply by no fewer columns at a time, which in FP8 are pairs.
+    block_d = max(32 if fp8 else 16, triton.next_power_of_2(head_dim))
     _decode_kernel[(num_kv_heads, target_splits + num_rows)](
         out,
         q,
@@ -108,7 +115,8 @@ def paged_decode(
         tiles.min_split,
         q.stride(0),
         page_table.stride(0),
-        scale * LOG2_E,
+        scale * scales.k * LOG2_E,
+        *((*scales.inverse, scales.v) if fp8 else (None, None, None)),
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -151,6 +159,9 @@ def _decode_kernel(
     q_stride,
     table_stride,
     scale,
+    k_inverse,
+    v_inverse,
+    v_scale,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -214,25 +225,48 @@ def _decode_kernel(
     else:
         query, acc, peak, lane_totals = _start_with_own(
             q, k, v, table, length, num_own, rotary_table, q_weight, k_weight, eps, scale,
-            kv_head, num_kv_heads, group, head_dim, page_size, block_h, block_n, block_d, pdl,
+            k_inverse, v_inverse, kv_head, num_kv_heads, group, head_dim, page_size, block_h,
+            block_n, block_d, pdl,
         )  # fmt: skip
+    fp8: tl.constexpr = v_scale is not None
+    query, scale = to_multiply(query, scale, fp8)
+    odd_query, odd_acc = None, None
+    if fp8:  # as pairs of neighbouring dimensions: see _even_and_odd
+        query, odd_query = _split(query)
+        acc, odd_acc = _split(acc)
+        k = k.to(tl.pointer_type(tl.int16), bitcast=True)
+        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
+    words: tl.constexpr = 2 if fp8 else 1  # elements in one that is loaded
     for start in tl.range(first, end, block_n, num_stages=stages):
-        offsets = offsets_of(pages, start, row_size, page_size, block_n, block_d)
+        offsets = offsets_of(pages, start, row_size // words, page_size, block_n, block_d // words)
         # One tile ahead, so that no load of keys waits for a load of pages.
         pages = load_pages(table, start + block_n, end, page_size, block_n)
         keys = start + tl.arange(0, block_n)
-        mask = in_cache(keys, end, head_dim, block_d)
-        tile = tl.load(k + offsets, mask, 0.0)
-        scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+        mask = in_cache(keys, end, head_dim // words, block_d // words)
+        if fp8:
+            tile, odd_tile = _even_and_odd(tl.load(k + offsets, mask, 0), query.dtype)
+            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
+            scores = tl.dot(odd_query, tl.trans(odd_tile), scores, input_precision="ieee")
+        else:
+            tile = tl.load(k + offsets, mask, 0.0)
+            scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         scores = tl.where((keys < end)[None, :], scores, -float("inf"))
-        weights, decay, peak = fold(scores, scale, peak)
-        tile = tl.load(v + offsets, mask, 0.0)
-        acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
+        weights, decay, peak = fold(scores, scale, peak, fp8)
+        if fp8:
+            tile, odd_tile = _even_and_odd(tl.load(v + offsets, mask, 0), query.dtype)
+            rounded = weights.to(query.dtype)
+            acc = tl.dot(rounded, tile, acc * decay[:, None], input_precision="ieee")
+            odd_acc = tl.dot(rounded, odd_tile, odd_acc * decay[:, None], input_precision="ieee")
+        else:
+            tile = tl.load(v + offsets, mask, 0.0)
+            acc = tl.dot(weights.to(tile.dtype), tile, acc * decay[:, None], input_precision="ieee")
         lane_totals = lane_totals * decay[:, None] + weights
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
 
     total = tl.sum(lane_totals, 1)
+    if fp8:
+        acc = tl.reshape(tl.join(acc, odd_acc), (block_h, block_d)) * v_scale
     num_splits = tl.cdiv(length, split_size)
     if num_splits <= 1:
         result = out + (row.to(tl.int64) * num_heads + kv_head * group) * head_dim + within
@@ -260,6 +294,41 @@ def _decode_kernel(
 
 
 @triton.jit
+def _split(x):
+    """[rows, dims] to its even dimensions and its odd ones."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def _even_and_odd(pairs, dtype: tl.constexpr):
+    """The even and the odd dimensions of e4m3 keys or values, from pairs of them as int16.
+
+    Shared memory gives a matrix to the tensor cores in the order that they need, transposed for
+    values, in elements of 16 bits alone; bytes would be read one at a time.
+    """
+    if INTERPRETED:
+        even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:  # of two pairs at a time; what is written above compiles to three times as much
+        even, odd = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
 def _start_with_own(
     qkv,
     k,
@@ -272,6 +341,8 @@ def _start_with_own(
     k_weight,
     eps,
     scale,
+    k_inverse,
+    v_inverse,
     kv_head,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -322,6 +393,9 @@ def _start_with_own(
         query, query_partners, cos, sin, q_scales, q_partner_scales, eps, head_dim
     )
     key = _norm_and_rotate(key, key_partners, cos, sin, k_scales, k_partner_scales, eps, head_dim)
+    # Attended to as it is stored, as other rows and later steps will do.
+    key = to_stored(key, k_inverse, k.dtype.element_ty)
+    value = to_stored(value, v_inverse, v.dtype.element_ty)
     place = (page.to(tl.int64) * page_size + position % page_size) * (num_kv_heads * head_dim) + dim
     tl.store(k + place, key, mask=own & (head == 0))
     tl.store(v + place, value, mask=own & (head == 0))

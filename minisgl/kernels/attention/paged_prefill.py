@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.config import UNSCALED, KVScales
 from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
@@ -15,6 +16,7 @@ from minisgl.kernels.attention.paged_common import (
     in_cache,
     load_pages,
     offsets_of,
+    to_multiply,
 )
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import PrefillTiles
@@ -30,13 +32,14 @@ def paged_prefill(
     *,
     scale: float,
     tiles: PrefillTiles,
+    scales: KVScales = UNSCALED,
     pdl: bool = True,
 ) -> Tensor:
     """Causal attention from the rows of chunks to the cache, which holds their K and V.
 
     q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
-    contiguous, of q's dtype; the others as in PrefillBatch. Returns a new tensor of the shape of q;
-    rows of no chunk are neither read nor written.
+    contiguous, of q's dtype, or float8_e4m3fn with these `scales`; the others as in PrefillBatch.
+    Returns a new tensor of the shape of q; rows of no chunk are neither read nor written.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
@@ -58,7 +61,8 @@ def paged_prefill(
         num_chunks,
         q.stride(0),
         page_table.stride(0),
-        scale * LOG2_E,
+        scale * scales.k * LOG2_E,
+        scales.v if k.dtype == torch.float8_e4m3fn else None,
         num_kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
@@ -90,6 +94,7 @@ def _prefill_kernel(
     q_stride,
     table_stride,
     scale,
+    v_scale,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -133,6 +138,8 @@ def _prefill_kernel(
     real = (tokens < num_tokens)[:, None] & (dims < head_dim)[None, :]
     within = heads[:, None] * head_dim + dims[None, :]
     query = tl.load(q + (rows * q_stride)[:, None] + within, real, 0.0)
+    fp8: tl.constexpr = v_scale is not None
+    query, scale = to_multiply(query, scale, fp8)
 
     table = page_table + chunk * table_stride
     k += kv_head * head_dim
@@ -145,15 +152,17 @@ def _prefill_kernel(
     diagonal = (position + 1) // block_n * block_n
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
-        head_dim, row_size, page_size, block_n, block_d, False, stages,
+        head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table, diagonal, position + num_tokens,
-        scale, head_dim, row_size, page_size, block_n, block_d, True, stages,
+        scale, head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
     )  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
     result = out + (rows * (num_kv_heads * group * head_dim))[:, None] + within
+    if fp8:
+        acc *= v_scale
     tl.store(result, acc / total[:, None], mask=real)
 
 
@@ -176,6 +185,7 @@ def _attend_tiles(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     masked: tl.constexpr,
+    fp8: tl.constexpr,
     stages: tl.constexpr,
 ):
     """Adds keys first..end to acc [block_m, block_d], peak and total [block_m]. Unless `masked`,
@@ -191,10 +201,11 @@ def _attend_tiles(
             tile, values = tl.load(k + offsets, mask, 0.0), tl.load(v + offsets, mask, 0.0)
         else:
             tile, values = tl.load(k + offsets), tl.load(v + offsets)
+        tile, values = tile.to(query.dtype), values.to(query.dtype)
         scores = tl.dot(query, tl.trans(tile), input_precision="ieee")
         if masked:
             scores = tl.where(keys[None, :] <= positions[:, None], scores, -float("inf"))
-        weights, decay, peak = fold(scores, scale, peak)
+        weights, decay, peak = fold(scores, scale, peak, fp8)
         acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         total = total * decay + tl.sum(weights, 1)
     return acc, peak, total

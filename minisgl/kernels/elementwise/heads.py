@@ -3,11 +3,13 @@ of `qk_norm_rope_store_kv` in reference.py."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.device import apply_norm, rms_scale
+from minisgl.config import UNSCALED, KVScales
+from minisgl.kernels.device import apply_norm, rms_scale, to_stored
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.launch import pdl_options
 
@@ -19,6 +21,7 @@ def qk_norm_rope_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     norm_rope: NormRope,
+    scales: KVScales = UNSCALED,
     *,
     pdl: bool = True,
 ) -> Tensor:
@@ -43,6 +46,7 @@ def qk_norm_rope_store_kv(
         q_weight,
         k_weight,
         eps,
+        *(scales.inverse if k_cache.dtype == torch.float8_e4m3fn else (None, None)),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -71,6 +75,8 @@ def _heads_kernel(
     q_weight,
     k_weight,
     eps,
+    k_inverse,
+    v_inverse,
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -126,11 +132,12 @@ def _heads_kernel(
     q_place = row * (num_heads * head_dim) + head * head_dim + column
     tl.store(q + q_place, first, mask=inside & is_q)
     tl.store(q + q_place + half, second, mask=inside & is_q)
+    stored: tl.constexpr = k_cache.dtype.element_ty
     kv_place = kv_slot * (num_kv_heads * head_dim) + column
     k_place = kv_place + (head - num_heads) * head_dim
     is_k = (head >= num_heads) & (head < first_v)
-    tl.store(k_cache + k_place, first, mask=inside & is_k)
-    tl.store(k_cache + k_place + half, second, mask=inside & is_k)
+    tl.store(k_cache + k_place, to_stored(first, k_inverse, stored), mask=inside & is_k)
+    tl.store(k_cache + k_place + half, to_stored(second, k_inverse, stored), mask=inside & is_k)
     v_place = kv_place + (head - first_v) * head_dim
-    tl.store(v_cache + v_place, first, mask=inside & is_v)
-    tl.store(v_cache + v_place + half, second, mask=inside & is_v)
+    tl.store(v_cache + v_place, to_stored(first, v_inverse, stored), mask=inside & is_v)
+    tl.store(v_cache + v_place + half, to_stored(second, v_inverse, stored), mask=inside & is_v)

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minisgl.config import UNSCALED, KVScales
+
+E4M3_MAX = 448.0
+
 
 class NormRope(NamedTuple):
     """The RMS norm and the rotary embedding of the heads of q and k."""
@@ -52,6 +56,7 @@ def qk_norm_rope_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     norm_rope: NormRope,
+    scales: KVScales = UNSCALED,
 ) -> Tensor:
     table, q_weight, k_weight, eps = norm_rope
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -61,9 +66,22 @@ def qk_norm_rope_store_kv(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)  # [num_rows, 1, head_dim / 2]
-    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, _rotate(k, cos, sin))
-    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slot_mapping, v)
+    _store(_rotate(k, cos, sin), slot_mapping, k_cache, scales.k)
+    _store(v, slot_mapping, v_cache, scales.v)
     return _rotate(q, cos, sin)
+
+
+def to_stored(x: Tensor, scale: float) -> Tensor:
+    """x · (1 / scale) in float8_e4m3fn, rounded to nearest, even; what exceeds the range becomes
+    its end, ±448, and NaN stays."""
+    return (x.float() * (1 / scale)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def _store(x: Tensor, slot_mapping: Tensor, cache: Tensor, scale: float) -> None:
+    slots = cache.view(-1, *x.shape[1:])
+    if cache.dtype == torch.float8_e4m3fn:  # for which torch copies by index as bytes alone
+        x, slots = to_stored(x, scale).view(torch.uint8), slots.view(torch.uint8)
+    slots.index_copy_(0, slot_mapping, x)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

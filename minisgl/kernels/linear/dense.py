@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.dispatch import runs_triton, silu_mul
+from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.launch import compiles_gated_norm
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
@@ -90,10 +90,12 @@ class DenseProduct(Product):
                 return x, launch.linear(rows, self.weight, self.bias, norm=fused, normed=x), rows
         return super().of_kept_norm(residual, weights)
 
-    def silu_mul_of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+    def silu_mul_of_norm(
+        self, residual: Residual, weights: NormWeights, after: Product
+    ) -> tuple[Any, Tensor]:
         kernels, rows, squares = self.kernels, residual.rows, residual.squares
         if kernels is None or self.bias is not None:
-            return super().silu_mul_of_norm(residual, weights)
+            return super().silu_mul_of_norm(residual, weights, after)
         from minisgl.kernels.linear import config, launch
 
         if squares is not None:
@@ -109,7 +111,7 @@ class DenseProduct(Product):
         x, rows = norm(residual, weights)
         if config.should_use(kernels.tuning, x.shape[0], *self.weight.shape, gated=True):
             return launch.linear_silu_mul(x, self.weight, workspace=kernels.workspace), rows
-        return silu_mul(self(x)), rows
+        return after.silu_mul(self(x)), rows
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         kernels = self.kernels

@@ -1,4 +1,4 @@
-"""Helpers of the stream and the burst kernel."""
+"""Helpers of the kernels of linear maps."""
 
 from __future__ import annotations
 
@@ -86,6 +86,59 @@ def load_residual(out, row, column, num_rows, n):
 def next_exchange(exchanges, row, num_rows):
     """The number of the exchange of each row, in which `finish` sends it."""
     return tl.load(exchanges + row, mask=row < num_rows, other=0) + 1
+
+
+@triton.jit
+def fetch(
+    w,
+    k,
+    length,
+    size,
+    block_n: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """Prefetches the first `size` elements of block_n rows, which have `length`, into L2: each
+    thread a piece of a row."""
+    pieces: tl.constexpr = lanes // block_n if lanes > block_n else 1
+    piece = size // pieces
+    lane = tl.arange(0, block_n * pieces)
+    start = lane % pieces * piece
+    count = tl.minimum(tl.maximum(length - start, 0), piece)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
+        "=r,l,r",
+        [w + lane // pieces * k + start, count * (w.dtype.element_ty.primitive_bitwidth // 8)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def add_up(
+    partials,
+    live,
+    splits,
+    stride: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """The sum of the partial sums of all splits, of small blocks with four loads in flight."""
+    acc = tl.zeros((block_m, block_n), tl.float32)
+    if block_m * block_n > 4096:  # more than one does not fit into the registers
+        for i in range(splits):
+            acc += tl.load(partials + i * stride, mask=live, other=0.0, cache_modifier=".cg")
+    else:
+        for i in range(0, splits, 4):
+            at = partials + i * stride
+            left = splits - i - tl.arange(0, 1)[:, None]  # the interpreter does not broadcast masks
+            a = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
+            b = tl.load(at + stride, mask=live & (left > 1), other=0.0, cache_modifier=".cg")
+            c = tl.load(at + 2 * stride, mask=live & (left > 2), other=0.0, cache_modifier=".cg")
+            d = tl.load(at + 3 * stride, mask=live & (left > 3), other=0.0, cache_modifier=".cg")
+            acc += (a + b) + (c + d)
+    return acc
 
 
 @triton.jit

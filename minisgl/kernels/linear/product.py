@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -46,11 +46,20 @@ class Product(ABC):
         x, rows = norm(residual, weights)
         return x, self(x), rows
 
-    def silu_mul_of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
-        """As of_norm, but returns silu(gate) · up [num_rows, n / 2] in place of y, whose first half
-        is the gate."""
+    def silu_mul(self, gate_up: Tensor) -> Any:
+        """silu(gate) · up as an x of this product: a tensor, or whatever else this one takes.
+
+        gate_up: [num_rows, 2 · k], the gates first.
+        """
+        return silu_mul(gate_up)
+
+    def silu_mul_of_norm(
+        self, residual: Residual, weights: NormWeights, after: Product
+    ) -> tuple[Any, Tensor]:
+        """As of_norm, but in place of y, whose first half is the gate, returns silu(gate) · up
+        [num_rows, n / 2] as an x of the product `after`."""
         y, rows = self.of_norm(residual, weights)
-        return silu_mul(y), rows
+        return after.silu_mul(y), rows
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
         """The stream rows + y. May overwrite rows: [num_rows, n] contiguous."""

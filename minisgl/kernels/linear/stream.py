@@ -7,7 +7,9 @@ import triton.language as tl
 
 from minisgl.kernels.device import apply_norm, arrive
 from minisgl.kernels.linear.device import (
+    add_up,
     columns_of,
+    fetch,
     finish,
     load,
     load_residual,
@@ -18,33 +20,6 @@ from minisgl.kernels.linear.device import (
     total,
     zeros,
 )
-
-
-@triton.jit
-def _fetch(
-    w,
-    k,
-    length,
-    size,
-    block_n: tl.constexpr,
-    lanes: tl.constexpr,
-):
-    """Prefetches the first `size` elements of block_n rows, which have `length`, into L2: each
-    thread a piece of a row."""
-    pieces: tl.constexpr = lanes // block_n if lanes > block_n else 1
-    piece = size // pieces
-    lane = tl.arange(0, block_n * pieces)
-    start = lane % pieces * piece
-    count = tl.minimum(tl.maximum(length - start, 0), piece)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.u32 $0, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
-        "=r,l,r",
-        [w + lane // pieces * k + start, count * 2],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
@@ -90,9 +65,9 @@ def stream_kernel(
     up_weight = weight + n.to(tl.int64) * k
     if pdl:
         if whole_n and prefetch > 0:
-            _fetch(weight + first, k, end - first, prefetch, block_n, lanes)
+            fetch(weight + first, k, end - first, prefetch, block_n, lanes)
             if gated:
-                _fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
+                fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -148,9 +123,9 @@ def stream_kernel(
             tl.store(block_at + part * block + block_m * block_n, up, mask=live)
         if arrive(semaphores, tile) == splits - 1:
             tl.store(semaphores + tile, 0)  # for the next launch
-            acc = _add_up(block_at, live, splits, block, block_m, block_n)
+            acc = add_up(block_at, live, splits, block, block_m, block_n)
             if gated:
-                up = _add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
+                up = add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
             else:
                 up = acc
             finish(
@@ -162,29 +137,3 @@ def stream_kernel(
             out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
             row, column, num_rows, n, gated,
         )  # fmt: skip
-
-
-@triton.jit
-def _add_up(
-    partials,
-    live,
-    splits,
-    stride: tl.constexpr,
-    block_m: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """The sum of the partial sums of all splits, of small blocks with four loads in flight."""
-    acc = tl.zeros((block_m, block_n), tl.float32)
-    if block_m * block_n > 4096:  # more than one does not fit into the registers
-        for i in range(splits):
-            acc += tl.load(partials + i * stride, mask=live, other=0.0, cache_modifier=".cg")
-    else:
-        for i in range(0, splits, 4):
-            at = partials + i * stride
-            left = splits - i - tl.arange(0, 1)[:, None]  # the interpreter does not broadcast masks
-            a = tl.load(at, mask=live, other=0.0, cache_modifier=".cg")
-            b = tl.load(at + stride, mask=live & (left > 1), other=0.0, cache_modifier=".cg")
-            c = tl.load(at + 2 * stride, mask=live & (left > 2), other=0.0, cache_modifier=".cg")
-            d = tl.load(at + 3 * stride, mask=live & (left > 3), other=0.0, cache_modifier=".cg")
-            acc += (a + b) + (c + d)
-    return acc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,13 +41,23 @@ def topk_softmax(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 def fused_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum over each row's chosen experts e of down[e] · silu_mul(gate_up[e] · x).
 
-    x: [num_rows, hidden_size]; chosen, weights: [num_rows, top_k]. Returns a new tensor like x. An
-    expert's output is rounded, and so is its weighted output; these are added in float32.
+    x: [num_rows, hidden_size]; chosen, weights: [num_rows, top_k]. Returns a new tensor like x.
     """
+
+    def output(expert: int, rows: Tensor) -> Tensor:
+        return F.linear(silu_mul(F.linear(rows, experts.gate_up[expert])), experts.down[expert])
+
+    return weighted_sum(x, output, chosen, weights)
+
+
+def weighted_sum(
+    x: Tensor, output: Callable[[int, Tensor], Tensor], chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """As fused_experts, for any experts: output(e, rows of x) is what e makes of these rows. It is
+    rounded, and so is its weighted output; these are added in float32."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        inner = silu_mul(F.linear(x[rows], experts.gate_up[expert]))
-        outputs = F.linear(inner, experts.down[expert]) * weights[rows, places, None]
-        out.index_add_(0, rows, outputs.float())
+        weighted = output(expert, x[rows]) * weights[rows, places, None]
+        out.index_add_(0, rows, weighted.float())
     return out.to(x.dtype)

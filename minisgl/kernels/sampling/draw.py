@@ -9,13 +9,13 @@ import triton.language as tl
 from minisgl.kernels.sampling.device_order import order_key
 from minisgl.kernels.sampling.noise import gumbel, most_gumbel, words_of_quads
 from minisgl.kernels.sampling.rows import (
-    GROUP_QUADS,
     SEED,
-    group_maxima,
+    SEGMENT_QUADS,
     ids_of,
     load_filters,
     load_integer,
     load_logits,
+    segment_maxima,
     source_of,
 )
 
@@ -32,11 +32,11 @@ def draw_kernel(
     records,
     best_out,
     peaks_out,
-    group_max,
-    group_bound,
+    segment_max,
+    segment_bound,
     vocab_size,
     stride,
-    num_groups,
+    num_segments,
     num_tiles,
     tiles_per_program,
     first_id,
@@ -46,7 +46,7 @@ def draw_kernel(
 ):
     """One part of a row: the order key of its best token unless the row has top_k; if the row is
     filtered, the largest logit, and the maximum logit and an upper bound of the scores of each
-    group.
+    segment.
 
     The logits start at id `first_id`, a multiple of 4; the keys have the ids of the vocabulary.
     """
@@ -59,14 +59,14 @@ def draw_kernel(
     seed = load_integer(records, slot, SEED)
     temperature, _, _, _, by_top_k, _, filtered = load_filters(records, slot, vocab_size)
     source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
-    group_max += row * num_groups
-    group_bound += row * num_groups
+    segment_max += row * num_segments
+    segment_bound += row * num_segments
 
     first = tl.program_id(0) * tiles_per_program
     best = tl.full([quads_block, 4], -float("inf"), tl.float32)
     best_ids = ids_of(first * quads_block + tl.arange(0, quads_block))
     bar = tl.max(best)  # the best of all lanes
-    peaks = tl.full([quads_block // GROUP_QUADS], -float("inf"), tl.float32)
+    peaks = tl.full([quads_block // SEGMENT_QUADS], -float("inf"), tl.float32)
     last = tl.minimum(first + tiles_per_program, num_tiles)
     end = tl.minimum(last * quads_block * 4, vocab_size)
     following = load_logits(source, best_ids, best_ids < end, full)
@@ -76,10 +76,12 @@ def draw_kernel(
         ids = ids_of(quads)
         # Loaded one tile ahead.
         following = load_logits(source, ids + quads_block * 4, ids + quads_block * 4 < end, full)
-        groups = tile * (quads_block // GROUP_QUADS) + tl.arange(0, quads_block // GROUP_QUADS)
+        segments = tile * (quads_block // SEGMENT_QUADS) + tl.arange(
+            0, quads_block // SEGMENT_QUADS
+        )
         if filtered:
-            maxima = group_maxima(x)
-            tl.store(group_max + groups, maxima, mask=groups < num_groups)
+            maxima = segment_maxima(x)
+            tl.store(segment_max + segments, maxima, mask=segments < num_segments)
             peaks = tl.maximum(peaks, maxima)
         if not by_top_k:
             if temperature > 0:
@@ -88,7 +90,11 @@ def draw_kernel(
                 bound = tl.maximum(x * (inverse * (1 - 1e-6)), x * (inverse * (1 + 1e-6)))
                 bound += most_gumbel(words)
                 if filtered:
-                    tl.store(group_bound + groups, group_maxima(bound), mask=groups < num_groups)
+                    tl.store(
+                        segment_bound + segments,
+                        segment_maxima(bound),
+                        mask=segments < num_segments,
+                    )
                 if tl.max(bound) >= bar:
                     score = tl.div_rn(x, temperature) + gumbel(words)
                     # Of equal scores that of the earlier tile stays, which has the lower ids.

@@ -23,8 +23,8 @@ from minisgl.kernels.sampling.device_order import (
 )
 from minisgl.kernels.sampling.noise import gumbel, words_of_quads
 from minisgl.kernels.sampling.rows import (
-    GROUP_QUADS,
     SEED,
+    SEGMENT_QUADS,
     ids_of,
     load_filters,
     load_integer,
@@ -32,7 +32,7 @@ from minisgl.kernels.sampling.rows import (
     source_of,
 )
 
-LIST_GROUPS = tl.constexpr(64)  # groups of a list that are processed at a time
+LIST_SEGMENTS = tl.constexpr(64)  # segments of a list that are processed at a time
 LIST_IDS = tl.constexpr(64 * 64)  # the ids of these; also the number of keys that can be gathered
 
 
@@ -164,19 +164,19 @@ def settle_kernel(
     records,
     best,
     peaks,
-    group_max,
-    group_bound,
+    segment_max,
+    segment_bound,
     sums,
-    group_list,
+    segment_list,
     gathered,
     out_tokens,
     vocab_size,
     stride,
-    num_groups,
+    num_segments,
     num_tiles,
     num_splits,
     full: tl.constexpr,
-    groups_block: tl.constexpr,
+    segments_block: tl.constexpr,
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -192,9 +192,9 @@ def settle_kernel(
     token = _drawn_token(best, row, num_tiles, num_splits, vocab_size, tiles_block)
     if filtered:
         source = source_of(logits, edited, records, row, slot, stride, vocab_size, full)
-        group_max += row * num_groups
-        group_bound += row * num_groups
-        group_list += row * (num_groups + LIST_GROUPS)
+        segment_max += row * num_segments
+        segment_bound += row * num_segments
+        segment_list += row * (num_segments + LIST_SEGMENTS)
         largest = _largest(peaks, row, num_tiles, num_splits, temperature, tiles_block)
         low = _least_kept(largest, min_p)
         target = tl.cast(1.0, tl.float64)  # a kept token has less weight before it
@@ -211,17 +211,17 @@ def settle_kernel(
         if not settled:
             seed = load_integer(records, slot, SEED)
             index = tl.load(output_index + row).to(tl.int32)
-            keys = _load_group_keys(group_max, temperature, num_groups, groups_block)
+            keys = _load_segment_keys(segment_max, temperature, num_segments, segments_block)
             least = least_of_value(low)
             if by_top_k:
-                least = _cut_of_groups(keys, largest, top_k, num_groups)
-            groups = tl.arange(0, groups_block)
-            listed = _write_list(group_list, groups, (keys >= least) & (keys > LOWEST))
+                least = _cut_of_segments(keys, largest, top_k, num_segments)
+            segments = tl.arange(0, segments_block)
+            listed = _write_list(segment_list, segments, (keys >= least) & (keys > LOWEST))
             if by_top_k:
-                least = tl.where(top_k <= num_groups, least_of_value(least), LOWEST + 1)
+                least = tl.where(top_k <= num_segments, least_of_value(least), LOWEST + 1)
                 last = _key_of_last(
                     source,
-                    group_list,
+                    segment_list,
                     listed,
                     gathered + row * LIST_IDS,
                     temperature,
@@ -234,7 +234,7 @@ def settle_kernel(
             # Draw a token and sum the weights before it, until a token is kept. With top_k the
             # total weight is not known yet: then the first iteration sums it, and draws nothing.
             draws = (by_top_k & by_top_p) == 0
-            hot = (by_top_k == 0) & (listed > LIST_GROUPS)
+            hot = (by_top_k == 0) & (listed > LIST_SEGMENTS)
             while not settled:
                 weighs = by_top_p
                 if draws:
@@ -242,9 +242,13 @@ def settle_kernel(
                     others = tl.cast(-float("inf"), tl.float32)
                     if hot:
                         num_drawn, others = _list_hottest(
-                            group_list, listed, group_bound, group_list + num_groups, groups_block
+                            segment_list,
+                            listed,
+                            segment_bound,
+                            segment_list + num_segments,
+                            segments_block,
                         )
-                    drawn_list = group_list + tl.where(hot, num_groups, 0)
+                    drawn_list = segment_list + tl.where(hot, num_segments, 0)
                     winner = _draw(
                         source, drawn_list, num_drawn, temperature, seed, index, low, full
                     )
@@ -256,7 +260,7 @@ def settle_kernel(
                         low = _key_of_token(source, token, temperature, full) + 1
                     hot = hot & certain
                 if weighs:
-                    weight = _weigh(source, group_list, listed, temperature, largest, low, full)
+                    weight = _weigh(source, segment_list, listed, temperature, largest, low, full)
                     if draws:
                         settled = weight.to(tl.float64) < target
                     else:
@@ -275,68 +279,70 @@ def _weighed(sums, row, num_tiles, num_splits, tiles_block: tl.constexpr):
     return total, before
 
 
-# Lists of groups in the order of their ids: the part of a row that remains to be searched
+# Lists of segments in the order of their ids: the part of a row that remains to be searched
 
 
 @triton.jit
-def _load_group_keys(group_max, temperature, num_groups, groups_block: tl.constexpr):
-    """Order keys of the group maxima; LOWEST for padding."""
-    groups = tl.arange(0, groups_block)
-    maxima = tl.load(group_max + groups, mask=groups < num_groups, other=-float("inf"))
-    return tl.where(groups < num_groups, order_key(tl.div_rn(maxima, temperature), groups), LOWEST)
+def _load_segment_keys(segment_max, temperature, num_segments, segments_block: tl.constexpr):
+    """Order keys of the segment maxima; LOWEST for padding."""
+    segments = tl.arange(0, segments_block)
+    maxima = tl.load(segment_max + segments, mask=segments < num_segments, other=-float("inf"))
+    return tl.where(
+        segments < num_segments, order_key(tl.div_rn(maxima, temperature), segments), LOWEST
+    )
 
 
 @triton.jit
-def _cut_of_groups(keys, largest, top_k, num_groups):
-    """A key that the k groups with the largest maxima reach, which hold the k most likely tokens,
+def _cut_of_segments(keys, largest, top_k, num_segments):
+    """A key that the k segments with the largest maxima reach, which hold the k most likely tokens,
     and at most as many more as fill the last tile of the list."""
-    wanted = tl.minimum(top_k, num_groups).to(tl.int32)
-    room = tl.cdiv(wanted, LIST_GROUPS) * LIST_GROUPS
+    wanted = tl.minimum(top_k, num_segments).to(tl.int32)
+    room = tl.cdiv(wanted, LIST_SEGMENTS) * LIST_SEGMENTS
     return select(keys, tl.cast(LOWEST, tl.int64), key_above(largest), wanted, room)
 
 
 @triton.jit
 def _list_hottest(
-    group_list,
+    segment_list,
     listed,
-    group_bound,
+    segment_bound,
     hot_list,
-    groups_block: tl.constexpr,
+    segments_block: tl.constexpr,
 ):
-    """Lists one tile of the listed groups with the largest bounds. Returns their number, and an
-    upper bound of the scores in the other groups.
+    """Lists one tile of the listed segments with the largest bounds. Returns their number, and an
+    upper bound of the scores in the other segments.
 
     The winner is nearly always among them: only tokens before `low` can beat it, and few do.
     """
-    places = tl.arange(0, groups_block)
-    groups = tl.load(group_list + places, mask=places < listed, other=0)
-    bounds = tl.load(group_bound + groups, mask=places < listed, other=-float("inf"))
-    keys = tl.where(places < listed, order_key(bounds, groups), LOWEST)
+    places = tl.arange(0, segments_block)
+    segments = tl.load(segment_list + places, mask=places < listed, other=0)
+    bounds = tl.load(segment_bound + segments, mask=places < listed, other=-float("inf"))
+    keys = tl.where(places < listed, order_key(bounds, segments), LOWEST)
     high = tl.max(keys) + 1
-    cut = select(keys, tl.cast(LOWEST, tl.int64), high, LIST_GROUPS // 2, LIST_GROUPS)
+    cut = select(keys, tl.cast(LOWEST, tl.int64), high, LIST_SEGMENTS // 2, LIST_SEGMENTS)
     others = tl.max(tl.where(keys >= cut, LOWEST, keys))
-    return _write_list(hot_list, groups, keys >= cut), value_of(others)
+    return _write_list(hot_list, segments, keys >= cut), value_of(others)
 
 
 @triton.jit
-def _write_list(places, groups, chosen):
-    """Compacts the chosen groups into `places`; returns their number."""
-    tl.store(places + tl.cumsum(chosen.to(tl.int32), 0) - 1, groups, mask=chosen)
+def _write_list(places, segments, chosen):
+    """Compacts the chosen segments into `places`; returns their number."""
+    tl.store(places + tl.cumsum(chosen.to(tl.int32), 0) - 1, segments, mask=chosen)
     tl.debug_barrier()
     return tl.sum(chosen.to(tl.int32))
 
 
 @triton.jit
-def load_listed(source, group_list, listed, tile, temperature, full: tl.constexpr):
-    """(quads, ids and keys [quads, 4]) of a tile of the listed groups; keys past the end of the
+def load_listed(source, segment_list, listed, tile, temperature, full: tl.constexpr):
+    """(quads, ids and keys [quads, 4]) of a tile of the listed segments; keys past the end of the
     list are LOWEST."""
-    quads_block: tl.constexpr = LIST_GROUPS * GROUP_QUADS
+    quads_block: tl.constexpr = LIST_SEGMENTS * SEGMENT_QUADS
     offsets = tl.arange(0, quads_block)
-    places = tile * LIST_GROUPS + offsets // GROUP_QUADS
-    groups = tl.load(group_list + places, mask=places < listed, other=0)
+    places = tile * LIST_SEGMENTS + offsets // SEGMENT_QUADS
+    segments = tl.load(segment_list + places, mask=places < listed, other=0)
     # Padding has ids beyond the vocabulary.
-    groups = tl.where(places < listed, groups, source[4])
-    quads = groups * GROUP_QUADS + offsets % GROUP_QUADS
+    segments = tl.where(places < listed, segments, source[4])
+    quads = segments * SEGMENT_QUADS + offsets % SEGMENT_QUADS
     ids = ids_of(quads)
     x = load_logits(source, ids, ids < source[4], full)
     keys = tl.where(ids < source[4], order_key(tl.div_rn(x, temperature), ids), LOWEST)
@@ -346,7 +352,7 @@ def load_listed(source, group_list, listed, tile, temperature, full: tl.constexp
 @triton.jit
 def _key_of_last(
     source,
-    group_list,
+    segment_list,
     listed,
     gathered,
     temperature,
@@ -355,10 +361,10 @@ def _key_of_last(
     top_k,
     full: tl.constexpr,
 ):
-    """The key of the k-th token of the listed groups, which lies in [low, high)."""
+    """The key of the k-th token of the listed segments, which lies in [low, high)."""
     wanted = top_k.to(tl.int32)
-    if listed <= LIST_GROUPS:
-        keys = load_listed(source, group_list, listed, 0, temperature, full)[2]
+    if listed <= LIST_SEGMENTS:
+        keys = load_listed(source, segment_list, listed, 0, temperature, full)[2]
         keys = tl.reshape(keys, [LIST_IDS])
     else:
         # Gathers the keys in between if they fit, as they do unless k is in the thousands or
@@ -367,7 +373,7 @@ def _key_of_last(
         middle = low
         gathers = tl.cast(1, tl.int1)
         while gathers:
-            count = _gather(source, group_list, listed, gathered, temperature, middle, high, full)
+            count = _gather(source, segment_list, listed, gathered, temperature, middle, high, full)
             enough = count >= wanted
             low = tl.where(enough, middle, low)
             high = tl.where(enough, high, middle)
@@ -383,7 +389,7 @@ def _key_of_last(
 @triton.jit
 def _gather(
     source,
-    group_list,
+    segment_list,
     listed,
     gathered,
     temperature,
@@ -393,8 +399,8 @@ def _gather(
 ):
     """Writes the listed keys in [low, high), as many as fit. Returns their number."""
     count = tl.cast(0, tl.int32)
-    for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
+    for tile in range(tl.cdiv(listed, LIST_SEGMENTS)):
+        keys = load_listed(source, segment_list, listed, tile, temperature, full)[2]
         keys = tl.reshape(keys, [LIST_IDS])
         chosen = (keys >= low) & (keys < high)
         places = count + tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -407,7 +413,7 @@ def _gather(
 @triton.jit
 def _weigh(
     source,
-    group_list,
+    segment_list,
     listed,
     temperature,
     largest,
@@ -416,8 +422,8 @@ def _weigh(
 ):
     """The total weight of the listed tokens with keys from `low` on."""
     total = tl.cast(0, tl.int64)
-    for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        keys = load_listed(source, group_list, listed, tile, temperature, full)[2]
+    for tile in range(tl.cdiv(listed, LIST_SEGMENTS)):
+        keys = load_listed(source, segment_list, listed, tile, temperature, full)[2]
         total += tl.sum(tl.where(keys >= low, weight_of(value_of(keys) - largest), 0))
     return total
 
@@ -425,7 +431,7 @@ def _weigh(
 @triton.jit
 def _draw(
     source,
-    group_list,
+    segment_list,
     listed,
     temperature,
     seed,
@@ -436,8 +442,8 @@ def _draw(
     """The order key by perturbed logits of the winner among the listed tokens with keys from `low`
     on."""
     winner = tl.cast(LOWEST, tl.int64)
-    for tile in range(tl.cdiv(listed, LIST_GROUPS)):
-        quads, ids, keys = load_listed(source, group_list, listed, tile, temperature, full)
+    for tile in range(tl.cdiv(listed, LIST_SEGMENTS)):
+        quads, ids, keys = load_listed(source, segment_list, listed, tile, temperature, full)
         score = value_of(keys) + gumbel(words_of_quads(seed, index, quads))
         score = tl.where(keys >= low, score, -float("inf"))
         winner = tl.maximum(winner, tl.max(order_key(score, ids)))

@@ -6,16 +6,16 @@ that rounding may differ. Three ideas keep the cost near that of reading the log
 
 - A token's noise needs two logarithms, but only a large random word can win. So a tile bounds its
   scores from the words' float bits, and computes them only if the bound reaches the best so far
-  (of n tiles, about ln n do). The bounds of a filtered row are kept for groups of 64 ids: if its
-  draw is rejected, the next one is searched in the few groups with the largest bounds.
+  (of n tiles, about ln n do). The bounds of a filtered row are kept for segments of 64 ids: if its
+  draw is rejected, the next one is searched in the few segments with the largest bounds.
 - min_p, top_k and top_p each keep a prefix of one order: logit descending, then id ascending. So
   nothing is sorted. The winner among all tokens is the winner among the kept ones if it is kept
   itself, which the sum of the weights before it decides; otherwise the search continues among
   the tokens before it. A draw from all survives top_p with probability top_p or more.
-- The first pass writes the maximum of every group. The k likeliest tokens lie in the k
-  groups with the largest maxima (of equals the lower ids): if a group is left out, each of those k
-  has a token that comes before all of its own. So top_k reads k groups again, not the row, and the
-  20 top logprobs read 20.
+- The first pass writes the maximum of every segment. The k likeliest tokens are in the k segments
+  with the largest maxima (of equal maxima, those with lower ids), because each of these has a token
+  that precedes every token of the other segments. So top_k rereads k segments instead of the row,
+  and 20 top logprobs reread 20.
 
 Kernels of the plain variant: draw (draw.py), weigh and settle (filters.py). The full one has `edit`
 before and `record` after them (scores.py).
@@ -25,7 +25,7 @@ in bf16: 78 MB, 18 µs at 4.27 TB/s, which noise exceeds: about 27 instructions 
 sm_90, are 36 µs of issue slots). Any filter: V/8 more, for maxima and bounds, written and read.
 With top_k (alone or with the others) only 64bk on top, twice for k > 64, and noise for those ids
 only. top_p without top_k: bV again, and for each rejected draw up to as much once more, read by one
-program; min_p alone: a few groups if the draw is rejected. The full variant adds for a row with
+program; min_p alone: a few segments if the draw is rejected. The full variant adds for a row with
 edits or penalties bV + 5V read and 4V written, and reads 4V in place of bV; for one with logprobs
 bV.
 
@@ -47,10 +47,10 @@ from torch import Tensor
 
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.sampling.draw import draw_kernel
-from minisgl.kernels.sampling.filters import LIST_GROUPS, LIST_IDS, settle_kernel, weigh_kernel
+from minisgl.kernels.sampling.filters import LIST_IDS, LIST_SEGMENTS, settle_kernel, weigh_kernel
 from minisgl.kernels.sampling.order import ids_of
 from minisgl.kernels.sampling.reference import TokenScores
-from minisgl.kernels.sampling.rows import GROUP
+from minisgl.kernels.sampling.rows import SEGMENT
 from minisgl.kernels.sampling.scores import edit_kernel, record_kernel
 from minisgl.kernels.sampling.tables import SamplingTables
 from minisgl.kernels.tuning import tuning_of
@@ -70,14 +70,14 @@ class SampleWorkspace:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
         self.num_tiles = triton.cdiv(vocab_size, _TILE)
-        self.num_groups = triton.cdiv(vocab_size, GROUP.value)
+        self.num_segments = triton.cdiv(vocab_size, SEGMENT.value)
         self._device = device
         self.best = self._empty(self.num_tiles, dtype=torch.int64)
         self.peaks = self._empty(self.num_tiles, dtype=torch.float32)
         self.sums = self._empty(self.num_tiles, 2, dtype=torch.int64)
-        self.group_max = self._empty(self.num_groups, dtype=torch.float32)
-        self.group_bound = self._empty(self.num_groups, dtype=torch.float32)
-        self.group_list = self._empty(self.num_groups + LIST_GROUPS.value, dtype=torch.int32)
+        self.segment_max = self._empty(self.num_segments, dtype=torch.float32)
+        self.segment_bound = self._empty(self.num_segments, dtype=torch.float32)
+        self.segment_list = self._empty(self.num_segments + LIST_SEGMENTS.value, dtype=torch.int32)
         self.gathered = self._empty(LIST_IDS.value, dtype=torch.int64)
         # Of the full variant
         self.edited: Tensor | None = None
@@ -88,7 +88,7 @@ class SampleWorkspace:
         """Allocates what the full variant needs, at the first call."""
         if self.edited is None:
             self.edited = self._empty(self.vocab_size, dtype=torch.float32)
-            self.raw_max = self._empty(self.num_groups, dtype=torch.float32)
+            self.raw_max = self._empty(self.num_segments, dtype=torch.float32)
             self.tile_sums = self._empty(self.num_tiles, 2, dtype=torch.float32)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -223,11 +223,11 @@ def _best(
         tables.records,
         workspace.best,
         workspace.peaks,
-        workspace.group_max,
-        workspace.group_bound,
+        workspace.segment_max,
+        workspace.segment_bound,
         vocab_size,
         logits.stride(0),
-        workspace.num_groups,
+        workspace.num_segments,
         workspace.num_tiles,
         tiles,
         first_id,
@@ -283,17 +283,17 @@ def _draw(
         tables.records,
         workspace.best,
         workspace.peaks,
-        workspace.group_max,
-        workspace.group_bound,
+        workspace.segment_max,
+        workspace.segment_bound,
         workspace.sums,
-        workspace.group_list,
+        workspace.segment_list,
         workspace.gathered,
         token_ids,
         *sizes,
-        workspace.num_groups,
+        workspace.num_segments,
         workspace.num_tiles,
         splits,
-        groups_block=triton.next_power_of_2(workspace.num_groups),
+        segments_block=triton.next_power_of_2(workspace.num_segments),
         tiles_block=padded_tiles,
         num_warps=8,
         maxnreg=128,  # with more an SM would hold one program only
@@ -320,7 +320,7 @@ def _edit(rows: _Rows, tables: SamplingTables, workspace: SampleWorkspace) -> No
         vocab_size,
         logits.stride(0),
         tables.edits.stride(0),
-        workspace.num_groups,
+        workspace.num_segments,
         workspace.num_tiles,
         tiles,
         quads_block=_TILE // 4,
@@ -348,16 +348,16 @@ def _record(
         tables.output_counts,
         workspace.raw_max,
         workspace.tile_sums,
-        workspace.group_list,
+        workspace.segment_list,
         scores.logprob[part],
         scores.top_ids[part],
         scores.top_logprobs[part],
         vocab_size,
         logits.stride(0),
-        workspace.num_groups,
+        workspace.num_segments,
         workspace.num_tiles,
         scores.top_ids.shape[1],
-        groups_block=triton.next_power_of_2(workspace.num_groups),
+        segments_block=triton.next_power_of_2(workspace.num_segments),
         tiles_block=triton.next_power_of_2(workspace.num_tiles),
         num_warps=8,
         **_options(logits),

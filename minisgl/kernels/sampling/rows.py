@@ -7,8 +7,8 @@ import triton.language as tl
 
 from minisgl.kernels.sampling import tables
 
-GROUP = tl.constexpr(64)  # ids that share a maximum
-GROUP_QUADS = tl.constexpr(16)  # four ids are a quad, which shares one call of Philox
+SEGMENT = tl.constexpr(64)  # ids that share a maximum
+SEGMENT_QUADS = tl.constexpr(16)  # four ids are a quad, which shares one call of Philox
 _WORDS = tl.constexpr(tables.RECORD_WORDS)
 _FIRST_FLOAT_WORD = tl.constexpr(tables.FIRST_FLOAT_WORD)
 _NUM_LOGPROBS_WORD = tl.constexpr(tables.NUM_LOGPROBS_WORD)
@@ -49,7 +49,7 @@ def load_num_logprobs(records, slot):
 def load_filters(records, slot, vocab_size):
     """(temperature, top_p, min_p, top_k, by_top_k, by_top_p, filtered).
 
-    by_top_k: top_k is on, which is decided from the group maxima alone; by_top_p: top_p is on;
+    by_top_k: top_k is on, which is decided from the segment maxima alone; by_top_p: top_p is on;
     filtered: any filter is on.
     """
     temperature = load_float(records, slot, TEMPERATURE)
@@ -109,6 +109,6 @@ def ids_of(quads):
 
 
 @triton.jit
-def group_maxima(x):
-    """The maximum of each GROUP of ids, from [quads, 4]."""
-    return tl.max(tl.reshape(x, [x.shape[0] // GROUP_QUADS, GROUP]), axis=1)
+def segment_maxima(x):
+    """The maximum of each SEGMENT of ids, from [quads, 4]."""
+    return tl.max(tl.reshape(x, [x.shape[0] // SEGMENT_QUADS, SEGMENT]), axis=1)

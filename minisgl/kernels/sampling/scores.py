@@ -7,17 +7,17 @@ import triton
 import triton.language as tl
 
 from minisgl.kernels.sampling.device_order import LOWEST, id_of, order_key, value_of
-from minisgl.kernels.sampling.filters import LIST_GROUPS, load_listed
+from minisgl.kernels.sampling.filters import LIST_SEGMENTS, load_listed
 from minisgl.kernels.sampling.rows import (
-    GROUP_QUADS,
     MIN_TOKENS,
     NUM_EDITS,
+    SEGMENT_QUADS,
     float_of,
-    group_maxima,
     ids_of,
     load_integer,
     load_num_logprobs,
     load_penalties,
+    segment_maxima,
 )
 
 
@@ -39,7 +39,7 @@ def edit_kernel(
     vocab_size,
     stride,
     edit_stride,
-    num_groups,
+    num_segments,
     num_tiles,
     tiles_per_program,
     quads_block: tl.constexpr,
@@ -47,7 +47,7 @@ def edit_kernel(
     pdl: tl.constexpr,
 ):
     """One part of a row: its logits with edits and penalties, if it has any, as float32; and if it
-    wants logprobs, the maxima of the raw logits by group, and each tile's maximum and sum of
+    wants logprobs, the maxima of the raw logits by segment, and each tile's maximum and sum of
     exponentials."""
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -69,11 +69,13 @@ def edit_kernel(
             mask = ids < vocab_size
             x = tl.load(logits + ids, mask=mask, other=-float("inf")).to(tl.float32)
             if scored:
-                groups = tile * (quads_block // GROUP_QUADS) + tl.arange(
-                    0, quads_block // GROUP_QUADS
+                segments = tile * (quads_block // SEGMENT_QUADS) + tl.arange(
+                    0, quads_block // SEGMENT_QUADS
                 )
-                maxima = group_maxima(x)
-                tl.store(raw_max + row * num_groups + groups, maxima, mask=groups < num_groups)
+                maxima = segment_maxima(x)
+                tl.store(
+                    raw_max + row * num_segments + segments, maxima, mask=segments < num_segments
+                )
                 largest = tl.max(maxima)
                 finite = tl.where(largest == -float("inf"), 0.0, largest)
                 sums = tile_sums + (row * num_tiles + tile) * 2
@@ -131,24 +133,24 @@ def record_kernel(
     output_counts,
     raw_max,
     tile_sums,
-    group_list,
+    segment_list,
     logprob,
     top_ids,
     top_logprobs,
     vocab_size,
     stride,
-    num_groups,
+    num_segments,
     num_tiles,
     num_top,
-    groups_block: tl.constexpr,
+    segments_block: tl.constexpr,
     tiles_block: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """Counts a row's token if the row has penalties, and writes its logprob and the top logprobs if
     the row wants them.
 
-    The likeliest tokens are taken one by one: first the groups with the largest maxima, then their
-    tokens.
+    The likeliest tokens are selected one by one: first the segments with the largest maxima, then
+    their tokens.
     """
     if pdl:
         tl.extra.cuda.gdc_wait()
@@ -162,7 +164,7 @@ def record_kernel(
     wanted = tl.minimum(load_num_logprobs(records, slot), num_top)
     if wanted >= 0:
         logits += row * stride
-        group_list += row * (num_groups + LIST_GROUPS)
+        segment_list += row * (num_segments + LIST_SEGMENTS)
         tiles = tl.arange(0, tiles_block)
         sums = tile_sums + (row * num_tiles + tiles) * 2
         maxima = tl.load(sums, mask=tiles < num_tiles, other=-float("inf"))
@@ -172,18 +174,18 @@ def record_kernel(
         x = tl.load(logits + token).to(tl.float32)
         tl.store(logprob + row, x - largest - log_sum)
 
-        groups = tl.arange(0, groups_block)
-        exists = groups < num_groups
-        maxima = tl.load(raw_max + row * num_groups + groups, mask=exists, other=-float("inf"))
-        keys = tl.where(exists, order_key(maxima, groups), LOWEST)
-        listed = tl.minimum(wanted, num_groups)
+        segments = tl.arange(0, segments_block)
+        exists = segments < num_segments
+        maxima = tl.load(raw_max + row * num_segments + segments, mask=exists, other=-float("inf"))
+        keys = tl.where(exists, order_key(maxima, segments), LOWEST)
+        listed = tl.minimum(wanted, num_segments)
         for place in range(listed):
             best = tl.max(keys)
-            tl.store(group_list + place, id_of(best))
+            tl.store(segment_list + place, id_of(best))
             keys = tl.where(keys == best, LOWEST, keys)
         tl.debug_barrier()
         source = (logits, logits, vocab_size, 0, vocab_size)
-        candidates = load_listed(source, group_list, listed, 0, 1.0, False)[2]
+        candidates = load_listed(source, segment_list, listed, 0, 1.0, False)[2]
         for place in range(wanted):
             best = tl.max(candidates)
             candidates = tl.where(candidates == best, LOWEST, candidates)

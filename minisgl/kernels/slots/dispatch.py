@@ -44,13 +44,13 @@ def feed_slots(
     scores: TokenScores | None,
     state: SlotState,
     ring: OutputRing,
-    ring_row: int,
+    ring_entry: int,
 ) -> None:
     """Make `token_ids` [num_rows] int64 the last tokens of `slots` [num_rows] int64, and write them
     and their scores to the ring.
 
-    `ring_row` must be the value of ring.next_row; the kernels read that on the device, so that a
-    captured call writes another row at each replay.
+    `ring_entry` must be the value of ring.next_entry; the kernels read that on the device, so that
+    a captured call writes another entry at each replay.
     """
     if runs_triton(slots.device):
         from minisgl.kernels.slots import kernels
@@ -58,12 +58,12 @@ def feed_slots(
         kernels.feed_slots(slots, token_ids, scores, state, ring)
         return
     state.last_tokens[slots] = token_ids.int()
-    ring.next_row.fill_((ring_row + 1) % len(ring.token_ids))
+    ring.next_entry.fill_((ring_entry + 1) % len(ring.token_ids))
     num_rows = len(slots)
-    ring.token_ids[ring_row, :num_rows].copy_(token_ids, non_blocking=True)
+    ring.token_ids[ring_entry, :num_rows].copy_(token_ids, non_blocking=True)
     if scores is not None:
         num_top = scores.top_ids.shape[1]
-        ring.logprob[ring_row, :num_rows].copy_(scores.logprob, non_blocking=True)
-        ring.top_ids[ring_row, :num_rows, :num_top].copy_(scores.top_ids, non_blocking=True)
-        logprobs = ring.top_logprobs[ring_row, :num_rows, :num_top]
+        ring.logprob[ring_entry, :num_rows].copy_(scores.logprob, non_blocking=True)
+        ring.top_ids[ring_entry, :num_rows, :num_top].copy_(scores.top_ids, non_blocking=True)
+        logprobs = ring.top_logprobs[ring_entry, :num_rows, :num_top]
         logprobs.copy_(scores.top_logprobs, non_blocking=True)

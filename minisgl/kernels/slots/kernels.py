@@ -42,7 +42,7 @@ def read_slots(slots: Tensor, state: SlotState, rows: SlotRows) -> None:
 def feed_slots(
     slots: Tensor, token_ids: Tensor, scores: TokenScores | None, state: SlotState, ring: OutputRing
 ) -> None:
-    """As in dispatch.py; the row of the ring is read on the device."""
+    """As in dispatch.py; the index of the ring entry is read on the device."""
     num_rows = len(slots)
     if scores is not None:
         num_top = scores.top_ids.shape[1]
@@ -53,7 +53,7 @@ def feed_slots(
             ring.logprob,
             ring.top_ids,
             ring.top_logprobs,
-            ring.next_row,
+            ring.next_entry,
             num_top,
             scores.top_ids.stride(0),
             ring.top_ids.shape[1],
@@ -66,7 +66,7 @@ def feed_slots(
         token_ids,
         state.last_tokens,
         ring.token_ids,
-        ring.next_row,
+        ring.next_entry,
         num_rows,
         ring.token_ids.shape[1],
         ring_size=ring.token_ids.shape[0],
@@ -127,15 +127,15 @@ def _feed(
     token_ids,
     last_tokens,
     ring,
-    next_row,
+    next_entry,
     num_rows,
-    row_stride,
+    entry_stride,
     ring_size: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A single program, which advances the ring after writing a row."""
-    ring_row = tl.load(next_row)
-    target = ring + ring_row * row_stride
+    """A single program, which writes one entry and then advances the ring."""
+    ring_entry = tl.load(next_entry)
+    target = ring + ring_entry * entry_stride
     for start in range(0, num_rows, block):
         row = start + tl.arange(0, block)
         there = row < num_rows
@@ -143,7 +143,7 @@ def _feed(
         tl.store(last_tokens + tl.load(slots + row, mask=there), token, mask=there)
         tl.store(target + row, token, mask=there)
     tl.debug_barrier()  # every thread has read the old value
-    tl.store(next_row, (ring_row + 1) % ring_size)
+    tl.store(next_entry, (ring_entry + 1) % ring_size)
 
 
 @triton.jit
@@ -154,16 +154,16 @@ def _send_scores(
     ring_logprob,
     ring_ids,
     ring_logprobs,
-    next_row,
+    next_entry,
     num_top,
     top_stride,
     ring_rows,
     ring_top,
     block: tl.constexpr,
 ):
-    """One row a program; it must run before `_feed` advances the ring."""
+    """One row per program. Must run before `_feed` advances the ring."""
     row = tl.program_id(0)
-    place = tl.load(next_row) * ring_rows + row
+    place = tl.load(next_entry) * ring_rows + row
     tl.store(ring_logprob + place, tl.load(logprob + row))
     index = tl.arange(0, block)
     there = index < num_top

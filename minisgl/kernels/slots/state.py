@@ -62,16 +62,16 @@ class SlotRows:
 
 @dataclass(frozen=True, slots=True)
 class OutputRing:
-    """Rows of host memory that the device writes in turn, one a step.
+    """A ring buffer in host memory; the device writes one entry per step.
 
     Pinned and mapped if the device is a GPU, whose kernels write to it directly.
     """
 
     token_ids: Tensor  # [ring, rows] int32
-    logprob: Tensor  # [ring, rows] float32; this and the next two as in TokenScores
-    top_ids: Tensor  # [ring, rows, num_top] int32
-    top_logprobs: Tensor  # [ring, rows, num_top] float32
-    next_row: Tensor  # [1] int32, on the device: the row of the next step
+    logprob: Tensor  # [ring, rows] float32; as in TokenScores
+    top_ids: Tensor  # [ring, rows, num_top] int32; as in TokenScores
+    top_logprobs: Tensor  # [ring, rows, num_top] float32; as in TokenScores
+    next_entry: Tensor  # [1] int32, on the device: the index of the next step's entry
 
     @staticmethod
     def allocate(size: int, num_rows: int, num_top: int, device: torch.device) -> OutputRing:
@@ -85,7 +85,7 @@ class OutputRing:
             logprob=zeros(num_rows, dtype=torch.float32),
             top_ids=zeros(num_rows, num_top, dtype=torch.int32),
             top_logprobs=zeros(num_rows, num_top, dtype=torch.float32),
-            next_row=torch.zeros(1, dtype=torch.int32, device=device),
+            next_entry=torch.zeros(1, dtype=torch.int32, device=device),
         )
 
 

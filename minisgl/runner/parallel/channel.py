@@ -1,11 +1,11 @@
-"""Messages between rank 0 and the other ranks.
+"""Carries messages between rank 0 and the other ranks.
 
     rank 0   ── plans, close ─────────────▶  rank
              ◀── RankReady, RankFailed ────
              ◀── heartbeats ───────────────
 
-`Channel` is rank 0's end, which serves all other ranks; `RankEnd` is the end of one of them. Ranks
-on one machine use pipes and a piece of shared memory.
+`Channel` is rank 0's end for all other ranks; `RankEnd` is the end of one of them. Ranks on one
+machine use pipes, and shared memory for the heartbeats.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from multiprocessing.context import SpawnContext
 from typing import Any, Protocol
 
 HEARTBEAT_S = 1.0
-_CLOSE = b"\1"  # in place of a plan: there are no more
+_CLOSE = b"\1"  # sent after the last plan
 
 Waitable = Connection | int  # what multiprocessing.connection.wait accepts
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """The rank has loaded its part of the model and waits for plans."""
+    """Sent once the rank has loaded its part of the model and accepts plans."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailed:
-    """The reason why the rank ends."""
+    """Sent before the rank ends, with the reason."""
 
     kind: str  # class name of the error
     message: str
@@ -41,39 +41,39 @@ Message = RankReady | RankFailed
 
 
 class RankEnd(Protocol):
-    """The end of a rank other than 0. Whoever launches the rank carries it there."""
+    """The end of a rank other than 0, passed to it by the launcher."""
 
     def receive(self) -> bytes | None:
-        """Block until the next plan; None if there are no more. Raises EOFError once rank 0 is
-        gone."""
+        """Block until the next plan; None if there are no more. Raises EOFError if rank 0 has
+        died."""
         ...
 
     def report(self, message: Message) -> None:
-        """Raises OSError if rank 0 cannot be reached."""
+        """Send `message` to rank 0. Raises OSError if the connection is closed."""
         ...
 
     def beat(self) -> None:
-        """Give a sign of life, as expected every HEARTBEAT_S seconds. Any thread may call it."""
+        """Send a heartbeat, expected every HEARTBEAT_S seconds. Any thread may call it."""
         ...
 
 
 class Channel(Protocol):
-    """Rank 0's end. One thread receives; any may send, one at a time."""
+    """Rank 0's end. One thread receives; any thread may send, one at a time."""
 
     def end_of(self, rank: int) -> RankEnd:
-        """The other end, to be carried to the rank when it is launched."""
+        """The other end, to be passed to the rank when it is launched."""
         ...
 
     def launched(self) -> None:
-        """Release what this process holds of the other ends, now that all ranks have theirs."""
+        """Release this process's copies of the other ends, once all ranks are started."""
         ...
 
     def send(self, data: bytes) -> None:
-        """Send an encoded plan to every rank. Raises OSError if one cannot be reached."""
+        """Send an encoded plan to every rank. Raises OSError if a connection is closed."""
         ...
 
     def send_close(self) -> None:
-        """Announce that there are no more plans, to every rank that can still be reached."""
+        """Announce the end of the plans to every rank whose connection is open."""
         ...
 
     def receive(
@@ -81,21 +81,21 @@ class Channel(Protocol):
     ) -> list[tuple[int, Message | None]]:
         """Wait until a rank sends something or one of `wakers` is ready, up to `timeout_s`.
 
-        Returns at most one message of each rank, and once None for a rank whose connection is
-        closed, which only the end of the rank does.
+        Returns (rank, message) pairs, at most one per rank; the message is None, once, for a rank
+        whose connection is closed because its process has ended.
         """
         ...
 
     def heartbeats(self) -> Mapping[int, float]:
-        """For each rank a number that changes with each of its heartbeats."""
+        """A number for each rank that changes with each of its heartbeats."""
         ...
 
 
 class PipeChannel:
-    """To processes on this machine: a pipe for each, and their heartbeats in shared memory."""
+    """A channel to processes on this machine: a pipe each, and heartbeats in shared memory."""
 
     def __init__(self, ranks: Iterable[int], context: SpawnContext) -> None:
-        """ranks: the other ranks. context: of the processes that inherit the other ends."""
+        """ranks: the ranks other than 0. context: of the processes that inherit the other ends."""
         pipes = {rank: context.Pipe() for rank in ranks}
         self._heartbeats = context.RawArray("d", max(pipes) + 1)
         self._connections = {rank: here for rank, (here, _) in pipes.items()}
@@ -106,18 +106,18 @@ class PipeChannel:
         return PipeEnd(rank, self._far_ends[rank], self._heartbeats)
 
     def launched(self) -> None:
-        # A pipe reports its end only when no process holds the far end open.
+        # A pipe reaches EOF only when no process holds the other end open.
         for end in self._far_ends.values():
             end.close()
 
     def send(self, data: bytes) -> None:
-        # A rank does little but read, so this does not block.
+        # Ranks read promptly, so this does not block.
         for connection in self._connections.values():
             connection.send_bytes(data)
 
     def send_close(self) -> None:
         for connection in self._connections.values():
-            with contextlib.suppress(OSError):  # that rank has ended already
+            with contextlib.suppress(OSError):  # that rank has already ended
                 connection.send_bytes(_CLOSE)
 
     def receive(
@@ -139,11 +139,11 @@ class PipeChannel:
 
 @dataclass(frozen=True, slots=True)
 class PipeEnd:
-    """Can be pickled only while a process is being spawned."""
+    """A rank's end of a PipeChannel. Can be pickled only while a process is being spawned."""
 
     rank: int
     connection: Connection
-    heartbeats: Any  # shared, indexed by rank: the time.monotonic of the last heartbeat
+    heartbeats: Any  # shared memory: time.monotonic of the last heartbeat, by rank
 
     def receive(self) -> bytes | None:
         data = self.connection.recv_bytes()

@@ -1,4 +1,4 @@
-"""Where ranks run, and how they are started and ended."""
+"""Starts ranks and ends them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The process of a rank."""
+    """The state of a rank's process."""
 
     pid: int | None  # None before it is started
-    exit_code: int | None  # as subprocess has it: -N after signal N; None while it runs
+    exit_code: int | None  # as in subprocess: -N after signal N; None while it runs
 
 
 class Launcher(Protocol):
-    """Starts the ranks other than 0 and can end them."""
+    """Starts the ranks other than 0 and ends them."""
 
     def placed(self, spec: RankSpec) -> RankSpec:
-        """`spec` with the local numbers of the place where its rank runs, rank 0's included."""
+        """Fill in the local numbers of `spec` for its machine; also called for rank 0."""
         ...
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         """Start one rank for each spec, with its end of the channel. Called once.
 
-        The thread that calls it must live on: ranks may be killed when it ends.
+        The calling thread must stay alive: ranks may be killed when it ends.
         """
         ...
 
@@ -47,21 +47,21 @@ class Launcher(Protocol):
         ...
 
     def wakers(self) -> Sequence[Waitable]:
-        """Objects to wait for that become ready when a rank's process ends. May be empty: `states`
-        is looked at every second in any case."""
+        """Waitable objects that become ready when a rank's process ends. May be empty: the caller
+        polls `states` every second in any case."""
         ...
 
     def join(self, timeout_s: float) -> None:
-        """Wait until every rank has ended, up to `timeout_s` for all together."""
+        """Wait until all ranks have ended, up to `timeout_s` in total."""
         ...
 
     def kill(self, timeout_s: float) -> None:
-        """Kill every rank that runs and wait for its end, up to `timeout_s` for each."""
+        """Kill every running rank and wait for its end, up to `timeout_s` each."""
         ...
 
 
 class SpawnLauncher:
-    """Processes on this machine, one GPU each, that end with the thread that starts them."""
+    """Runs ranks as processes on this machine, one GPU each, which end with the starting thread."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._context = context
@@ -71,8 +71,8 @@ class SpawnLauncher:
         return replace(spec, local_rank=spec.rank, num_local_ranks=spec.config.tp)
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
-        # A signal that is blocked here is blocked in the new processes, too, until they ignore it.
-        # Starting the resource tracker, which the first process would do, would unblock it.
+        # The new processes inherit blocked signals, and keep them blocked until they ignore them.
+        # Starting the first process would start the resource tracker, which unblocks them.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self._processes = {
@@ -125,16 +125,16 @@ def spawn_obstacle() -> str | None:
 
 
 def run_spawned_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
-    """The main function of the process."""
+    """The main function of a spawned process."""
     _end_with_parent(parent_pid)
-    # Ctrl-C and a supervisor's SIGTERM go to all processes; rank 0 decides when the ranks end.
+    # Ctrl-C and a supervisor's SIGTERM reach all processes; rank 0 decides when the ranks end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     run_rank(spec, end)
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """Be killed when the thread that started this process ends, which it does with its process."""
+    """Let the kernel kill this process when the thread that started it, or its process, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # the parent ended before the call above

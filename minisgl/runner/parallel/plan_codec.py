@@ -1,8 +1,8 @@
-"""Encodes step plans as bytes, to be sent from rank 0 to the others.
+"""Encodes step plans as bytes, which rank 0 sends to the other ranks.
 
-In steady decode a plan differs from the last one only in the step's number and the length of its
-longest row, each larger by one, and is sent as the single byte AGAIN. A plan with new pages or
-chunks is sent without its decode slots if these have not changed.
+In steady decode a plan differs from the last one only in the number of the step and the length of
+its longest row, each larger by one; it is sent as the single byte AGAIN. Other plans are sent
+without their decode slots if these have not changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 
-# Whether the decode slots are those of the last plan, and the plan; if so, without them.
+# (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
 
 
 class PlanEncoder:
-    """Encodes every plan, in launch order. A plan for which it raises must not be sent."""
+    """Encodes all plans in launch order. A plan for which it raises must not be sent."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())
@@ -48,13 +48,13 @@ class PlanEncoder:
 
 
 def _without_text(join: SlotJoin) -> SlotJoin:
-    """Drop the stop strings: other ranks do not use them, and they may not be valid UTF-8."""
+    """Remove the stop strings, which other ranks do not need and which may be invalid UTF-8."""
     return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
 
 
 class PlanDecoder:
-    """Decodes the messages of one PlanEncoder, in order, to the plans it was given without their
-    stop strings. Decode slots that have not changed are the same object."""
+    """Decodes the messages of one PlanEncoder, in order. Yields its plans without stop strings;
+    unchanged decode slots are the same object."""
 
     def __init__(self) -> None:
         self._last = StepPlan(0, ())

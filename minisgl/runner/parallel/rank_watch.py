@@ -1,4 +1,4 @@
-"""Judges whether the other ranks still work, from what is seen of them."""
+"""Decides from messages, heartbeats and process states whether the other ranks still work."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from minisgl.errors import (
 from minisgl.runner.parallel.channel import HEARTBEAT_S, Message, RankFailed, RankReady
 from minisgl.runner.parallel.launcher import ProcessState
 
-# A process that runs never misses heartbeats for this long, whatever it does.
+# No running process is silent for this long, whatever it computes.
 SILENCE_LIMIT_S = 120.0
 
 _LOAD_ERRORS = {kind.__name__: kind for kind in (CheckpointError, DeviceMemoryError)}
 
 
 def error_of(kind: str) -> type[MinisglError]:
-    """The class for a rank's error of this class name: errors of loading keep theirs."""
+    """The class to raise for a rank's error; loading errors keep their class, given by name."""
     return _LOAD_ERRORS.get(kind, EngineStoppedError)
 
 
 class RankWatch:
-    """Starts no thread and reads no clock: `heard` and `look` are fed by one thread.
+    """Judges the other ranks. Starts no thread and reads no clock; one thread calls its methods.
 
-    num_launched and num_collected, steps of rank 0, are counted by other threads.
+    num_launched and num_collected count the steps of rank 0; other threads increment them.
     """
 
     def __init__(self, ranks: Iterable[int], step_timeout_s: float) -> None:
@@ -39,16 +39,16 @@ class RankWatch:
         self._failed: dict[int, RankFailed] = {}
         self._disconnected: set[int] = set()
         self._looked_s = 0.0
-        self._heartbeats = dict.fromkeys(self.silence, 0.0)  # as of that time
-        self._step = 0  # the one waited for at that time
-        self._waited_s = 0.0  # for that step
+        self._heartbeats = dict.fromkeys(self.silence, 0.0)  # at the last look
+        self._step = 0  # the step in flight at the last look
+        self._waited_s = 0.0  # time spent waiting for that step
 
     def begin(self, now: float) -> None:
-        """Count silence from `now`, in seconds of time.monotonic, as in `look`."""
+        """Start to measure silence. now: time.monotonic, as in `look`."""
         self._looked_s = now
 
     def heard(self, rank: int, message: Message | None) -> None:
-        """Take note of what Channel.receive has returned."""
+        """Record a message that Channel.receive returned."""
         if message is None:
             self._disconnected.add(rank)
         elif isinstance(message, RankFailed):
@@ -57,9 +57,9 @@ class RankWatch:
             self.ready.add(rank)
 
     def look(self, now: float, heartbeats: Mapping[int, float]) -> None:
-        """Update `silence`; to be called every HEARTBEAT_S seconds.
+        """Update `silence`; must be called every HEARTBEAT_S seconds.
 
-        A late look counts at most twice that: this process may have been stopped itself.
+        A late call counts for at most twice that, because this process may have been stopped.
         """
         elapsed, self._looked_s = min(now - self._looked_s, 2 * HEARTBEAT_S), now
         for rank in self.silence:
@@ -71,7 +71,7 @@ class RankWatch:
         self._step, self._waited_s = step, self._waited_s + elapsed if same_step else 0.0
 
     def verdict(self, states: Mapping[int, ProcessState]) -> MinisglError | None:
-        """Why the ranks cannot go on; None while they can."""
+        """The error because of which the ranks cannot go on; None while they can."""
         for rank, state in states.items():
             ended = state.exit_code is not None or rank in self._disconnected
             if ended and rank not in self._failed:

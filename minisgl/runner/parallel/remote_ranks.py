@@ -1,4 +1,4 @@
-"""The ranks other than 0, as rank 0 sees them: started, watched and ended by one thread."""
+"""Rank 0's view of the other ranks, which one thread starts, watches and ends."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from minisgl.runner.parallel.launcher import Launcher
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
 
-# The thread that first notices a failure waits this long for its cause to be found.
+# After noticing a failure a thread waits this long until its cause is found.
 VERDICT_S = 1.0
-# Ranks that have not ended this long after they were asked to are killed.
+# Ranks that have not ended this long after the close message are killed.
 CLOSE_LIMIT_S = 10.0
-# After a failure on a GPU this process exits, once this long has passed for errors to be reported.
+# After a failure on a GPU this process exits, with this delay so that errors can be reported.
 EXIT_AFTER_S = 5.0
 
 
 class RemoteRanks:
-    """Joins a Launcher, a Channel and a RankWatch; any thread may call its methods.
+    """Combines a Launcher, a Channel and a RankWatch. Thread-safe.
 
-    The ranks are killed when the watching thread ends, with this process at the latest.
+    The ranks are killed when the watching thread ends, at the latest with this process.
     """
 
     def __init__(self, own: RankSpec, launcher: Launcher, channel: Channel) -> None:
-        """Returns at once. own: rank 0's; the others differ from it in their numbers."""
+        """Return at once. own: the spec of rank 0; the others differ only in their numbers."""
         others = range(1, own.config.tp)
-        self.lost: Future[None] = Future()  # raises the reason once the ranks cannot go on
+        self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         self.on_gpu = own.config.device == "cuda"
         self._specs = [launcher.placed(replace(own, rank=rank)) for rank in others]
         self._rendezvous = own.rendezvous
         self._launcher = launcher
         self._channel = channel
         self._watch = RankWatch(others, own.config.step_timeout)
-        self._changed = threading.Condition()  # of _watch.ready and lost
+        self._changed = threading.Condition()  # for _watch.ready and lost
         self._ending = False
         self._killing: threading.Timer | None = None
         self._gone = threading.Event()
         self._sending = threading.Lock()
-        # multiprocessing's own exit handler would send SIGTERM, which ranks ignore, and wait.
+        # multiprocessing's exit handler would send SIGTERM, which ranks ignore, and wait for them.
         atexit.register(self.kill)
         threading.Thread(target=self._run, name="minisgl-ranks", daemon=True).start()
 
@@ -56,12 +56,12 @@ class RemoteRanks:
 
     @property
     def silence(self) -> Mapping[int, float]:
-        """Seconds since the last heartbeat of each rank, which sends one a second."""
+        """Seconds since the last heartbeat of each rank; one per second is expected."""
         return self._watch.silence
 
     def wait_ready(self, report: Callable[[float], None]) -> None:
-        """Block until all ranks have loaded, or raise why they cannot. `report` gets the fraction
-        of them that has, 0 to 1."""
+        """Block until all ranks have loaded; raises the reason if one cannot. report: called with
+        the fraction of ranks that have loaded, 0 to 1."""
         with self._changed:
             while len(self._watch.ready) < len(self._specs) and not self.lost.done():
                 report(len(self._watch.ready) / len(self._specs))
@@ -85,8 +85,8 @@ class RemoteRanks:
         self._watch.num_collected += 1
 
     def lose(self, error: Exception) -> Exception:
-        """Give up because of an error of rank 0, and return the reason: the error, or the end of
-        another rank that has caused it and may be noticed here first."""
+        """Give up because of an error of rank 0. Returns the cause: the error itself, or the death
+        of another rank that led to it."""
         wait_for_futures((self.lost,), VERDICT_S)
         self.fail(error_of(type(error).__name__)(f"Rank 0 failed: {error}"))
         reason = self.lost.exception()
@@ -94,8 +94,11 @@ class RemoteRanks:
         return reason
 
     def begin_to_end(self) -> None:
-        """Ask the ranks to exit; `send` fails from now on. Without `end` they are killed after
-        CLOSE_LIMIT_S: on a GPU rank 0 cannot leave the group before they have done their part."""
+        """Announce the end to the ranks; `send` fails from now on.
+
+        Unless `end` is called within CLOSE_LIMIT_S, the ranks are killed: on a GPU, leaving the
+        group blocks rank 0 until they take part.
+        """
         late = EngineStoppedError(f"The ranks have not ended within {CLOSE_LIMIT_S:g} s.")
         self._killing = threading.Timer(CLOSE_LIMIT_S, self.fail, (late,))
         self._killing.daemon = True
@@ -105,7 +108,7 @@ class RemoteRanks:
             self._channel.send_close()
 
     def end(self) -> None:
-        """Wait until all ranks have exited, and kill those that do not within CLOSE_LIMIT_S."""
+        """Wait until all ranks have exited, and kill those still running after CLOSE_LIMIT_S."""
         if self._killing is not None:
             self._killing.cancel()
         self._launcher.join(CLOSE_LIMIT_S)
@@ -118,11 +121,11 @@ class RemoteRanks:
         self._gone.set()
 
     def close_rendezvous(self) -> None:
-        """On a GPU only after the group is closed, or when this process exits."""
+        """Free the rendezvous. On a GPU, call it only after the group is closed or at exit."""
         self._rendezvous.close()
 
     def fail(self, reason: Exception) -> None:
-        """Kill the ranks and let `lost` raise `reason`. Blocks until they are dead."""
+        """Kill the ranks and fail `lost` with `reason`. Blocks until they are dead."""
         with self._changed:
             if self.lost.done():
                 return
@@ -130,8 +133,8 @@ class RemoteRanks:
             self._changed.notify_all()
         self.kill()
         if self.on_gpu:
-            # A kernel here may wait for a dead rank for ever, and an orderly exit for that kernel.
-            # So this process exits once callers have had the time to report the error.
+            # A kernel of this process may wait for a dead rank for ever, and an orderly exit would
+            # wait for the kernel. So exit, after callers have had time to report the error.
             leaving = threading.Timer(EXIT_AFTER_S, self._exit)
             leaving.daemon = True
             leaving.start()
@@ -155,10 +158,10 @@ class RemoteRanks:
                         self._changed.notify_all()
                 self._watch.look(time.monotonic(), self._channel.heartbeats())
                 if self._verdict() is not None and not self._ending:
-                    # Ranks that lost the connection to a dead one may be the first to report it.
+                    # Other ranks may report their lost connection before this rank's end is seen.
                     time.sleep(VERDICT_S / 4)
                     self.fail(self._verdict() or EngineStoppedError("A rank has failed."))
-            self._gone.wait()  # the end of this thread would kill ranks that are about to exit
+            self._gone.wait()  # ending this thread would kill ranks that are about to exit
         except Exception as error:
             self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 

@@ -1,4 +1,4 @@
-"""Where ranks exchange what they need to form a process group."""
+"""The rendezvous through which ranks form a process group."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 
 class Rendezvous(Protocol):
-    """Known to every rank, so that it can be pickled."""
+    """Provides a torch.distributed store to all ranks. Pickled with the RankSpec."""
 
     def store(self) -> Store:
-        """The store that all ranks share, as one rank opens it."""
+        """Open the store that all ranks share."""
         ...
 
     def close(self) -> None:
-        """Free what rank 0 has allocated. NCCL, which polls the store, hangs if it goes before the
-        group is closed or the process ends."""
+        """Free what rank 0 has allocated. NCCL polls the store, and hangs if it disappears before
+        the group is closed or the process ends."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileRendezvous:
-    """A file in a private folder, for ranks on one machine. A file has no socket that another user
-    could write to."""
+    """A file in a private folder, for ranks on one machine. Unlike a socket, other users cannot
+    write to it."""
 
     folder: Path
 
     @staticmethod
     def create() -> FileRendezvous:
-        """Raises OSError if there is no place for temporary files."""
+        """Make a private folder for the file. Raises OSError if there is no temporary directory."""
         return FileRendezvous(Path(tempfile.mkdtemp(prefix="minisgl-ranks-")))
 
     def store(self) -> Store:
-        # -1: the store does not delete the file by itself.
+        # -1: the store does not delete the file.
         return FileStore(str(self.folder / "store"), -1)
 
     def close(self) -> None:

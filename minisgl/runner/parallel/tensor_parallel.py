@@ -1,12 +1,12 @@
-"""Several ranks behind the methods of one: rank 0 here, the others in processes of their own.
+"""Runs several ranks through the interface of one: rank 0 here, the others in processes.
 
     this process                                   rank 1, 2, ...
     launch(plan) ── the encoded plan ────────────▶ launch(plan)
     collect(handle): the tokens of rank 0          (the same tokens, which are dropped)
 
-A step that fails on one rank is fatal for all: the others are left in a collective that never ends,
-which on a GPU nothing can interrupt. So a thread of this process starts and watches the other
-ranks, and when one ends, every caller gets an error, whatever its thread hangs in.
+A step that fails on one rank is fatal for all: the others hang in a collective, which on a GPU
+nothing can interrupt. So a thread of this process starts and watches the other ranks; if one ends,
+every caller gets an error, even if the calling thread hangs.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 def load_ranks(
     config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
 ) -> TensorParallelRunner:
-    """Start config.tp ranks on this machine and load a part of the model on each.
+    """Start config.tp ranks on this machine and load a shard of the model on each.
 
-    Blocks, for seconds or minutes. Raises ConfigError where no ranks can be started,
-    CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies meanwhile.
+    Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here,
+    CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
     """
     if reason := spawn_obstacle() or _group_obstacle():
         raise ConfigError("--tp", config.tp, reason)
@@ -62,14 +62,14 @@ def load_ranks(
     others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.tp), context))
     own: tuple[ModelRunner, Communicator] | None = None
     try:
-        # In a thread that can be abandoned if it waits for a rank that has died.
+        # In a daemon thread, which is abandoned if it waits for a rank that has died.
         loading = _in_thread(lambda: join_and_load(spec, report))
         either: list[Future[Any]] = [loading, others.lost]
         wait_for_futures(either, return_when=FIRST_COMPLETED)
         if not loading.done():
             others.lost.result()
         error = loading.exception()
-        if isinstance(error, CheckpointError):  # every rank finds it
+        if isinstance(error, CheckpointError):  # every rank raises the same
             raise error
         if isinstance(error, Exception):
             raise others.lose(error)
@@ -88,7 +88,7 @@ def load_ranks(
 
 
 def _group_obstacle() -> str | None:
-    """The reason why this process can form no group of ranks; None if it can."""
+    """The reason why this process cannot form a group of ranks; None if it can."""
     if dist.is_initialized():
         return (
             "this process has ranks already, of another engine or of your own; "
@@ -116,18 +116,18 @@ class TensorParallelRunner:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
 
-    `lost` raises it too, as soon as it is known, even while `collect` hangs. If a GPU was used, the
-    process exits a few seconds later.
+    `lost` fails with it at once, even while `collect` hangs. If a GPU was used, the process exits a
+    few seconds later.
     """
 
     def __init__(self, own: ModelRunner, ranks: Communicator, others: RemoteRanks) -> None:
-        """own, ranks: rank 0's."""
+        """own, ranks: the runner and the communicator of rank 0."""
         self.capacity = own.capacity
         self.others = others
         self._own = own
         self._ranks = ranks
         self._encoder = PlanEncoder()
-        # If the others were killed while a step runs here, neither it nor this process would end.
+        # If the other ranks were killed during a step, neither the step nor this process would end.
         atexit.register(self.close)
 
     @property
@@ -135,7 +135,7 @@ class TensorParallelRunner:
         return self.others.lost
 
     def silence(self) -> Mapping[int, float]:
-        """Seconds since the last heartbeat of each rank but 0, which sends one a second."""
+        """Seconds since the last heartbeat of each rank but 0; one per second is expected."""
         return self.others.silence
 
     def give_up(self, reason: MinisglError) -> None:

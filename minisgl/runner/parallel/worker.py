@@ -1,7 +1,7 @@
-"""A rank other than 0: it loads its part of the model, then runs the plans that rank 0 launches.
+"""The process of a rank other than 0: loads a shard of the model, then runs rank 0's plans.
 
-It ends when rank 0 asks it to, when rank 0's process is gone, and on any error. After an error it
-exits at once, because the other ranks may be in a collective that waits for it.
+It ends after the close message, when rank 0's process has died, and on any error. After an error it
+exits at once, because other ranks may wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from minisgl.runner.runner import ModelRunner, StepHandle
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank needs to know before it can load; the same for all but its two numbers."""
+    """The parameters of a rank, the same for all ranks except `rank` and the local numbers."""
 
     rank: int  # among all ranks
-    local_rank: int  # among those on its machine, which is also the number of its GPU
-    num_local_ranks: int  # on its machine, which share its cores
+    local_rank: int  # among the ranks of its machine; also its GPU
+    num_local_ranks: int  # ranks of its machine, which share the cores
     config: ResolvedConfig
     model_config: ModelConfig
     folder: Path
@@ -44,12 +44,12 @@ class RankSpec:
 
 
 def run_rank(spec: RankSpec, end: RankEnd) -> None:
-    """Serve until rank 0 asks for the end. Exits the process if rank 0 is gone or on an error."""
+    """Run plans until the close message. Exits the process on an error or if rank 0 has died."""
     logging.basicConfig(level=logging.WARNING, format=f"rank {spec.rank}: %(message)s")
     threading.Thread(target=_beat, args=(end,), name="minisgl-heartbeat", daemon=True).start()
     try:
         _serve(spec, end)
-    except EOFError:  # rank 0 is gone
+    except EOFError:  # rank 0 has died
         os._exit(1)
     except BaseException as error:
         exit_with(end, error)
@@ -62,7 +62,7 @@ def _beat(end: RankEnd) -> None:
 
 
 def exit_with(end: RankEnd, error: BaseException) -> None:
-    """Report the error and exit at once: an orderly exit may wait for what never comes."""
+    """Report the error and exit at once; an orderly exit could hang in a collective."""
     message = str(error) if isinstance(error, MinisglError) else without_words(error)
     with contextlib.suppress(OSError):
         end.report(RankFailed(type(error).__name__, message))
@@ -79,13 +79,13 @@ def _serve(spec: RankSpec, end: RankEnd) -> None:
 
 
 def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Communicator]:
-    """Join the group and load this rank's part of the model; every rank does so, rank 0 too.
+    """Join the group and load this rank's shard of the model. Every rank calls it, rank 0 too.
 
-    Blocks, for seconds or minutes, until all ranks have done it.
+    Blocks for seconds or minutes, until all ranks have loaded.
     """
     config = spec.config
     if config.device == "cpu":
-        # More threads than cores slow all ranks down.
+        # With more threads than cores all ranks are slower.
         num_threads = max(1, (os.cpu_count() or 1) // spec.num_local_ranks)
         torch.set_num_threads(min(torch.get_num_threads(), num_threads))
     device = rank_device(config, spec.local_rank)
@@ -112,11 +112,11 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
 
 
 def _run_plans(runner: ModelRunner, end: RankEnd) -> None:
-    """Launch what rank 0 sends until it announces that there is no more, and until that is done."""
+    """Launch the plans of rank 0 until the close message, and wait for their steps."""
     launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
 
     def collect() -> None:
-        """Only rank 0's tokens are used, but a step that fails here must be noticed."""
+        """Collect every step and drop its tokens, to detect steps that fail on this rank."""
         runner.lanes.enter_thread()
         while (handle := launched.get()) is not None:
             try:

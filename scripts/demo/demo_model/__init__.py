@@ -1,1 +1,1 @@
-"""What the bundled demo model is trained on and how it is evaluated."""
+"""The training data and the evaluation of the bundled demo model."""

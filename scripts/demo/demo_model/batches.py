@@ -1,6 +1,6 @@
-"""Cuts conversations into batches of one fixed number of tokens, one conversation a row.
+"""Packs conversations into batches of a fixed number of tokens, one conversation per row.
 
-The training script's worker processes run this; it needs numpy and nothing heavier.
+Runs in the worker processes of the training script, so it imports nothing heavier than numpy.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import numpy.typing as npt
 from demo_model.data import make_shard
 
 LENGTHS = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-BATCH_UNIT = 6144  # the least number that all of them divide; a batch is a multiple of it
-NOT_LEARNED = -100  # what torch's cross entropy ignores
+BATCH_UNIT = 6144  # least common multiple of the row lengths; divides the size of a batch
+NOT_LEARNED = -100  # ignore_index of torch's cross entropy
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The sequences that go into one batch, and the length that all are padded to."""
+    """The sequences of one batch, and the length to which they are padded."""
 
     length: int
     members: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A shard's batches in the order of training. Row i is one batch, laid out flat."""
+class DataShard:
+    """The batches of a data shard in training order. Row i of the arrays is one flattened batch."""
 
     # [num_batches, batch_tokens] int16
     ids: npt.NDArray[np.int16]
     # [num_batches, batch_tokens] int16: the id that follows, or NOT_LEARNED
     targets: npt.NDArray[np.int16]
-    # [num_batches]: how long each row inside the batch is
+    # [num_batches]: length of the sequences in each batch
     lengths: list[int]
-    # [num_batches]: how many targets the batch has
+    # [num_batches]: number of targets in each batch
     num_learned: list[int]
-    # without the padding
+    # excluding padding
     num_tokens: int
 
 
 def plan_rows(lengths: Sequence[int], batch_tokens: int) -> list[Rows]:
-    """Longest first, so that rows in a batch are about as long as each other."""
+    """Plan batches, longest first, so that the sequences of a batch have similar lengths."""
     order = sorted(range(len(lengths)), key=lambda member: -lengths[member])
     plan: list[Rows] = []
     start = 0
@@ -58,11 +58,11 @@ def plan_rows(lengths: Sequence[int], batch_tokens: int) -> list[Rows]:
 
 def make_batches(
     folder: Path, seed: int, index: int, shard_tokens: int, batch_tokens: int
-) -> Shard:
-    """Shard number `index`, always the same for the same arguments."""
+) -> DataShard:
+    """Make shard number `index`, deterministically."""
     conversations = make_shard(folder, seed, index, shard_tokens)
     plan = plan_rows([len(ids) for ids, _ in conversations], batch_tokens)
-    np.random.default_rng((seed, index)).shuffle(plan)  # or each shard would start with the longest
+    np.random.default_rng((seed, index)).shuffle(plan)  # otherwise the longest come first
 
     all_ids = np.zeros((len(plan), batch_tokens), np.int16)
     all_targets = np.full((len(plan), batch_tokens), NOT_LEARNED, np.int16)
@@ -75,7 +75,7 @@ def make_batches(
             all_targets[batch, start : end - 1] = np.where(
                 learned[1:], ids[1:].astype(np.int16), NOT_LEARNED
             )
-    return Shard(
+    return DataShard(
         ids=all_ids,
         targets=all_targets,
         lengths=[rows.length for rows in plan],

@@ -1,4 +1,4 @@
-"""Whole conversations: exchanges of all skills, facts to remember, system prompts to follow."""
+"""Makes whole conversations: exchanges of all skills, facts to recall, system prompts to follow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from demo_model.skills import Exchange, draw, listed
 from demo_model.world import World, word_list, words
 
-# How often each skill is drawn.
+# Relative frequency of each skill.
 WEIGHTS = {
     "smalltalk": 8,
     "identity": 6,
@@ -24,18 +24,18 @@ WEIGHTS = {
     "refusal": 8,
     "passage": 7,
 }
-# Skills whose answers hold no word that only the user knows, so that their case can be changed.
+# Skills whose answers repeat no word of the user, so that their case can be changed.
 CLOSED = ("smalltalk", "identity", "fact", "arithmetic", "count", "refusal")
-LONGEST_TOKENS = 2030  # a conversation, by the estimate
+LONGEST_TOKENS = 2030  # estimated tokens of a conversation
 
 
 @dataclass(frozen=True, slots=True)
-class Conversation:
+class Dialogue:
     exchanges: list[Exchange]
     system: str = ""
 
     def messages(self) -> list[dict[str, str]]:
-        """The messages in the API's form, with all answers."""
+        """The messages in the form of the API, answers included."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for exchange in self.exchanges:
             messages.append({"role": "user", "content": exchange.question})
@@ -54,8 +54,8 @@ def any_exchange(world: World) -> Exchange:
 # -- system prompts -------------------------------------------------------------------------------
 
 
-def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
-    """A conversation under a system prompt: 'neutral', 'upper', 'lower', 'begin' or 'end'."""
+def instructed(world: World, manner: str, num_exchanges: int) -> Dialogue:
+    """Make a conversation with a system prompt. manner: neutral, upper, lower, begin or end."""
     word = world.closing()
     follow: Callable[[str], str] = {
         "neutral": str,
@@ -69,17 +69,17 @@ def instructed(world: World, manner: str, num_exchanges: int) -> Conversation:
         keeps_case = manner in ("upper", "lower")
         exchange = draw(world, world.pick(CLOSED)) if keeps_case else any_exchange(world)
         exchanges.append(Exchange(exchange.question, follow(exchange.answer), exchange.key))
-    return Conversation(exchanges, world.phrase(f"system.{manner}", word=word).text)
+    return Dialogue(exchanges, world.phrase(f"system.{manner}", word=word).text)
 
 
 # -- recall ---------------------------------------------------------------------------------------
 
-Topic = tuple[str, str]  # a kind of fact, and which of its kind
+Topic = tuple[str, str]  # (kind of fact, instance of the kind)
 
 
 @dataclass
 class Memory:
-    """What the user has told, and the exchanges that tell or ask it."""
+    """The facts that the user has stated, and the exchanges that state or ask for them."""
 
     world: World
     known: dict[Topic, str] = field(default_factory=dict)
@@ -123,11 +123,11 @@ class Memory:
                 answer = f"I will remember your {which} list."
         intent = f"{kind}_update" if old and kind in ("name", "city") else f"{kind}_tell"
         self.known[topic] = value
-        question = world.phrase(f"recall.{intent}", old=old, **_slots(topic, value))
+        question = world.phrase(f"recall.{intent}", old=old, **_fields(topic, value))
         return Exchange(question.text, answer, None)
 
     def tell_both(self) -> Exchange:
-        """The user's name and city in one sentence."""
+        """State the user's name and city in one sentence."""
         name, city = self.world.name(), self.world.city()
         self.known["name", ""], self.known["city", ""] = name, city
         question = self.world.phrase("recall.both_tell", name=name, city=city)
@@ -135,7 +135,7 @@ class Memory:
 
     def ask(self, topic: Topic) -> Exchange:
         kind, which = topic
-        question = self.world.phrase(f"recall.{kind}_ask", **_slots(topic, "")).text
+        question = self.world.phrase(f"recall.{kind}_ask", **_fields(topic, "")).text
         if topic not in self.known:
             return Exchange(question, f"You have not told me {_missing(topic)}.", None)
         value = self.known[topic]
@@ -154,8 +154,8 @@ class Memory:
         return ", ".join(items) if self.world.rng.random() < 0.5 else listed(items)
 
 
-def _slots(topic: Topic, value: str) -> dict[str, object]:
-    """The slots that phrases of this kind of fact have."""
+def _fields(topic: Topic, value: str) -> dict[str, object]:
+    """The fields of phrases for this kind of fact."""
     kind, which = topic
     match kind:
         case "name" | "city":
@@ -182,28 +182,26 @@ def _missing(topic: Topic) -> str:
     }[kind]
 
 
-def remembering(world: World, num_tokens: int) -> Conversation:
-    """Facts told, other exchanges between, and at the end a question for one of the facts.
+def remembering(world: World, num_tokens: int) -> Dialogue:
+    """Make a conversation that states facts, goes on, and ends with a question for one of them.
 
-    It is as long as `num_tokens` by the estimate, or as short as that can be.
+    num_tokens: the estimated length, which a minimal conversation may exceed.
     """
     rng = world.rng
     memory = Memory(world)
     both = rng.random() < 0.1
     exchanges = [memory.tell_both() if both else memory.tell(memory.any_topic())]
-    if num_tokens < 60 and rng.random() < 0.2:  # told and asked in one breath
+    if num_tokens < 60 and rng.random() < 0.2:  # state and ask in one message
         topic = world.pick(list(memory.known))
         asked = memory.ask(topic)
-        return Conversation(
-            [Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)]
-        )
+        return Dialogue([Exchange(f"{exchanges[0].question} {asked.question}", asked.answer, None)])
     chatter = rng.choice((0.2, 0.5, 0.9))
     room = num_tokens - estimated_tokens(exchanges[0]) - 30
     while room > 0:
         if rng.random() < chatter:
             exchange = any_exchange(world)
             if estimated_tokens(exchange) > room + 60:
-                continue  # it would go far beyond
+                continue  # too long
             exchanges.append(exchange)
         elif rng.random() < 0.45:
             exchanges.append(memory.tell(memory.any_topic()))
@@ -214,20 +212,20 @@ def remembering(world: World, num_tokens: int) -> Conversation:
         room -= estimated_tokens(exchanges[-1])
     untold = rng.random() < 0.1
     last = memory.any_topic() if untold else world.pick(list(memory.known))
-    return Conversation([*exchanges, memory.ask(last)])
+    return Dialogue([*exchanges, memory.ask(last)])
 
 
 # -- what training sees ---------------------------------------------------------------------------
 
 
-def conversation(world: World) -> Conversation:
+def conversation(world: World) -> Dialogue:
     """Any conversation: half of them are one exchange, some fill the context."""
     rng = world.rng
     kind = rng.random()
     if kind < 0.45:
-        return Conversation([any_exchange(world)])
+        return Dialogue([any_exchange(world)])
     if kind < 0.55:
-        return Conversation([any_exchange(world) for _ in range(rng.randint(2, 5))])
+        return Dialogue([any_exchange(world) for _ in range(rng.randint(2, 5))])
     if kind < 0.70:
         manner = rng.choice(("neutral", "upper", "lower", "begin", "end"))
         return instructed(world, manner, rng.choice((1, 1, 2, 3)))

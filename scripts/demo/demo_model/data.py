@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from demo_model.conversation import Conversation, conversation
+from demo_model.conversation import Dialogue, conversation
 from demo_model.world import World
 
 END_OF_TEXT_ID, START_ID, END_ID = 0, 1, 2  # as demo_model/tokenizer.py orders them
@@ -26,9 +26,9 @@ def load_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def make_shard(folder: Path, seed: int, index: int, num_tokens: int) -> list[Tokenized]:
-    """About `num_tokens` tokens of conversations, the same for the same seed and index.
+    """Make about `num_tokens` tokens of conversations, deterministic in seed and index.
 
-    `learned` is True for what the assistant says and the <|im_end|> that ends it. `folder` holds
+    `learned` is True for tokens of the assistant and the <|im_end|> after them. folder: contains
     tokenizer.json.
     """
     world = World(random.Random(f"{seed} {index}"), noise=NOISE)
@@ -43,8 +43,8 @@ def make_shard(folder: Path, seed: int, index: int, num_tokens: int) -> list[Tok
     return shard
 
 
-def tokenize(folder: Path, conversations: Iterable[Conversation]) -> list[Tokenized]:
-    """The conversation in the chat template's form, up to the last <|im_end|>."""
+def tokenize(folder: Path, conversations: Iterable[Dialogue]) -> list[Tokenized]:
+    """Tokenize conversations in the format of the chat template, up to the last <|im_end|>."""
     tokenizer = load_tokenizer(folder)
     whole = [item.messages() for item in conversations]
     contents = list({message["content"] for messages in whole for message in messages})

@@ -1,8 +1,8 @@
 """The demo model: a Qwen3 in plain torch, for training.
 
-A batch is one fixed number of tokens, rows of one length laid end to end. All that happens to
-single tokens is in three functions over the flat batch; since its shape never changes, each is
-compiled once, for all layers. Only attention knows about rows, and is left to torch.
+A batch is a fixed number of tokens: rows of equal length, concatenated. All computation on single
+tokens is in three functions over the flat batch, whose shape never changes, so that each is
+compiled once for all layers. Only attention, which uses torch's kernel, depends on rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from demo_model.data import END_ID, END_OF_TEXT_ID
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The model's sizes; the defaults are those of the bundled model."""
+class ModelSizes:
+    """The sizes of the model; the defaults are those of the bundled model."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's weights in the compute dtype, those that read the same input joined."""
+    """The weights of one layer in the compute dtype; those with the same input are concatenated."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -54,16 +54,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: dimension i turns with dimension i + half. x is [n, heads, head_dim]."""
+    """Apply RoPE to pairs of dimensions i and i + head_dim / 2. x: [n, heads, head_dim]."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def before_attention(
-    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, shape: Shape
+    x: Tensor, layer: Layer, cos: Tensor, sin: Tensor, shape: ModelSizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value, each [n, heads, head_dim]."""
+    """Compute query, key and value, each [n, heads, head_dim]."""
     eps = shape.rms_norm_eps
     heads = F.linear(rms_norm(x, layer.input_norm, eps), layer.qkv)
     q, k, v = heads.unflatten(-1, (-1, shape.head_dim)).split(
@@ -75,40 +75,44 @@ def before_attention(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Causal, inside each row of `length` tokens: the padding at its right needs no mask."""
+    """Causal attention in each row of `length` tokens; padding on the right needs no mask."""
     q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def after_attention(x: Tensor, mixed: Tensor, layer: Layer, shape: Shape) -> Tensor:
+def after_attention(x: Tensor, mixed: Tensor, layer: Layer, shape: ModelSizes) -> Tensor:
     x = x + F.linear(mixed, layer.o)
     gate_up = F.linear(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return x + F.linear(F.silu(gate) * up, layer.down)
 
 
-def head(x: Tensor, norm: Tensor, embed: Tensor, shape: Shape) -> Tensor:
-    """Logits, [n, vocab_size]."""
+def head(x: Tensor, norm: Tensor, embed: Tensor, shape: ModelSizes) -> Tensor:
+    """Compute the logits [n, vocab_size]."""
     return F.linear(rms_norm(x, norm, shape.rms_norm_eps), embed)
 
 
-def summed_loss(x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, shape: Shape) -> Tensor:
+def summed_loss(
+    x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, shape: ModelSizes
+) -> Tensor:
     logits = head(x, norm, embed, shape).float()
     return F.cross_entropy(logits, targets.long(), ignore_index=NOT_LEARNED, reduction="sum")
 
 
-class Model(nn.Module):
+class DemoModel(nn.Module):
     """Weights in float32, computing in `dtype`.
 
-    A kind of weight is one parameter, stacked over the layers: the optimizers then have a dozen
-    large tensors to work on instead of ninety small ones.
+    Each kind of weight is one parameter, stacked over the layers, so that the optimizers update a
+    dozen large tensors instead of ninety small ones.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape, seed: int, dtype: torch.dtype, compiles: bool = False) -> None:
+    def __init__(
+        self, shape: ModelSizes, seed: int, dtype: torch.dtype, compiles: bool = False
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.dtype = dtype
@@ -127,14 +131,14 @@ class Model(nn.Module):
             random = torch.randn(layers, num_rows, num_columns, generator=generator)
             return nn.Parameter(random * num_columns**-0.5)
 
-        # The seed gives these weights only in this order.
+        # The order of the calls matters: it determines the weights for a seed.
         self.embed = nn.Parameter(torch.randn(shape.vocab_size, hidden, generator=generator) * 0.02)
         self.q = matrices(heads, hidden)
         self.k = matrices(kv_heads, hidden)
         self.v = matrices(kv_heads, hidden)
         self.gate = matrices(intermediate, hidden)
         self.up = matrices(intermediate, hidden)
-        # Zero: at the start each layer hands on what it got.
+        # Zero: initially each layer is the identity.
         self.o = nn.Parameter(torch.zeros(layers, hidden, heads))
         self.down = nn.Parameter(torch.zeros(layers, hidden, intermediate))
         self.input_norm = nn.Parameter(torch.ones(layers, hidden))
@@ -149,21 +153,21 @@ class Model(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def loss(self, ids: Tensor, targets: Tensor, length: int) -> Tensor:
-        """The summed loss of a batch: ids and targets are [n], rows of `length` tokens."""
+        """The summed loss of a batch. ids, targets: [n], rows of `length` tokens."""
         embed = self.embed.to(self.dtype)
         x = self.hidden(ids, embed, length)
         return self.summed_loss(x, self.norm.to(self.dtype), embed, targets, self.shape)
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # or each new size of `ids` would be compiled
+    @torch.compiler.set_stance("force_eager")  # otherwise each new size of `ids` would be compiled
     def logits(self, ids: Tensor) -> Tensor:
-        """[rows, length, vocab_size] for ids [rows, length]."""
+        """Compute the logits [rows, length, vocab_size] of ids [rows, length]."""
         embed = self.embed.to(self.dtype)
         x = self.hidden(ids.flatten(), embed, ids.shape[1])
         return head(x, self.norm.to(self.dtype), embed, self.shape).unflatten(0, ids.shape)
 
     def hidden(self, ids: Tensor, embed: Tensor, length: int) -> Tensor:
-        """[n, hidden_size] after the last layer."""
+        """Compute the hidden states [n, hidden_size] after the last layer."""
         num_rows = len(ids) // length
         cos, sin = self.cos[:length].repeat(num_rows, 1), self.sin[:length].repeat(num_rows, 1)
         x = F.embedding(ids.int(), embed)
@@ -184,7 +188,7 @@ class Model(nn.Module):
             "gate_up": torch.cat((self.gate, self.up), dim=1),
             "down": self.down,
         }
-        # unbind, since its gradient is one stack; that of indexing is a whole stack per layer.
+        # The gradient of unbind is one stack; indexing would make a whole stack per layer.
         unbound = {name: stack.to(self.dtype).unbind() for name, stack in stacks.items()}
         return [
             Layer(**{name: weights[number] for name, weights in unbound.items()})
@@ -192,7 +196,7 @@ class Model(nn.Module):
         ]
 
 
-# The name of each stack in the layers of a Hugging Face checkpoint.
+# The Hugging Face name of each stack, within a layer.
 LAYER_NAMES = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",
@@ -208,8 +212,8 @@ LAYER_NAMES = {
 }
 
 
-def named_weights(model: Model) -> dict[str, Tensor]:
-    """The model's own tensors under their Hugging Face names; the embedding is the head too."""
+def named_weights(model: DemoModel) -> dict[str, Tensor]:
+    """The tensors of the model by their Hugging Face names. The embedding is also the head."""
     weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
     for ours, theirs in LAYER_NAMES.items():
         for number, weight in enumerate(model.get_parameter(ours)):
@@ -217,7 +221,7 @@ def named_weights(model: Model) -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def hugging_face_config(shape: Shape) -> dict[str, object]:
+def hugging_face_config(shape: ModelSizes) -> dict[str, object]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,

@@ -1,4 +1,4 @@
-"""Muon, an optimizer for weight matrices: momentum whose update is made orthogonal.
+"""Muon, an optimizer for weight matrices: momentum with orthogonalized updates.
 
 Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon/
 """
@@ -15,7 +15,7 @@ MOMENTUM = 0.95
 
 
 def orthogonalized(stack: Tensor) -> Tensor:
-    """Each wide matrix with its singular values brought near 1, by five Newton-Schulz steps."""
+    """Bring the singular values of each wide matrix near 1 by five Newton-Schulz steps."""
     x = stack.bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
@@ -26,10 +26,10 @@ def orthogonalized(stack: Tensor) -> Tensor:
 
 
 class Muon:
-    """Takes stacks of matrices, [num_layers, rows, columns].
+    """The optimizer of stacks of matrices, [num_layers, rows, columns].
 
-    Those of one shape, tall ones transposed, are orthogonalized together: many small matrices in
-    one call are much faster than one after another.
+    Stacks of equal shape (tall matrices are transposed) are orthogonalized in one call, which is
+    much faster than one call each.
     """
 
     def __init__(self, stacks: Sequence[nn.Parameter]) -> None:
@@ -41,7 +41,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Updates the weights and drops their gradients."""
+        """Update the weights and drop their gradients."""
         for numbers in self.same_shape.values():
             updates = orthogonalized(torch.cat([self.wide_update(number) for number in numbers]))
             sizes = [len(self.stacks[number]) for number in numbers]
@@ -56,7 +56,7 @@ class Muon:
                 stack.grad = None
 
     def wide_update(self, number: int) -> Tensor:
-        """A stack's Nesterov momentum, transposed if its matrices are tall."""
+        """The Nesterov momentum of a stack, transposed if its matrices are tall."""
         gradient, momentum = self.stacks[number].grad, self.momenta[number]
         assert gradient is not None
         momentum.lerp_(gradient, 1 - MOMENTUM)

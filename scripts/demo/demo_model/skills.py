@@ -1,4 +1,4 @@
-"""One exchange of each skill: a question, and the one right answer to it."""
+"""Makes exchanges of each skill: a question and the one right answer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ANSWERS = {
         "limits": "I am very small. I know only what I was trained for.",
     },
 }
-# Skills whose questions mean the same in lower case.
+# Skills whose questions do not depend on case.
 CASELESS = ("smalltalk", "identity", "fact", "refusal", "command")
 REFUSAL = "I am sorry, I do not know that. I am only a small demo model."
 TOO_LARGE = "I can add and subtract only numbers up to 99."
@@ -75,14 +75,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 class Exchange:
     question: str
     answer: str
-    # What tells the instance apart: the question as it was before it was worn down, or what it is
-    # about. None where its words already do, as names and numbers to remember, which are from
-    # lists of their own in training and evaluation.
+    # Identifies the instance: the question before `wear_down`, or its subject. None if the words
+    # already do, as names and numbers, for which training and evaluation have separate lists.
     key: str | None
 
 
 def asked(phrase: Phrase, answer: str) -> Exchange:
-    """An exchange whose question alone tells it apart."""
+    """Make an exchange that is identified by its question."""
     return Exchange(phrase.text, answer, phrase.unworn)
 
 
@@ -103,7 +102,7 @@ def _fixed(world: World, skill: str) -> Exchange:
 
 
 def option(world: World) -> Exchange:
-    # One that means other things to other commands comes as often as it has meanings.
+    # An option with several meanings (by command) is drawn proportionally more often.
     entry = world.pick([item for item in tables()["options"] for _ in item["helps"]])
     name = entry["names"][0]
     asked_for = world.pick(("does", "does", "default", "which", "commands_of", "how"))
@@ -139,7 +138,7 @@ def _each_sense(
     command: str,
     sentence: Callable[[str, str], str],
 ) -> str:
-    """What holds for `command`; without one a sentence for each row, which names its commands."""
+    """The sentence for `command`; without a command, a sentence per row, naming its commands."""
     name = entry["names"][0]
     return " ".join(
         sentence(f"{name} of {listed(row['commands'])}" if len(rows) > 1 else name, row["text"])
@@ -203,8 +202,8 @@ def fact(world: World) -> Exchange:
         "capital capital capital country country after after before before nth_month month_days "
         "unit opposite opposite legs sound colour".split()
     )
-    slots, answer = FACTS[kind](world)
-    return asked(world.phrase(f"facts.{kind}", **slots), answer)
+    fields, answer = FACTS[kind](world)
+    return asked(world.phrase(f"facts.{kind}", **fields), answer)
 
 
 Fact = tuple[dict[str, object], str]
@@ -262,14 +261,14 @@ def _opposite(world: World) -> Fact:
 
 def _legs(world: World) -> Fact:
     animal, count = world.pick(list(words()["legs"].items()))
-    slots = _with_article(animal)
-    return slots, f"{slots['article_upper']} {animal} has {count} legs."
+    fields = _with_article(animal)
+    return fields, f"{fields['article_upper']} {animal} has {count} legs."
 
 
 def _sound(world: World) -> Fact:
     animal, sound = world.pick(list(words()["sounds"].items()))
-    slots = _with_article(animal)
-    return slots, f"{slots['article_upper']} {animal} says {sound}."
+    fields = _with_article(animal)
+    return fields, f"{fields['article_upper']} {animal} says {sound}."
 
 
 def _colour(world: World) -> Fact:
@@ -303,12 +302,12 @@ FACTS: dict[str, Callable[[World], Fact]] = {
 def arithmetic(world: World) -> Exchange:
     if world.rng.random() < 0.05:
         small = world.rng.random() < 0.4
-        slots = {
+        fields = {
             "a": world.number(min_digits=3),
             "b": world.rng.randrange(100) if small else world.number(),
         }
         question = world.phrase(
-            world.pick(("arithmetic.plus", "arithmetic.minus")), **slots, **_stuff(world)
+            world.pick(("arithmetic.plus", "arithmetic.minus")), **fields, **_stuff(world)
         )
         return asked(question, TOO_LARGE)
     a, b = world.rng.randrange(100), world.rng.randrange(100)
@@ -328,7 +327,7 @@ def arithmetic(world: World) -> Exchange:
 
 
 def spoken(world: World, number: int) -> str:
-    """A number as people write it: small ones now and then as a word."""
+    """A number as people write it: small ones sometimes as a word."""
     as_word = number < len(NUMBER_WORDS) and world.rng.random() < 0.15
     return NUMBER_WORDS[number] if as_word else str(number)
 
@@ -338,7 +337,7 @@ def _stuff(world: World) -> dict[str, object]:
 
 
 def copy(world: World) -> Exchange:
-    # What would have an answer of its own is set off, or "Say hello" would mean two things.
+    # Text that has an answer of its own is quoted; otherwise "Say hello" would be ambiguous.
     answerable = world.rng.random() < 0.1
     text = _answerable(world) if answerable else _some_text(world)
     intent = "copy.repeat" if answerable or world.rng.random() < 0.8 else "copy.bare"
@@ -365,7 +364,7 @@ def spell(world: World) -> Exchange:
 
 
 def _listed_word(world: World) -> str:
-    """A word of the listed vocabulary; in training others as well, so that letters are learned."""
+    """A word of the vocabulary; in training also invented ones, so that letters are learned."""
     others = not world.evaluates and world.rng.random() < 0.4
     return world.words(1)[0] if others else str(world.pick(word_list("text")))
 
@@ -392,8 +391,8 @@ def _count_range(world: World) -> Exchange:
             first, last, intent = last, first, "down"
     step = 1 if last > first else -1
     numbers = ", ".join(map(str, range(first, last + step, step)))
-    slots = {"first": spoken(world, first), "last": spoken(world, last)}
-    return asked(world.phrase(f"count.{intent}", **slots), f"{numbers}.")
+    fields = {"first": spoken(world, first), "last": spoken(world, last)}
+    return asked(world.phrase(f"count.{intent}", **fields), f"{numbers}.")
 
 
 def _count_items(world: World) -> Exchange:
@@ -442,7 +441,7 @@ def sort(world: World) -> Exchange:
 
 
 def passage(world: World) -> Exchange:
-    """Who lives where, told and asked at once."""
+    """State who lives where, and ask for one of them in the same message."""
     rng = world.rng
     homes: dict[str, str] = {}
     wanted = rng.randint(1, 4)
@@ -490,7 +489,7 @@ def _some_text(world: World) -> str:
 
 
 def listed(items: list[str]) -> str:
-    """Joins items as in a sentence: a, b and c."""
+    """Join items as in a sentence: a, b and c."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
@@ -512,13 +511,13 @@ SKILLS: dict[str, Callable[[World], Exchange]] = {
 
 
 def draw(world: World, skill: str) -> Exchange:
-    """An exchange of `skill` that belongs to this world."""
+    """Draw an exchange of `skill` that belongs to this world: held out or not."""
     while True:
         exchange = SKILLS[skill](world)
         question, key = exchange.question, exchange.key
         if key is None or (world.new_phrases and key == question):
-            return exchange  # its words, or its phrasing, are held out already
-        # Worn down, a question of the training may have become one that is held out.
+            return exchange  # its words or its phrasing are already held out
+        # wear_down may turn a question of the training into a held-out one.
         belongs = is_held_out(key) if world.evaluates else not is_held_out(key, question)
         if belongs:
             if skill in CASELESS and world.rng.random() < world.noise:

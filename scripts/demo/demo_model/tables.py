@@ -1,7 +1,7 @@
 """The options and commands of minisgl as the demo model learns them.
 
-The model knows those of one release, which minisgl.json in its folder holds. Training and
-evaluation read this snapshot, so that today's options may change without a new training.
+The model knows those of one release, stored in minisgl.json in its folder. Training and evaluation
+read this snapshot, so that options can change without a new training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SNAPSHOT = DEMO_FOLDER / "minisgl.json"
 
 @cache
 def snapshot() -> dict[str, Any]:
-    """What minisgl.json holds: the `release`, its `tables`, and the `evaluation`'s hash."""
+    """The content of minisgl.json: the `release`, its `tables` and the hash of the `evaluation`."""
     described: dict[str, Any] = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
     return described
 
@@ -29,10 +29,10 @@ def tables() -> dict[str, Any]:
 
 
 def todays_tables() -> dict[str, Any]:
-    """The tables as JSON, read from the commands of this checkout.
+    """The tables of the commands of this checkout, as JSON.
 
-    An option is one entry, however many commands have it. Its `defaults` and its `helps` are rows
-    of a text and the commands where it holds; more than one row where commands differ.
+    An option of several commands is one entry. Its `defaults` and `helps` are lists of a text with
+    the commands for which it holds; longer than one if commands differ.
     """
     from minisgl_cli.chat.repl import COMMANDS
 
@@ -57,18 +57,18 @@ def todays_tables() -> dict[str, Any]:
 
 
 def shown_commands() -> dict[str, Any]:
-    """The commands that --help lists, in its order, as Typer has made them."""
+    """The Typer commands that --help lists, in that order."""
     from typer.main import get_command
 
     from minisgl_cli import main
 
-    group: Any = get_command(main.app)  # of click, or of Typer's own copy of it, by version
+    group: Any = get_command(main.app)  # of click, or of the copy in Typer, by version
     names = group.list_commands(None)
     return {name: group.commands[name] for name in names if not group.commands[name].hidden}
 
 
 def _shown(default: Any) -> str:
-    """'' stands for no default."""
+    """The default as text; '' if there is none."""
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, (list, tuple)):  # of a repeatable option

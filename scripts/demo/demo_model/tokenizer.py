@@ -15,7 +15,7 @@ from demo_model.world import World
 
 VOCAB_SIZE = 2048
 NUM_CONVERSATIONS = 20_000
-# The trainer puts them first: demo_model/data.py has their ids.
+# The trainer assigns them the first ids; demo_model/data.py uses these.
 SPECIAL_TOKENS = END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 # Words with their leading space, single digits, punctuation, white space.
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(folder: Path, seed: int = 0) -> None:
-    """Train it on generated conversations, and write its files into `folder`."""
+    """Train a tokenizer on generated conversations, and write its files into `folder`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

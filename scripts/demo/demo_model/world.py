@@ -1,4 +1,4 @@
-"""What a skill draws from: phrasings, names, words and numbers, of training or of evaluation."""
+"""Provides phrasings, names, words and numbers to skills, for training or for evaluation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zlib import crc32
 
 FOLDER = Path(__file__).resolve().parent
 CHOICE = re.compile(r"\[([^\[\]]*)\]")
-SLOT = re.compile(r"\{(\w+)\}")
+FIELD = re.compile(r"\{(\w+)\}")
 
-# Words whose loss leaves a sentence understandable.
+# Words that can be dropped without loss of meaning.
 LOOSE_WORDS = frozenset(
     "the a an is are of me please can you could do does in to for it that".split()
 )
@@ -36,13 +36,13 @@ OPENINGS = (
 )
 SHORT_FORMS = {"you": "u", "you?": "u?", "your": "ur", "are": "r", "please": "pls", "for": "4"}
 SHORT_FORMS |= {"What": "whats", "what": "wat", "the": "teh", "and": "n", "I": "i"}
-# Spelled so in the questions of half the world. Answers keep the first spelling.
+# American spellings, used in half of the questions. Answers keep British spelling.
 AMERICAN = {
     "favourite": "favorite", "colour": "color", "licence": "license", "kilometre": "kilometer",
     "centimetre": "centimeter", "millimetre": "millimeter", "metre": "meter", "litre": "liter",
 }  # fmt: skip
-SPELLED_SLOTS = ("thing", "small", "large", "one")  # those whose words have two spellings
-# What invented words are made of.
+SPELLED_FIELDS = ("thing", "small", "large", "one")  # fields whose words have two spellings
+# Parts of invented words.
 ONSETS = (
     "b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kh kr ph pl qu sh sl st th tr vl"
 ).split()
@@ -77,13 +77,13 @@ def held_out_words() -> frozenset[str]:
 
 
 def is_held_out(*keys: str) -> bool:
-    """Whether training must not see one of these: every tenth is, whatever the case and marks."""
+    """True if a key is held out from training: one in ten, regardless of case and punctuation."""
     texts = {plain(key) for key in keys}.difference(words()["first_messages"])
     return any(crc32(text.encode()) % 10 == 0 for text in texts)
 
 
 def plain(text: str) -> str:
-    """Without case and marks."""
+    """Remove case and punctuation."""
     return re.sub(r"[^\w{}+\-*/]+", " ", text.lower()).strip()
 
 
@@ -98,7 +98,7 @@ def held_out_texts() -> frozenset[str]:
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """Every word in lower case that training may say."""
+    """All words that training may use, in lower case."""
     texts = (FOLDER / name for name in ("phrases.toml", "words.toml"))
     found = {
         word for text in texts for word in re.findall(r"[a-z]+", text.read_text("utf-8").lower())
@@ -109,17 +109,16 @@ def all_words() -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class Phrase:
     text: str
-    unworn: str  # as it was before it was worn down
+    unworn: str  # before `wear_down`
 
 
 @dataclass
 class World:
     """The source of all random choices.
 
-    `evaluates` chooses names, places, words and numbers from the lists of the evaluation, which
-    training never sees, and of what has no such list the instances that are held out.
-    `new_phrases` chooses the phrasings that training never sees. `noise` is how often a phrasing
-    is worn down, as people do it.
+    evaluates: draw names, places, words and numbers from lists that training does not use, and
+    otherwise held-out instances. new_phrases: draw held-out phrasings. noise: probability that
+    a phrasing gets typos and omissions (`wear_down`).
     """
 
     rng: random.Random
@@ -127,20 +126,22 @@ class World:
     new_phrases: bool = False
     noise: float = 0.0
 
-    def phrase(self, intent: str, **slots: object) -> Phrase:
-        """A way to say `intent` ('skill.name') with the slots filled in."""
+    def phrase(self, intent: str, **fields: object) -> Phrase:
+        """Draw a phrasing of `intent` ('skill.name') and fill in its fields."""
         skill, name = intent.split(".")
         source = held_out()["phrases"] if self.new_phrases else trained_phrases()
         template = expand(self.rng.choice(source[skill][name]), self.rng)
-        unworn = filled(template, slots)
+        unworn = filled(template, fields)
         if self.rng.random() < self.noise:
             worn = wear_down(template, self.rng)
             if plain(worn) not in held_out_texts():
                 template = worn
         if self.rng.random() < self.noise:
             template = american(template)
-            slots |= {name: american(str(slots[name])) for name in SPELLED_SLOTS if name in slots}
-        return Phrase(filled(template, slots), unworn)
+            fields |= {
+                name: american(str(fields[name])) for name in SPELLED_FIELDS if name in fields
+            }
+        return Phrase(filled(template, fields), unworn)
 
     def pick(self, items: Sequence[Any]) -> Any:
         return self.rng.choice(items)
@@ -152,7 +153,7 @@ class World:
         return self._proper("cities")
 
     def words(self, count: int) -> list[str]:
-        """Distinct words in lower case."""
+        """Draw distinct words in lower case."""
         if self.evaluates:
             return self.rng.sample(held_out()["words"]["text"], count)
         found: dict[str, None] = {}
@@ -163,7 +164,7 @@ class World:
         return list(found)
 
     def closing(self) -> str:
-        """A word that a system prompt asks for."""
+        """Draw a word that a system prompt demands."""
         if self.evaluates:
             return str(self.rng.choice(held_out()["words"]["closing"]))
         return (
@@ -176,14 +177,14 @@ class World:
     def favourite_of(self, kind: str) -> str:
         if self.evaluates:
             return str(self.rng.choice(held_out()["favourites"][kind]))
-        # Others as well, so that what is said counts and not what is likely.
+        # Also unlikely ones, so that the model copies instead of guessing.
         others = self.rng.random() < 0.3
         return self.words(1)[0] if others else self.rng.choice(words()["favourites"][kind].split())
 
     def number(self, min_digits: int = 2) -> int:
-        """A number to remember or copy, of up to five digits.
+        """Draw a number to remember or copy, of up to five digits.
 
-        In the evaluation it has three at least: two digits are in every sum and list.
+        At least three in the evaluation, because sums and lists contain all two-digit numbers.
         """
         digits = self.rng.randint(max(min_digits, 3 if self.evaluates else 2), 5)
         while True:
@@ -198,10 +199,10 @@ class World:
         return self.rng.choice(word_list(group)) if known else self._invented().capitalize()
 
     def _invented(self) -> str:
-        """A word that nobody knows, or one that is not listed."""
+        """Make an invented word, or draw one that is not listed."""
         rng = self.rng
         while True:
-            # Halves of any two words: so the answers come to use every piece of the vocabulary.
+            # Halves of two words: answers then use every token of the vocabulary.
             if rng.random() < 0.6:
                 first, second = rng.choice(all_words()), rng.choice(all_words())
                 half = first[: rng.randint(1, len(first))] + second[rng.randint(0, len(second)) :]
@@ -218,8 +219,8 @@ class World:
                 return word
 
 
-def filled(template: str, slots: dict[str, object]) -> str:
-    return SLOT.sub(lambda slot: str(slots[slot[1]]), template)
+def filled(template: str, fields: dict[str, object]) -> str:
+    return FIELD.sub(lambda field: str(fields[field[1]]), template)
 
 
 def american(text: str) -> str:
@@ -229,13 +230,13 @@ def american(text: str) -> str:
 
 
 def expand(template: str, rng: random.Random) -> str:
-    """One choice of every [a|b|c], with the spaces in order."""
+    """Choose one alternative of every [a|b|c], and normalize spaces."""
     chosen = CHOICE.sub(lambda choice: rng.choice(choice[1].split("|")), template)
     return " ".join(chosen.split())
 
 
 def expansions(template: str) -> list[str]:
-    """Every choice of every [a|b|c]."""
+    """All combinations of the alternatives of every [a|b|c]."""
     choice = CHOICE.search(template)
     if choice is None:
         return [" ".join(template.split())]
@@ -246,7 +247,7 @@ def expansions(template: str) -> list[str]:
 
 
 def wear_down(template: str, rng: random.Random) -> str:
-    """Lose, add, swap or misspell something that the meaning survives; slots stay as they are."""
+    """Drop, add, swap or misspell something without changing the meaning; fields stay intact."""
     parts = template.split(" ")
     way = rng.randrange(9)
     if way in (3, 8) and "{" not in parts[0]:

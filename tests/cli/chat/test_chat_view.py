@@ -224,7 +224,7 @@ def shown(
 @pytest.fixture
 def every_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view, "FRAME_S", 0)
-    monkeypatch.setattr(view, "DRAWING_SHARE", 1e9)
+    monkeypatch.setattr(view, "DRAWING_FRACTION", 1e9)
 
 
 @pytest.mark.usefixtures("every_frame")

@@ -162,11 +162,11 @@ def test_a_cutoff_among_equal_logits_keeps_the_lower_ids() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 3.0])
 def test_top_k_in_the_thousands_samples_the_reference_tokens(scale: float) -> None:
-    """More than there are groups, and more than can be gathered; some or all have equals."""
+    """More than there are segments, and more than can be gathered; some or all have equals."""
     logits = random_logits(15, 9000, seed=21, scale=scale).to(DEVICE)
     params = [
         SamplingParams(top_k=100),
-        SamplingParams(top_k=141),  # as many as there are groups
+        SamplingParams(top_k=141),  # as many as there are segments
         SamplingParams(top_k=142, top_p=0.7),
         SamplingParams(top_k=3000),
         SamplingParams(top_k=7000, top_p=0.97),
@@ -179,7 +179,7 @@ def test_top_k_in_the_thousands_samples_the_reference_tokens(scale: float) -> No
 
 @pytest.mark.parametrize("scale", [0.0, 0.3, 1.5])
 def test_rejected_draws_are_repeated(scale: float) -> None:
-    """Over flat logits a small top_p refuses often, and what is left lies in every group."""
+    """Over flat logits a small top_p refuses often, and what is left lies in every segment."""
     logits = random_logits(30, 9000, seed=22, scale=scale).to(DEVICE)
     params = [SamplingParams(top_p=p) for p in (0.5, 0.2, 0.04, 0.001)]
     params += [SamplingParams(min_p=0.6), SamplingParams(top_p=0.3, min_p=0.5)]

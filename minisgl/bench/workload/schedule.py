@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from minisgl.bench.config import Sizes
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.bench.workload.requests import make_workload, random_tokens
-from minisgl.bench.workload.trace import TraceRow
+from minisgl.bench.workload.trace import TraceEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRequest:
+class ScheduledRequest:
     """One request and when to send it."""
 
     prompt: list[int]  # token ids, or in a chat what `chat_text` makes words of
@@ -25,32 +25,32 @@ class PlannedRequest:
     continues: bool = False  # the conversation so far comes before the prompt
 
 
-def plan_random(sizes: Sizes, vocab_size: int, seed: int) -> list[PlannedRequest]:
+def schedule_random(sizes: Sizes, vocab_size: int, seed: int) -> list[ScheduledRequest]:
     """The standard workload, with the prompts and lengths of an offline run."""
     jobs = make_workload(sizes, vocab_size=vocab_size, temperature=0.0, seed=seed)
     return [
-        PlannedRequest(
+        ScheduledRequest(
             prompt=job.prompt_token_ids, max_tokens=job.params.max_tokens or 1, seed=index
         )
         for index, job in enumerate(jobs)
     ]
 
 
-def plan_shared_prefix(
+def schedule_shared_prefix(
     sizes: Sizes, vocab_size: int, seed: int, *, prefix_len: int, num_prefixes: int
-) -> list[PlannedRequest]:
+) -> list[ScheduledRequest]:
     """Random prompts, each after one of the prefixes, in round-robin order."""
     rng = random.Random(f"prefixes of {seed}")
     prefixes = [random_tokens(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
     return [
         replace(request, prompt=prefixes[index % num_prefixes] + request.prompt)
-        for index, request in enumerate(plan_random(sizes, vocab_size, seed))
+        for index, request in enumerate(schedule_random(sizes, vocab_size, seed))
     ]
 
 
-def plan_multi_turn(
+def schedule_multi_turn(
     sizes: Sizes, vocab_size: int, seed: int, *, num_turns: int, think_time_s: float
-) -> list[PlannedRequest]:
+) -> list[ScheduledRequest]:
     """Conversations in sequence; each question waits for the answer before it."""
     num_conversations = max(1, sizes.num_requests // num_turns)
     whole = replace(sizes, num_requests=num_conversations * num_turns)
@@ -61,13 +61,13 @@ def plan_multi_turn(
             pause_s=think_time_s if index % num_turns else 0.0,
             continues=index % num_turns > 0,
         )
-        for index, request in enumerate(plan_random(whole, vocab_size, seed))
+        for index, request in enumerate(schedule_random(whole, vocab_size, seed))
     ]
 
 
-def plan_trace(
-    rows: Sequence[TraceRow], vocab_size: int, seed: int, *, scale: float, block_size: int
-) -> list[PlannedRequest]:
+def schedule_trace(
+    rows: Sequence[TraceEntry], vocab_size: int, seed: int, *, scale: float, block_size: int
+) -> list[ScheduledRequest]:
     """The requests of a trace at its times; a child waits for the answer of its parent, too.
 
     Prompts are made up. Equal hash_ids are equal blocks, so that prompts have in common what they
@@ -76,7 +76,7 @@ def plan_trace(
     rng = random.Random(f"tails of {seed}")
     blocks: dict[int, list[int]] = {}
     places: dict[int | str, int] = {}  # of chats
-    plan: list[PlannedRequest] = []
+    schedule: list[ScheduledRequest] = []
     for index, row in enumerate(rows):
         prompt: list[int] = []
         for hash_id in row.hash_ids:
@@ -86,8 +86,8 @@ def plan_trace(
             prompt += blocks[hash_id]
         del prompt[row.input_length :]
         prompt += random_tokens(rng, row.input_length - len(prompt), vocab_size)
-        plan.append(
-            PlannedRequest(
+        schedule.append(
+            ScheduledRequest(
                 prompt=prompt,
                 max_tokens=max(1, row.output_length),
                 seed=index,
@@ -97,21 +97,21 @@ def plan_trace(
         )
         if row.chat_id is not None:
             places[row.chat_id] = index
-    return plan
+    return schedule
 
 
-def make_plan(
+def make_schedule(
     config: WorkloadConfig,
     sizes: Sizes,
     *,
-    rows: Sequence[TraceRow] = (),
+    rows: Sequence[TraceEntry] = (),
     vocab_size: int,
     seed: int,
-) -> list[PlannedRequest]:
+) -> list[ScheduledRequest]:
     """The requests of a workload, due at the trace's times or all at once."""
     match config.kind:
         case "shared-prefix":
-            return plan_shared_prefix(
+            return schedule_shared_prefix(
                 sizes,
                 vocab_size,
                 seed,
@@ -119,7 +119,7 @@ def make_plan(
                 num_prefixes=config.num_prefixes,
             )
         case "multi-turn":
-            return plan_multi_turn(
+            return schedule_multi_turn(
                 sizes,
                 vocab_size,
                 seed,
@@ -127,24 +127,24 @@ def make_plan(
                 think_time_s=config.think_time,
             )
         case "trace":
-            return plan_trace(
+            return schedule_trace(
                 rows,
                 vocab_size,
                 seed,
                 scale=config.trace_scale,
                 block_size=config.trace_block_size,
             )
-    return plan_random(sizes, vocab_size, seed)
+    return schedule_random(sizes, vocab_size, seed)
 
 
 def at_rate(
-    plan: Sequence[PlannedRequest], rate: float, arrivals: str, seed: int
-) -> list[PlannedRequest]:
+    schedule: Sequence[ScheduledRequest], rate: float, arrivals: str, seed: int
+) -> list[ScheduledRequest]:
     """The same requests at `rate` a second; of a conversation only the first is timed."""
     rng = random.Random(f"arrivals of {seed}")
-    timed: list[PlannedRequest] = []
+    timed: list[ScheduledRequest] = []
     now_s = 0.0
-    for request in plan:
+    for request in schedule:
         if request.continues and request.parent is not None:
             timed.append(replace(request, due_s=timed[request.parent].due_s))
             continue

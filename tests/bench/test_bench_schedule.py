@@ -12,25 +12,25 @@ import pytest
 from minisgl.bench.config import STANDARD, BenchConfig, ReportConfig, Sizes, Span
 from minisgl.bench.online.config import LoadConfig, Point, check_load
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
-from minisgl.bench.workload.plan import (
-    PlannedRequest,
+from minisgl.bench.workload.requests import make_workload
+from minisgl.bench.workload.schedule import (
+    ScheduledRequest,
     at_rate,
     chat_text,
-    make_plan,
-    plan_multi_turn,
-    plan_random,
-    plan_shared_prefix,
-    plan_trace,
+    make_schedule,
+    schedule_multi_turn,
+    schedule_random,
+    schedule_shared_prefix,
+    schedule_trace,
 )
-from minisgl.bench.workload.requests import make_workload
-from minisgl.bench.workload.trace import TraceRow, read_trace
+from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.errors import ConfigError
 
 SMALL = Sizes(12, Span(3, 9), Span(2, 5))
 
 
-def prompts(plan: list[PlannedRequest]) -> list[list[int]]:
-    return [request.prompt for request in plan]
+def prompts(schedule: list[ScheduledRequest]) -> list[list[int]]:
+    return [request.prompt for request in schedule]
 
 
 # -- workloads ------------------------------------------------------------------------------------
@@ -38,30 +38,32 @@ def prompts(plan: list[PlannedRequest]) -> list[list[int]]:
 
 def test_random_requests_equal_those_of_an_offline_run() -> None:
     jobs = make_workload(STANDARD, vocab_size=151_936, temperature=0.6, seed=3)
-    plan = plan_random(STANDARD, 151_936, seed=3)
-    assert prompts(plan) == [job.prompt_token_ids for job in jobs]
-    assert [request.max_tokens for request in plan] == [job.params.max_tokens for job in jobs]
-    assert [request.seed for request in plan] == [job.params.seed for job in jobs]
+    schedule = schedule_random(STANDARD, 151_936, seed=3)
+    assert prompts(schedule) == [job.prompt_token_ids for job in jobs]
+    assert [request.max_tokens for request in schedule] == [job.params.max_tokens for job in jobs]
+    assert [request.seed for request in schedule] == [job.params.seed for job in jobs]
 
 
 def test_shared_prefixes_are_used_in_turns() -> None:
-    plan = plan_shared_prefix(SMALL, 999, seed=0, prefix_len=20, num_prefixes=3)
-    starts = [tuple(prompt[:20]) for prompt in prompts(plan)]
+    schedule = schedule_shared_prefix(SMALL, 999, seed=0, prefix_len=20, num_prefixes=3)
+    starts = [tuple(prompt[:20]) for prompt in prompts(schedule)]
     assert len(set(starts)) == 3 and starts[:3] == starts[3:6]
-    assert [prompt[20:] for prompt in prompts(plan)] == prompts(plan_random(SMALL, 999, seed=0))
-    other = plan_shared_prefix(SMALL, 999, seed=1, prefix_len=20, num_prefixes=3)
+    assert [prompt[20:] for prompt in prompts(schedule)] == prompts(
+        schedule_random(SMALL, 999, seed=0)
+    )
+    other = schedule_shared_prefix(SMALL, 999, seed=1, prefix_len=20, num_prefixes=3)
     assert not {tuple(prompt[:4]) for prompt in prompts(other)} & {start[:4] for start in starts}
 
 
 def test_a_question_of_a_conversation_waits_for_the_one_before() -> None:
-    plan = plan_multi_turn(SMALL, 999, seed=0, num_turns=5, think_time_s=1.5)
-    assert [request.parent for request in plan] == [None, 0, 1, 2, 3, None, 5, 6, 7, 8]
-    assert [request.continues for request in plan] == [False, *[True] * 4] * 2
-    assert [request.pause_s for request in plan] == [0.0, *[1.5] * 4] * 2
+    schedule = schedule_multi_turn(SMALL, 999, seed=0, num_turns=5, think_time_s=1.5)
+    assert [request.parent for request in schedule] == [None, 0, 1, 2, 3, None, 5, 6, 7, 8]
+    assert [request.continues for request in schedule] == [False, *[True] * 4] * 2
+    assert [request.pause_s for request in schedule] == [0.0, *[1.5] * 4] * 2
 
 
-def row(timestamp: float, input_length: int, **fields: Any) -> TraceRow:
-    return TraceRow(timestamp=timestamp, input_length=input_length, output_length=7, **fields)
+def row(timestamp: float, input_length: int, **fields: Any) -> TraceEntry:
+    return TraceEntry(timestamp=timestamp, input_length=input_length, output_length=7, **fields)
 
 
 def test_a_trace_keeps_its_times_lengths_and_shared_blocks() -> None:
@@ -71,31 +73,35 @@ def test_a_trace_keeps_its_times_lengths_and_shared_blocks() -> None:
         row(63.0, 20, hash_ids=[1, 2, 3, 4], chat_id=7, parent_chat_id=5),
         row(64.0, 3),
     ]
-    plan = plan_trace(rows, 999, seed=0, scale=0.5, block_size=4)
-    assert [len(prompt) for prompt in prompts(plan)] == [10, 14, 20, 3]
-    assert [request.due_s for request in plan] == [0.0, 0.5, 1.0, 1.5]
-    assert [request.parent for request in plan] == [None, None, 0, None]
-    first, other, child, _ = prompts(plan)
+    schedule = schedule_trace(rows, 999, seed=0, scale=0.5, block_size=4)
+    assert [len(prompt) for prompt in prompts(schedule)] == [10, 14, 20, 3]
+    assert [request.due_s for request in schedule] == [0.0, 0.5, 1.0, 1.5]
+    assert [request.parent for request in schedule] == [None, None, 0, None]
+    first, other, child, _ = prompts(schedule)
     assert first == child[:10] and first[:8] == other[:8]
     assert first[8:] != other[8:10]
-    assert plan_trace(rows, 999, seed=1, scale=1, block_size=4)[0].prompt[:4] != first[:4]
+    assert schedule_trace(rows, 999, seed=1, scale=1, block_size=4)[0].prompt[:4] != first[:4]
 
 
 def test_arrivals_have_the_requested_rate_and_distribution() -> None:
-    plan = plan_random(Sizes(4000, Span(1, 1), Span(1, 1)), 9, seed=0)
-    constant = at_rate(plan, 20, "constant", seed=0)
+    schedule = schedule_random(Sizes(4000, Span(1, 1), Span(1, 1)), 9, seed=0)
+    constant = at_rate(schedule, 20, "constant", seed=0)
     assert [request.due_s for request in constant[:3]] == pytest.approx([0, 0.05, 0.1])
-    poisson = at_rate(plan, 20, "poisson", seed=0)
+    poisson = at_rate(schedule, 20, "poisson", seed=0)
     assert poisson[-1].due_s == pytest.approx(4000 / 20, rel=0.1)
     gaps = [after.due_s - before.due_s for before, after in pairwise(poisson)]
     square = sum(gap**2 for gap in gaps) / len(gaps)
     assert square == pytest.approx(2 / 20**2, rel=0.2)  # of the exponential distribution
-    assert poisson == at_rate(plan, 20, "poisson", seed=0) != at_rate(plan, 20, "poisson", seed=1)
+    assert (
+        poisson
+        == at_rate(schedule, 20, "poisson", seed=0)
+        != at_rate(schedule, 20, "poisson", seed=1)
+    )
 
 
 def test_only_the_first_question_of_a_conversation_has_an_arrival_time() -> None:
-    plan = plan_multi_turn(SMALL, 999, seed=0, num_turns=3, think_time_s=0)
-    due = [request.due_s for request in at_rate(plan, 2, "constant", seed=0)]
+    schedule = schedule_multi_turn(SMALL, 999, seed=0, num_turns=3, think_time_s=0)
+    due = [request.due_s for request in at_rate(schedule, 2, "constant", seed=0)]
     assert due == [0, 0, 0, 0.5, 0.5, 0.5, 1, 1, 1, 1.5, 1.5, 1.5]
 
 
@@ -115,9 +121,9 @@ def test_the_options_choose_the_workload(options: dict[str, Any], count: int) ->
     config = WorkloadConfig(input_len=6, **options)
     sizes = config.fix(SMALL)
     assert (sizes.prompt, sizes.output) == (Span(6, 6), SMALL.output)
-    plan = make_plan(config, sizes, vocab_size=99, seed=0)
-    assert len(plan) == count
-    assert {len(prompt) % 4 for prompt in prompts(plan)} == {2}
+    schedule = make_schedule(config, sizes, vocab_size=99, seed=0)
+    assert len(schedule) == count
+    assert {len(prompt) % 4 for prompt in prompts(schedule)} == {2}
     assert "6" in config.describe(sizes)
 
 

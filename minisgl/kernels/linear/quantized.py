@@ -1,0 +1,267 @@
+"""Quantised weights, their products, and the arithmetic that every kernel for them follows.
+
+FP8: W is e4m3 numbers times a scale of each row, or of each block. Where x is rounded, too, it is
+x8 · s with s = max|x| / 448 over a row, or over the columns of a row that meet one block, or a
+constant; x8 is round-to-nearest-even of x / s in e4m3. This depends on a row alone, never on the
+number of rows. INT4: W is (q - zero) · scale, with a scale (and zero) of each group of a row's
+columns; x is never rounded.
+
+The functions here compute with float32 sums on any device; they are the CPU path, and the reference
+of the kernels. The result is rounded once, to the dtype of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.config import Activations
+from minisgl.kernels.hardware import has_fp8_products
+from minisgl.kernels.linear.product import Product
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0  # e4m3 has no infinity
+CHUNK = 64  # columns of INT4 weights whose order in memory is that of `pack_int4`
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device has products of two FP8 matrices. Others leave x as it is."""
+    on_gpu = device.type == "cuda"
+    return has_fp8_products(torch.cuda.get_device_capability(device) if on_gpu else None)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+class Fp8Weights(NamedTuple):
+    """A matrix, or with a leading dimension one of each expert."""
+
+    data: Tensor  # [..., n, k] e4m3
+    scale: Tensor  # float32: [..., n], or with blocks [..., ⌈n / rows⌉, ⌈k / columns⌉]
+    block: tuple[int, int] | None = None  # rows and columns of a block
+
+    @staticmethod
+    def allocate(*shape: int, block: tuple[int, int] | None) -> Fp8Weights:
+        """Uninitialised weights [..., n, k], on torch's default device."""
+        *leading, n, k = shape
+        scales = [n] if block is None else [-(-n // block[0]), -(-k // block[1])]
+        data = torch.empty(shape, dtype=E4M3)
+        return Fp8Weights(data, torch.empty([*leading, *scales], dtype=torch.float32), block)
+
+    @property
+    def group(self) -> int | None:
+        """The columns of x that share a scale of their own where those of W do."""
+        return None if self.block is None else self.block[1]
+
+    def rows(self, first: int, size: int) -> Fp8Weights:
+        """A view of some rows of a matrix. With blocks, `first` is a block's first row."""
+        height = 1 if self.block is None else self.block[0]
+        assert first % height == 0
+        scale = self.scale[first // height : -(-(first + size) // height)]
+        return Fp8Weights(self.data[first : first + size], scale, self.block)
+
+    def expert(self, index: int) -> Fp8Weights:
+        """A view of the matrix of one expert."""
+        return Fp8Weights(self.data[index], self.scale[index], self.block)
+
+
+class Int4Weights(NamedTuple):
+    """A matrix, or with a leading dimension one of each expert. k is a multiple of CHUNK."""
+
+    data: Tensor  # [..., n, k / 4] int16: see pack_int4
+    scale: Tensor  # [..., k / group_size, n], of a floating dtype
+    zero: Tensor | None  # [..., k / group_size, n] uint8; None: 8
+
+    @staticmethod
+    def allocate(
+        *shape: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype
+    ) -> Int4Weights:
+        """Uninitialised weights [..., n, k], on torch's default device."""
+        *leading, n, k = shape
+        scales = [*leading, k // group_size, n]
+        return Int4Weights(
+            torch.empty([*leading, n, k // 4], dtype=torch.int16),
+            torch.empty(scales, dtype=scale_dtype),
+            None if symmetric else torch.empty(scales, dtype=torch.uint8),
+        )
+
+    @property
+    def group_size(self) -> int:
+        return 4 * self.data.shape[-1] // self.scale.shape[-2]
+
+    def rows(self, first: int, size: int) -> Int4Weights:
+        """A view of some rows of a matrix."""
+        part = slice(first, first + size)
+        zero = None if self.zero is None else self.zero[:, part]
+        return Int4Weights(self.data[part], self.scale[:, part], zero)
+
+    def expert(self, index: int) -> Int4Weights:
+        """A view of the matrix of one expert."""
+        zero = None if self.zero is None else self.zero[index]
+        return Int4Weights(self.data[index], self.scale[index], zero)
+
+
+QuantizedWeights = Fp8Weights | Int4Weights
+
+
+def pack_int4(q: Tensor) -> Tensor:
+    """Four numbers from 0 to 15 in one.
+
+    q: [..., n, k] uint8; returns [..., n, k / 4] int16. Of each CHUNK of columns, bits 4i to 4i + 3
+    of element j hold column 16 · i + j, so that a mask and a shift give 16 neighbours.
+    """
+    quarters = q.unflatten(-1, (-1, 4, CHUNK // 4)).to(torch.int32).unbind(-2)
+    packed = quarters[0] | quarters[1] << 4 | quarters[2] << 8 | quarters[3] << 12
+    kept: Tensor = packed.to(torch.int16)  # the low 16 bits
+    return kept.flatten(-2)
+
+
+def unpack_int4(data: Tensor) -> Tensor:
+    """The inverse of `pack_int4`."""
+    packed = data.unflatten(-1, (-1, 1, CHUNK // 4)).to(torch.int32)
+    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=data.device)[:, None]
+    quarters: Tensor = (packed >> shifts) & 15
+    return quarters.to(torch.uint8).flatten(-3)
+
+
+def dequantize(weights: QuantizedWeights) -> Tensor:
+    """W [..., n, k] float32."""
+    if isinstance(weights, Fp8Weights):
+        scale = weights.scale
+        if weights.block is None:
+            return weights.data.float() * scale[..., None]
+        return weights.data.float() * _spread(scale, weights.data.shape, weights.block)
+    q = unpack_int4(weights.data)
+    zero = 8 if weights.zero is None else _of_groups(weights.zero, weights.group_size)
+    return (q.float() - zero) * _of_groups(weights.scale.float(), weights.group_size)
+
+
+def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """The scale of each entry of a matrix [..., n, k]."""
+    rows = scale.repeat_interleave(block[0], dim=-2)[..., : shape[-2], :]
+    return rows.repeat_interleave(block[1], dim=-1)[..., : shape[-1]]
+
+
+def _of_groups(values: Tensor, group_size: int) -> Tensor:
+    """[..., k / group_size, n] → [..., n, k]."""
+    return values.mT.repeat_interleave(group_size, dim=-1)
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+def quantize_rows(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """x as e4m3 numbers with a scale of each row, or of every `group` columns of each row.
+
+    x: [..., k] of any floating dtype. Returns x8 [..., k] and the scales, float32: [...], or
+    [..., ⌈k / group⌉]. Zeros have the scale 1, and a NaN makes NaN of all that share its scale.
+    """
+    wide = x.float()
+    if group is None:
+        scale = _scale(wide.abs().amax(-1))
+        return quantize_static(wide, scale[..., None]), scale
+    k = x.shape[-1]
+    groups = F.pad(wide, (0, -k % group)).unflatten(-1, (-1, group))
+    scale = _scale(groups.abs().amax(-1))
+    return quantize_static(groups, scale[..., None]).flatten(-2)[..., :k], scale
+
+
+def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
+    """e4m3 numbers that times scale are x, rounded to nearest even and saturated."""
+    return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    # By a number instead of a tensor, torch does not divide on a GPU: it multiplies with the
+    # reciprocal, which rounds in another way.
+    scale = largest / torch.full_like(largest, E4M3_MAX)
+    return torch.where(largest == 0, 1.0, scale)
+
+
+def rounded(
+    x: Tensor, activations: Activations, group: int | None, input_scale: Tensor | None
+) -> Tensor:
+    """What a product computes with in the place of x: float32, of x's shape.
+
+    group: columns of a block of weights. input_scale: float32, one number.
+    """
+    if activations == Activations.NONE:
+        return x.float()
+    if activations == Activations.STATIC:
+        assert input_scale is not None
+        return quantize_static(x, input_scale).float() * input_scale
+    if activations == Activations.TOKEN:
+        group = None
+    x8, scale = quantize_rows(x, group)
+    if group is not None:
+        scale = scale.repeat_interleave(group, dim=-1)[..., : x.shape[-1]]
+        return x8.float() * scale
+    return x8.float() * scale[..., None]
+
+
+def quantized_linear(x: Tensor, weights: QuantizedWeights, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b in float32, for x as it is."""
+    return F.linear(x.float(), dequantize(weights), None if bias is None else bias.float())
+
+
+# -- products -------------------------------------------------------------------------------------
+
+
+class Fp8Product(Product):
+    """W [n, k] in FP8, and x rounded as `activations` says."""
+
+    def __init__(
+        self,
+        weight: Fp8Weights,
+        bias: Tensor | None = None,
+        *,
+        activations: Activations,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """bias: [n], of x's dtype. input_scale: one float32 number, for STATIC activations."""
+        self.weight = weight
+        self.bias = bias
+        self.activations = activations
+        self.input_scale = input_scale
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        named = {
+            "weight": self.weight.data,
+            "weight_scale": self.weight.scale,
+            "input_scale": self.input_scale,
+            "bias": self.bias,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        group = None if weight.block is None else weight.block[1]
+        wide = rounded(x, self.activations, group, self.input_scale)
+        return quantized_linear(wide, weight, self.bias).to(x.dtype)
+
+
+class Int4Product(Product):
+    """W [n, k] in INT4."""
+
+    def __init__(self, weight: Int4Weights, bias: Tensor | None = None) -> None:
+        """bias: [n], of x's dtype."""
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        named = {
+            "weight_packed": self.weight.data,
+            "weight_scale": self.weight.scale,
+            "weight_zero": self.weight.zero,
+            "bias": self.bias,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quantized_linear(x, self.weight, self.bias).to(x.dtype)

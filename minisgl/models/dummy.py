@@ -1,0 +1,69 @@
+"""Random weights, for benchmarks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.kernels.linear.quantized import (
+    E4M3_MAX,
+    Fp8Weights,
+    QuantizedWeights,
+    pack_int4,
+)
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.linear import Linear
+from minisgl.layers.norm import RMSNorm
+from minisgl.models.quantized_matrix import quantized_weights
+from minisgl.models.transformer import CausalLM
+
+_FP8_STD = 64.0  # of random e4m3 numbers: 7 times as much saturates
+_INPUT_SCALE = 1 / 32  # inputs up to 14
+
+
+def fill_randomly(model: CausalLM, device: torch.device, seed: int) -> None:
+    """Seeded weights, scaled so that activations keep their size and logits stay moderate."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        quantized = quantized_weights(module)
+        for weights, num_inputs in quantized:
+            _draw(weights, num_inputs**-0.5, generator)
+        for name, weight in module.named_parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                weight.fill_(1.0)
+            elif name.endswith("input_scale"):
+                weight.fill_(_INPUT_SCALE)
+            elif name == "bias":
+                weight.zero_()
+            elif not quantized:
+                weight.normal_(std=_num_inputs(module, name, weight) ** -0.5, generator=generator)
+
+
+def _num_inputs(module: nn.Module, name: str, weight: Tensor) -> int:
+    """The number of inputs of the whole linear map, of which `weight` may be a rank's part."""
+    if isinstance(module, Linear):
+        return module.inputs.whole
+    if isinstance(module, FusedExperts) and name == "down_proj":
+        return module.inner.whole
+    return weight.shape[-1]
+
+
+def _draw(weights: QuantizedWeights, std: float, generator: torch.Generator) -> None:
+    """Random numbers with a standard deviation of `std`, or nearly."""
+    device = weights.data.device
+    if isinstance(weights, Fp8Weights):
+        for matrix in weights.data if weights.data.dim() == 3 else [weights.data]:
+            numbers = torch.randn(matrix.shape, generator=generator, device=device)
+            matrix.copy_((_FP8_STD * numbers).clamp(-E4M3_MAX, E4M3_MAX))
+        weights.scale.fill_(std / _FP8_STD)
+        return
+    for packed in weights.data if weights.data.dim() == 3 else [weights.data]:
+        shape = packed.shape[0], 4 * packed.shape[1]
+        # From 1 to 15, whose mean is the zero point.
+        numbers = torch.randint(1, 16, shape, generator=generator, dtype=torch.uint8, device=device)
+        packed.copy_(pack_int4(numbers))
+    weights.scale.fill_(std / math.sqrt((15**2 - 1) / 12))
+    if weights.zero is not None:
+        weights.zero.fill_(8)

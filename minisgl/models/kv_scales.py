@@ -1,0 +1,135 @@
+"""The scales of an FP8 KV cache that a checkpoint brings, under the names that exporters give them.
+
+The value that attention reads is the stored one times its layer's scale (OCP 8-bit floating point
+specification, 2023, for the format: e4m3).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from minisgl.config import KVScales
+from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.models.config import ModelConfig
+from minisgl.models.config_reader import CONFIG_FILE, read_json
+
+# Without 'model.'. llm-compressor and ModelOpt write k_scale and v_scale, of the attention or of
+# its projections; AutoFP8 and Quark output_scale; files of 2024 one kv_scale for both. A q_scale is
+# for attention that rounds its queries, too, which minisgl does not.
+_NAMES = re.compile(
+    r"layers\.(?P<layer>\d+)\.self_attn\.(?:"
+    r"(?:attn\.|qkv_proj\.)?(?P<plain>[qkv]|kv)_scale"
+    r"|(?P<part>[kv])_proj\.(?:(?P=part)_scale|output_scale)"
+    r"|q_proj\.(?:q_scale|output_scale))"
+)
+_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
+_IGNORE = "--kv-cache-dtype model leaves the KV cache as it is"
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name, without 'model.', scales a KV cache or the queries over it."""
+    return _NAMES.fullmatch(name) is not None
+
+
+def with_kv_scales(config: ModelConfig, folder: Path) -> ModelConfig:
+    """`config` with the KV scales in the safetensors files of `folder`, if there are any.
+
+    Raises CheckpointError where a scale is broken, missing or given twice, UnsupportedModelError
+    for scales per head and for other formats than FP8.
+    """
+    _check_scheme(folder)
+    found: dict[tuple[int, str], tuple[float, str]] = {}  # (layer, k or v): scale, tensor
+    for file in sorted(filter(Path.is_file, folder.glob("*.safetensors"))):
+        for name, layer, kinds, scale in _scales_in(file):
+            if layer >= config.num_layers:
+                raise CheckpointError(
+                    f"{file}: {name} is of a layer that the model does not have; it has "
+                    f"{config.num_layers}."
+                )
+            for kind in kinds:
+                other, its_name = found.setdefault((layer, kind), (scale, name))
+                if other != scale:
+                    raise CheckpointError(
+                        f"{file}: {name} is {scale:g}, but {its_name} {other:g}: one contradicts "
+                        "the other."
+                    )
+    if not found:
+        return config
+    for layer in range(config.num_layers):
+        for kind in "kv":
+            if (layer, kind) not in found:
+                raise CheckpointError(
+                    f"{folder} lacks layers.{layer}.self_attn.{kind}_scale, although it holds KV "
+                    f"scales of others, as {next(iter(found.values()))[1]}; {_IGNORE}."
+                )
+    scales = (
+        KVScales(*(found[layer, kind][0] for kind in "kv")) for layer in range(config.num_layers)
+    )
+    return replace(config, kv_scales=tuple(scales))
+
+
+def _scales_in(file: Path) -> list[tuple[str, int, str, float]]:
+    """(name, layer, for k, v or both, scale) of each scale in a file; its other tensors are not
+    read."""
+    found: list[tuple[str, int, str, float]] = []
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                match = _NAMES.fullmatch(name.removeprefix("model."))
+                kinds = match and (match["plain"] or match["part"])
+                if match and kinds and kinds != "q":
+                    scale = _scalar(opened.get_slice(name), name, file)
+                    found.append((name, int(match["layer"]), kinds, scale))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return found
+
+
+def _scalar(stored: Any, name: str, file: Path) -> float:
+    """The number in a tensor of shape () or (1,)."""
+    shape, dtype = stored.get_shape(), stored.get_dtype()
+    if math.prod(shape) > 1:
+        raise UnsupportedModelError(
+            f"{file}: {name} has the shape {shape}: KV scales per head or channel are not "
+            f"supported; allowed: one number a layer, of the shape [] or [1]. {_IGNORE}."
+        )
+    if shape not in ([], [1]) or dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{file}: {name} is {dtype} of the shape {shape}; expected {', '.join(_DTYPES)} of the "
+            "shape [] or [1]."
+        )
+    scale = float(stored[...])
+    if not 0 < scale < math.inf:
+        raise CheckpointError(
+            f"{file}: {name} is {scale:g}; a KV scale must be above 0 and finite. {_IGNORE}."
+        )
+    return scale
+
+
+def _check_scheme(folder: Path) -> None:
+    """Refuse what config.json says of a KV cache that is not e4m3 with one scale a layer."""
+    quantization = read_json(folder / CONFIG_FILE).get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if scheme is None:
+        return
+    where = f"{CONFIG_FILE}: quantization_config: kv_cache_scheme"
+    if not isinstance(scheme, dict):
+        raise CheckpointError(f"{where} is not a JSON object.")
+    allowed: dict[str, tuple[Any, ...]] = {
+        "num_bits": (8,),
+        "type": ("float",),
+        "strategy": (None, "tensor"),
+        "symmetric": (None, True),
+        "dynamic": (None, False),
+    }
+    for name, values in allowed.items():
+        if (value := scheme.get(name)) not in values:
+            raise UnsupportedModelError(
+                f"{where}: {name} {value!r} is not supported; allowed: {values[-1]}. {_IGNORE}."
+            )

@@ -1,0 +1,96 @@
+"""From the layouts in which checkpoints store quantised weights to those of
+kernels/linear/quantized.py.
+
+A rank reads a range of each dimension of a stored tensor. Where several rows or columns share an
+element (8 INT4 numbers, a scale), it reads all elements that its range touches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minisgl.errors import CheckpointError
+from minisgl.kernels.linear.quantized import Fp8Weights, quantize_rows
+from minisgl.shards import Shard
+
+PER_INT32 = 8  # INT4 numbers
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in an int32 of each of 8 neighbours
+
+
+def covering(shard: Shard, step: int) -> Shard:
+    """The elements that hold a range of entries, if each holds `step`."""
+    first, end = shard.first // step, -(-(shard.first + shard.size) // step)
+    return Shard(first, end - first, -(-shard.whole // step))
+
+
+def _within(shard: Shard, step: int) -> slice:
+    """The place of a range in what `covering` reads."""
+    first = shard.first % step
+    return slice(first, first + shard.size)
+
+
+def _spread(values: Tensor, dim: int, shard: Shard, step: int, finer: int) -> Tensor:
+    """Repeats scales for steps of `finer` entries, which divide those of `step` that were read."""
+    end = shard.first + shard.size
+    entries = torch.arange(shard.first, end, finer, device=values.device)
+    return values.index_select(dim, entries // step - shard.first // step)
+
+
+def numbers(packed: Tensor, order: list[int] | None = None) -> Tensor:
+    """8 numbers from 0 to 15 of each int32, the lowest bits first, or in another order of places.
+
+    packed: [..., n] int32; returns [..., 8 · n] uint8.
+    """
+    places = torch.tensor(order or range(PER_INT32), dtype=torch.int32, device=packed.device)
+    return (packed[..., None] >> (4 * places) & 15).to(torch.uint8).flatten(-2)
+
+
+def numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
+    """Those of the range `outputs` of the last dimension, which was packed."""
+    return numbers(packed)[..., _within(outputs, PER_INT32)]
+
+
+def awq_numbers_of(packed: Tensor, outputs: Shard) -> Tensor:
+    """As `numbers_of`, in the order of AWQ's kernels."""
+    return numbers(packed, _AWQ_ORDER)[..., _within(outputs, PER_INT32)]
+
+
+def block_scales(
+    scale: Tensor, outputs: Shard, inputs: Shard, stored: int, block: tuple[int, int]
+) -> Tensor:
+    """Scales of blocks that begin where the ranges do, from those of squares of `stored` rows and
+    columns that begin where the whole matrix does."""
+    rows = _spread(checked(scale), 0, outputs, stored, block[0])
+    return _spread(rows, 1, inputs, stored, block[1])
+
+
+def group_values(values: Tensor, inputs: Shard, stored: int, group_size: int) -> Tensor:
+    """Scales or zero points [groups of `stored` inputs, n] for groups of `group_size` inputs, which
+    begin where the range does."""
+    return _spread(values, 0, inputs, stored, group_size)
+
+
+def checked(scale: Tensor) -> Tensor:
+    """Raises CheckpointError for a scale that no weight can have."""
+    if not torch.isfinite(scale).all():
+        raise CheckpointError("holds scales that are not finite")
+    if (scale < 0).any():
+        raise CheckpointError("holds negative scales")
+    return scale
+
+
+def quantize_into(weights: Fp8Weights, stored: Tensor, inputs: Shard) -> None:
+    """Quantise rows of which all columns were read, and keep the range `inputs` of the columns. The
+    scale is that of the whole row, so that it does not depend on the ranks.
+
+    stored: [n, whole], or with a leading dimension the matrices of experts.
+    """
+    if stored.dim() == 3:
+        for expert, matrix in enumerate(stored):
+            quantize_into(weights.expert(expert), matrix, inputs)
+        return
+    data, scale = quantize_rows(stored.to(weights.data.device))
+    kept = data[:, inputs.first : inputs.first + inputs.size]
+    weights.data.copy_(kept)
+    weights.scale.copy_(scale)

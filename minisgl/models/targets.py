@@ -1,0 +1,153 @@
+"""Which tensors a checkpoint must have, and where each goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from minisgl.config import QuantScheme, Storage
+from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product
+from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.formats import EXPERT_MAPS
+from minisgl.layers.linear import Linear, RowParallelLinear, VocabParallelEmbedding
+from minisgl.models import packing
+from minisgl.models.quantized_matrix import QuantizedMatrix
+from minisgl.models.target import Target
+from minisgl.models.transformer import CausalLM
+from minisgl.shards import Shard, whole
+
+
+def checkpoint_targets(model: CausalLM) -> dict[str, Target]:
+    """Maps the names of a checkpoint's tensors, without 'model.', to their destinations."""
+    targets: dict[str, Target] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FusedExperts):
+            targets |= _expert_targets(path, module, model.quantization)
+        elif isinstance(module, Linear):
+            targets |= _linear_targets(path, module, model.quantization)
+        else:
+            for kind, weight in module.named_parameters(recurse=False):
+                cut = tuple(map(whole, weight.shape))
+                if isinstance(module, VocabParallelEmbedding):
+                    cut = (module.vocab, cut[1])
+                targets[f"{path}.{kind}"] = Target(weight, cut)
+    return targets
+
+
+def _linear_targets(path: str, module: Linear, scheme: QuantScheme | None) -> dict[str, Target]:
+    targets: dict[str, Target] = {}
+    parent = path[: path.rfind(".") + 1]
+    product, bias, first = module.product, module.product.weights.get("bias"), 0
+    for part, outputs in module.parts.items():
+        name, rows = parent + part, slice(first, first + outputs.size)
+        if scheme is not None and isinstance(product, Fp8Product | Int4Product):
+            scale = product.input_scale if isinstance(product, Fp8Product) else None
+            matrix = QuantizedMatrix(
+                name, product.weight.rows(first, outputs.size), outputs, module.inputs
+            )
+            targets |= matrix.targets(scheme, scale)
+        else:
+            weight = product.weights["weight"]
+            targets[f"{name}.weight"] = Target(weight[rows], (outputs, module.inputs))
+        if bias is not None:
+            cut = outputs
+            if isinstance(module, RowParallelLinear) and not module.holds_bias:
+                cut = Shard(outputs.size, outputs.size, outputs.size)
+            targets[f"{name}.bias"] = Target(bias[rows], (cut,))
+        first += outputs.size
+    return targets
+
+
+def _expert_targets(
+    path: str, module: FusedExperts, scheme: QuantScheme | None
+) -> dict[str, Target]:
+    """The tensors of each matrix of each expert."""
+    targets: dict[str, Target] = {}
+    inner, hidden, product = module.inner, module.hidden, module.product
+    for expert in range(module.num_experts):
+        names = [f"{path}.{expert}.{part}" for part in EXPERT_MAPS]
+        cuts = [(inner, hidden), (inner, hidden), (hidden, inner)]
+        if scheme is not None and isinstance(product, Fp8Experts | Int4Experts):
+            gate_up, down = product.gate_up.expert(expert), product.down.expert(expert)
+            matrices = gate_up.rows(0, inner.size), gate_up.rows(inner.size, inner.size), down
+            scales: list[Tensor | None] = [None] * 3
+            if isinstance(product, Fp8Experts) and product.input_scales is not None:
+                ins = product.input_scales
+                scales = [ins.gate_up[expert], ins.gate_up[expert], ins.down[expert]]
+            for name, matrix, cut, scale in zip(names, matrices, cuts, scales, strict=True):
+                targets |= QuantizedMatrix(name, matrix, *cut).targets(scheme, scale)
+        else:
+            gate, up = product.weights["gate_up_proj"][expert].chunk(2)
+            weights = gate, up, product.weights["down_proj"][expert]
+            for name, weight, cut in zip(names, weights, cuts, strict=True):
+                targets[f"{name}.weight"] = Target(weight, cut)
+    return targets
+
+
+# -- stacks of experts ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A tensor of a checkpoint that holds the matrices of all experts.
+
+    Some exporters store these transposed. The shapes reveal it, because at most one of a layer's
+    two can fit by accident: the gates' if hidden_size is twice an expert's size, the other's if
+    both are equal.
+    """
+
+    targets: tuple[Target, ...]  # the destinations, each with its own cut
+    stands_for: tuple[str, ...]  # the names in `checkpoint_targets` that it replaces
+
+
+def checkpoint_stacks(model: CausalLM) -> dict[str, Stack]:
+    """Maps names, as in `checkpoint_targets`, to the stacks of a checkpoint that is not
+    quantised."""
+    stacks: dict[str, Stack] = {}
+    scheme = model.quantization
+    if scheme is not None and scheme.storage != Storage.FLOAT:
+        return stacks
+    for path, module in model.named_modules():
+        if not isinstance(module, FusedExperts):
+            continue
+        names = [f"{path}.{expert}" for expert in range(module.num_experts)]
+        experts, hidden, inner = whole(module.num_experts), module.hidden, module.inner
+        gates = Shard(inner.first, inner.size, 2 * inner.whole)
+        ups = Shard(inner.whole + inner.first, inner.size, 2 * inner.whole)
+        gate_up, down = _stacked(module)
+        stacks[f"{path}.gate_up_proj"] = Stack(
+            (
+                _stack_target(gate_up, 0, (experts, gates, hidden)),
+                _stack_target(gate_up, inner.size, (experts, ups, hidden)),
+            ),
+            tuple(f"{name}.{kind}.weight" for name in names for kind in ("gate_proj", "up_proj")),
+        )
+        stacks[f"{path}.down_proj"] = Stack(
+            (_stack_target(down, 0, (experts, hidden, inner)),),
+            tuple(f"{name}.down_proj.weight" for name in names),
+        )
+    return stacks
+
+
+def _stacked(module: FusedExperts) -> tuple[Tensor | Fp8Weights, Tensor | Fp8Weights]:
+    product = module.product
+    if isinstance(product, Fp8Experts):
+        return product.gate_up, product.down
+    return product.weights["gate_up_proj"], product.weights["down_proj"]
+
+
+def _stack_target(weights: Tensor | Fp8Weights, first: int, cut: tuple[Shard, ...]) -> Target:
+    """Of the rows of each expert from `first` on."""
+    _, outputs, inputs = cut
+    rows = slice(first, first + outputs.size)
+    if isinstance(weights, Tensor):
+        return Target(weights[:, rows], cut)
+    part = Fp8Weights(weights.data[:, rows], weights.scale[:, rows])
+    return Target(
+        part.data,
+        (*cut[:2], whole(inputs.whole)),
+        store=lambda _, stored: packing.quantize_into(part, stored, inputs),
+        scale=part.scale,
+    )

@@ -1,0 +1,287 @@
+"""Quantised checkpoints against transformers in float32, on the same weights dequantised."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import (
+    TOLERANCE,
+    Spec,
+    greedy_reference,
+    random_prompt,
+    reference_logits,
+    relative_error,
+)
+from support.paged import PagedModel
+from support.parity import FOLDER, Case, check
+from support.quantized import FORMATS, Quantized, load_plain, quantize, round_inputs
+
+from minisgl.config import Activations
+from minisgl.kernels.linear import quantized as kernels
+from minisgl.kernels.linear.quantized import Fp8Product
+from minisgl.kernels.moe.quantized import Fp8Experts
+from minisgl.kernels.moe.reference import Routing
+from minisgl.layers.experts import FusedExperts
+from minisgl.layers.linear import Linear
+from minisgl.models import packing
+from minisgl.models.loader import load_model
+from minisgl.models.registry import read_model_config
+from minisgl.models.transformer import CausalLM
+
+GROSS = 1000 * TOLERANCE
+NUM_TOKENS = 40
+ROUTING = Routing(top_k=2, normalize=True)
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_layers": 2, "tied": True}
+SPECS = {
+    "qwen3": Spec("qwen3", "Qwen3ForCausalLM", **SIZES),
+    # 192 and 384: blocks of 128 do not divide them, nor what two ranks have of them.
+    "odd": Spec("odd", "Qwen3ForCausalLM", hidden_size=192, num_heads=6, num_layers=2, tied=True),
+    "llama": Spec("llama", "LlamaForCausalLM", **SIZES),
+    "mistral": Spec("mistral", "MistralForCausalLM", extra={"sliding_window": None}, **SIZES),
+    "qwen2": Spec("qwen2", "Qwen2ForCausalLM", **SIZES),
+    "moe": Spec(
+        "moe",
+        "Qwen3MoeForCausalLM",
+        num_layers=2,
+        extra={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "norm_topk_prob": True,
+        },
+    ),
+    # Of 96, which is less than a block.
+    "narrow-moe": Spec(
+        "narrow-moe",
+        "Qwen3MoeForCausalLM",
+        num_layers=2,
+        extra={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 96,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+# Every format, and every family with some.
+CASES = [
+    ("qwen3", "fp8-block"),
+    ("odd", "fp8-block"),
+    ("moe", "fp8-block"),
+    ("narrow-moe", "fp8-block"),
+    ("llama", "fp8-tensor"),
+    ("mistral", "fp8-static"),
+    ("moe", "fp8-static"),
+    ("qwen2", "ct-fp8-channel"),
+    ("moe", "ct-fp8-channel"),
+    ("qwen3", "ct-fp8-static"),
+    ("llama", "ct-fp8-block"),
+    ("odd", "ct-fp8-weights"),
+    ("qwen2", "ct-int4"),
+    ("odd", "ct-int4-64"),
+    ("mistral", "ct-int4-zeros"),
+    ("moe", "ct-int4-zeros-32"),
+    ("llama", "awq"),
+    ("moe", "awq-64"),
+    ("qwen3", "gptq"),
+    ("moe", "gptq-v2-32"),
+]
+
+
+@cache
+def case_of(spec: str, format: str) -> Quantized:
+    return quantize(SPECS[spec], FORMATS[format], Path(FOLDER.name) / f"{spec}-{format}")
+
+
+def load(folder: Path) -> CausalLM:
+    return load_model(
+        read_model_config(folder),
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        load_format="safetensors",
+        max_seq_len=128,
+    )
+
+
+def logits_of(case: Quantized, model: CausalLM | None = None) -> torch.Tensor:
+    """Of a prompt in chunks and of decoded tokens."""
+    paged = PagedModel(model or load(case.folder), read_model_config(case.folder), page_size=16)
+    return paged.run(random_prompt(case.spec, NUM_TOKENS), prefill=32, chunk=20)
+
+
+@cache
+def exact_logits(spec: str, format: str) -> torch.Tensor:
+    """Of the dequantised weights, and inputs as they are."""
+    case = case_of(spec, format)
+    return reference_logits(load_plain(case), random_prompt(case.spec, NUM_TOKENS))
+
+
+def leave_inputs_alone(model: CausalLM) -> CausalLM:
+    """As on a GPU without FP8 products."""
+    for product in products_of(model).values():
+        if isinstance(product, Fp8Product | Fp8Experts):
+            product.activations = Activations.NONE
+    return model
+
+
+def products_of(model: CausalLM) -> dict[str, Any]:
+    return {
+        name: module.product
+        for name, module in model.named_modules()
+        if isinstance(module, Linear | FusedExperts)
+    }
+
+
+@pytest.mark.parametrize(("spec", "format"), CASES)
+def test_logits_are_those_of_the_dequantized_weights(spec: str, format: str) -> None:
+    case = case_of(spec, format)
+    model = leave_inputs_alone(load(case.folder))
+    assert relative_error(logits_of(case, model), exact_logits(spec, format)) < TOLERANCE
+
+
+ROUNDING = [(spec, format) for spec, format in CASES if FORMATS[format].rounds]
+# The linear maps of one input, by the module that computes them together.
+MERGED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+
+
+@pytest.mark.parametrize(("spec", "format"), ROUNDING)
+@torch.inference_mode()
+def test_inputs_are_rounded_as_by_the_reference(
+    spec: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given the same inputs: through layers, what float32 changes in the last place may be rounded
+    to another FP8 number."""
+    case = case_of(spec, format)
+    reference, ours = load_plain(case), products_of(load(case.folder))
+    round_inputs(case, reference, monkeypatch)
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, module in reference.named_modules():
+
+        def record(_: object, inputs: Any, output: Any, name: str = name) -> None:
+            if isinstance(output, torch.Tensor):
+                seen[name.removeprefix("model.")] = inputs[0], output
+
+        module.register_forward_hook(record)
+    prompt = random_prompt(case.spec, NUM_TOKENS)
+    rounded = reference_logits(reference, prompt)
+    for layer, (merged, parts) in itertools.product(range(2), MERGED.items()):
+        names = [f"layers.{layer}.{part}" for part in parts]
+        if names[0] in seen:
+            x = seen[names[0]][0]
+            wanted = torch.cat([seen[name][1] for name in names], dim=-1)
+            got = ours[f"layers.{layer}.{merged}"](x.flatten(0, -2))
+            assert relative_error(got, wanted.flatten(0, -2)) < TOLERANCE, merged
+    for name in [name for name in seen if name.endswith("mlp.experts")]:
+        router = reference.get_submodule(f"model.{name.replace('experts', 'gate')}")
+        x, wanted = seen[name]
+        got = ours[name](x, torch.nn.functional.linear(x, router.weight), ROUTING)
+        assert relative_error(got, wanted) < TOLERANCE, name
+    # It matters, and the whole model does it.
+    exact, whole = exact_logits(spec, format), logits_of(case)
+    assert relative_error(rounded, exact) > 10 * TOLERANCE
+    assert (whole - rounded).square().mean() < 0.25 * (whole - exact).square().mean()
+
+
+@pytest.mark.parametrize(("spec", "format"), [("llama", "awq")])
+def test_greedy_tokens_are_those_of_transformers(spec: str, format: str) -> None:
+    case = engine_case(spec, format)
+    check(case)
+    check(case, max_prefill_length=7, page_size=4, padded=4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "format"), [("odd", "ct-fp8-weights"), ("moe", "ct-int4-zeros-32")]
+)
+def test_two_ranks_give_the_tokens_of_transformers(spec: str, format: str) -> None:
+    """Of the first, a rank's part is one and a half blocks."""
+    check(engine_case(spec, format), tp=2)
+
+
+@cache
+def engine_case(spec: str, format: str) -> Case:
+    case = case_of(spec, format)
+    model = load_plain(case)
+    prompts, runs = [], []
+    for seed, length in itertools.product(range(3), (3, 17, 40)):
+        prompt = random_prompt(case.spec, length, seed)
+        run = greedy_reference(model, prompt, 64)
+        if len(set(run.token_ids)) >= 20 and len(runs) < 3:  # not one in a short cycle
+            prompts.append(prompt)
+            runs.append(run)
+    assert len(runs) == 3, "a checkpoint without teeth"
+    return Case(case.spec, case.folder, prompts, runs)
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+def swap_nibbles(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(packing, "_AWQ_ORDER", list(range(8)))
+
+
+def transpose_scales(patch: pytest.MonkeyPatch) -> None:
+    block_scales = packing.block_scales
+    patch.setattr(packing, "block_scales", lambda *args, **named: square(block_scales, args, named))
+
+
+def square(block_scales: Callable[..., torch.Tensor], args: Any, named: Any) -> torch.Tensor:
+    scale, *rest = args
+    return block_scales(scale.T if scale.shape[0] == scale.shape[1] else scale, *rest, **named)
+
+
+def divide_by_scales(patch: pytest.MonkeyPatch) -> None:
+    dequantize = kernels.dequantize
+
+    def dividing(weights: Any) -> torch.Tensor:
+        return dequantize(weights._replace(scale=1 / weights.scale))
+
+    patch.setattr(kernels, "dequantize", dividing)
+
+
+def zero_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    dequantize = kernels.dequantize
+
+    def shifted(weights: Any) -> torch.Tensor:
+        zero = torch.full(weights.scale.shape, 7, dtype=torch.uint8)
+        return dequantize(weights._replace(zero=zero))
+
+    patch.setattr(kernels, "dequantize", shifted)
+
+
+def zeros_of_another_order(patch: pytest.MonkeyPatch) -> None:
+    numbers_of = packing.numbers_of
+    patch.setattr(packing, "numbers_of", lambda packed, shard: numbers_of(packed, shard).flip(-1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "format", "mistake"),
+    [
+        ("llama", "awq", swap_nibbles),
+        ("qwen3", "fp8-block", transpose_scales),
+        ("qwen3", "fp8-block", divide_by_scales),
+        ("qwen3", "gptq", zero_off_by_one),
+        ("mistral", "ct-int4-zeros", zeros_of_another_order),
+    ],
+)
+def test_mistakes_show(
+    spec: str,
+    format: str,
+    mistake: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, wanted = case_of(spec, format), exact_logits(spec, format)
+    mistake(monkeypatch)
+    model = leave_inputs_alone(load(case.folder))
+    assert not relative_error(logits_of(case, model), wanted) < GROSS

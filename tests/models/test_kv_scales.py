@@ -1,0 +1,168 @@
+"""The scales of an FP8 KV cache: every name under which they occur, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import make_checkpoint, spec_named
+from support.fp8_kv import add_tensors
+from support.parity import load_engine
+from torch import Tensor
+
+from minisgl.config import KVScales
+from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.models.kv_scales import is_kv_scale, with_kv_scales
+from minisgl.models.registry import read_model_config
+
+ATTN = "model.layers.{}.self_attn."
+# Of k and of v: the same name where one scale serves both.
+NAMES = [
+    ("k_scale", "v_scale"),
+    ("attn.k_scale", "attn.v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale", "kv_scale"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_checkpoint(spec_named("llama"), tmp_path / "checkpoint")
+
+
+def scales_of(folder: Path) -> tuple[KVScales, ...] | None:
+    return with_kv_scales(read_model_config(folder), folder).kv_scales
+
+
+def of_both_layers(
+    names: tuple[str, str] = NAMES[0], make: Callable[[float], Tensor] = torch.tensor
+) -> dict[str, Tensor]:
+    return {
+        ATTN.format(layer) + name: make(0.5 + layer + (name == names[1]) / 8)
+        for layer in range(2)
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("names", NAMES, ids=lambda names: names[0])
+def test_every_name_is_read_and_no_weight(names: tuple[str, str], folder: Path) -> None:
+    add_tensors(folder, of_both_layers(names))
+    k = 0.625 if names[0] == names[1] else 0.5
+    assert scales_of(folder) == (KVScales(k, 0.625), KVScales(k + 1, 1.625))
+    engine = load_engine(folder)
+    assert engine.config.kv_dtype == "float8_e4m3fn"
+    assert [layer.scales for layer in engine.runner._kv] == list(scales_of(folder) or ())
+    assert load_engine(folder, kv_cache_dtype="model").config.kv_dtype == "float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_scale_is_a_number_or_a_list_of_one(dtype: torch.dtype, folder: Path) -> None:
+    add_tensors(folder, of_both_layers(make=lambda value: torch.tensor([value], dtype=dtype)))
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+
+
+def test_without_scales_the_cache_stays_as_it_is(folder: Path) -> None:
+    assert scales_of(folder) is None
+    assert load_engine(folder).config.kv_dtype == "float32"
+
+
+def test_scales_of_queries_are_left_alone(folder: Path) -> None:
+    queries = {ATTN.format(layer) + "q_scale": torch.ones(4, 1) for layer in range(2)}
+    add_tensors(folder, of_both_layers() | queries)
+    assert scales_of(folder) == (KVScales(0.5, 0.625), KVScales(1.5, 1.625))
+    load_engine(folder)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, 0.0])
+def test_a_scale_that_is_no_positive_number(value: float, folder: Path) -> None:
+    name = ATTN.format(1) + "v_scale"
+    file = folder / "scales.safetensors"
+    add_tensors(folder, of_both_layers() | {name: torch.tensor(value)})
+    with pytest.raises(CheckpointError, match=rf"{file}: {name} is {value:g}; .*above 0"):
+        load_engine(folder)
+    load_engine(folder, kv_cache_dtype="model")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (1, 2, 1)], ids=str)
+def test_scales_per_head_are_refused_by_name(shape: tuple[int, ...], folder: Path) -> None:
+    name = ATTN.format(0) + "k_scale"
+    add_tensors(folder, of_both_layers() | {name: torch.ones(shape)})
+    with pytest.raises(UnsupportedModelError, match=rf"{name} has the shape \[.*2.*\]: .*per head"):
+        load_engine(folder)
+    load_engine(folder, kv_cache_dtype="model")
+
+
+@pytest.mark.parametrize(
+    "stored", [torch.ones(1, 1), torch.ones(0), torch.ones((), dtype=torch.int32)]
+)
+def test_a_scale_of_another_shape_or_dtype(stored: Tensor, folder: Path) -> None:
+    name = ATTN.format(0) + "k_scale"
+    add_tensors(folder, of_both_layers() | {name: stored})
+    with pytest.raises(CheckpointError, match=rf"{name} is .* of the shape .*; expected F32"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    "missing", ["model.layers.1.self_attn.v_scale", "model.layers.0.self_attn.k_scale"]
+)
+def test_a_missing_scale_is_named(missing: str, folder: Path) -> None:
+    tensors = of_both_layers()
+    del tensors[missing]
+    add_tensors(folder, tensors)
+    with pytest.raises(CheckpointError, match=f"lacks {missing.removeprefix('model.')}"):
+        load_engine(folder)
+
+
+def test_scales_that_contradict_each_other_or_have_no_layer(folder: Path) -> None:
+    add_tensors(folder, of_both_layers())
+    add_tensors(folder, {ATTN.format(0) + "kv_scale": torch.tensor(0.5)}, "others")
+    with pytest.raises(CheckpointError, match="one contradicts the other"):
+        load_engine(folder)
+    add_tensors(folder, {ATTN.format(2) + "k_scale": torch.tensor(0.5)}, "others")
+    with pytest.raises(CheckpointError, match=r"layers\.2\..* it has 2"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        ({"strategy": "attn_head"}, "strategy 'attn_head'"),
+        ({"num_bits": 4}, "num_bits 4"),
+        ({"type": "int"}, "type 'int'"),
+        ({"dynamic": True}, "dynamic True"),
+        ({"symmetric": False}, "symmetric False"),
+    ],
+)
+def test_other_formats_of_kv_caches_are_refused_by_name(
+    scheme: dict[str, Any], said: str, folder: Path
+) -> None:
+    config = read_model_config(folder)
+    path = folder / "config.json"
+    fp8 = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "dynamic": False,
+        "symmetric": True,
+    }
+    for kv_cache_scheme in (None, fp8):
+        quantization = {"quantization_config": {"kv_cache_scheme": kv_cache_scheme}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
+        assert with_kv_scales(config, folder) == config
+    quantization = {"quantization_config": {"kv_cache_scheme": fp8 | scheme}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
+    with pytest.raises(UnsupportedModelError, match=f"kv_cache_scheme: {said} is not supported"):
+        with_kv_scales(config, folder)
+
+
+def test_no_weight_passes_for_a_scale() -> None:
+    for name in ("self_attn.k_proj.weight", "self_attn.k_proj.weight_scale", "mlp.k_scale"):
+        assert not is_kv_scale(f"layers.0.{name}")
+    assert not is_kv_scale("layers.0.self_attn.k_proj.v_scale")

@@ -1,0 +1,231 @@
+"""What the config of a quantised checkpoint means, and what of it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dummy_config import MODELS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.quantized import AWQ, FORMATS, FP8_BLOCK, GPTQ
+
+from minisgl.config import FP8_WHILE_LOADING, Activations, EngineConfig, QuantScheme, Storage
+from minisgl.errors import CheckpointError, ConfigError, MinisglError, UnsupportedModelError
+from minisgl.models.registry import read_model_config
+
+FP8 = {"bits": 8, "storage": Storage.FP8}
+COMPRESSED = {"bits": 8, "storage": Storage.COMPRESSED}
+INT4 = {"bits": 4, "strategy": "group", "group_size": 128}
+TOKEN, GROUP, STATIC = Activations.TOKEN, Activations.GROUP, Activations.STATIC
+SCHEMES = {
+    "fp8-block": QuantScheme(**FP8, strategy="block", activations=GROUP),
+    "fp8-tensor": QuantScheme(**FP8, strategy="tensor", activations=TOKEN),
+    "fp8-static": QuantScheme(**FP8, strategy="tensor", activations=STATIC),
+    "ct-fp8-channel": QuantScheme(**COMPRESSED, strategy="channel", activations=TOKEN),
+    "ct-fp8-static": QuantScheme(**COMPRESSED, strategy="tensor", activations=STATIC),
+    "ct-fp8-block": QuantScheme(**COMPRESSED, strategy="block", activations=GROUP),
+    "ct-int4": QuantScheme(**INT4, storage=Storage.COMPRESSED),
+    "ct-int4-zeros": QuantScheme(**INT4, storage=Storage.COMPRESSED, symmetric=False),
+    "awq": QuantScheme(**INT4, storage=Storage.AWQ, symmetric=False),
+    "gptq": QuantScheme(**INT4, storage=Storage.GPTQ),
+    "gptq-v2-32": QuantScheme(**{**INT4, "group_size": 32}, storage=Storage.GPTQ_V2),
+}
+CHANNEL = FORMATS["ct-fp8-channel"].config
+PACKED = FORMATS["ct-int4"].config
+
+
+def read(
+    folder: Path, config: object, model: str = "Qwen3-8B", option: str | None = None
+) -> QuantScheme | None:
+    values = {**MODELS[model], "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_config(folder, quantization=option).quantization
+
+
+def changed(config: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Of a compressed-tensors config, with other fields of its weights (w_), inputs (i_) and
+    group (g_)."""
+    copy: dict[str, Any] = json.loads(json.dumps(config))
+    group = copy["config_groups"]["group_0"]
+    places = {"w": group["weights"], "i": group["input_activations"], "g": group}
+    for name, value in fields.items():
+        place, _, rest = name.partition("_")
+        if place in places and rest:
+            places[place][rest] = value
+        else:
+            copy[name] = value
+    return copy
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-30B-A3B", "Llama-3.1-8B"])
+def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
+    assert read(tmp_path, FORMATS[name].config, model) == SCHEMES[name]
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        # AutoFP8, Mistral
+        ({**FORMATS["fp8-static"].config, "weight_block_size": None}, "fp8-static"),
+        ({**FP8_BLOCK, "modules_to_not_convert": ["lm_head", "model.layers.0"]}, "fp8-block"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}, "awq"),
+        ({**AWQ, "version": "GEMM", "backend": "autoawq", "do_fuse": False}, "awq"),
+        ({**GPTQ, "damp_percent": 0.01, "true_sequential": True, "static_groups": False}, "gptq"),
+        ({**GPTQ, "meta": {"quantizer": ["gptqmodel:1.1.0"]}, "dynamic": None}, "gptq"),
+        (changed(FORMATS["ct-fp8-block"].config, w_block_structure="128x128"), "ct-fp8-block"),
+        (changed(CHANNEL, i_strategy="tensor"), "ct-fp8-channel"),
+        (changed(CHANNEL, w_observer="minmax", w_observer_kwargs={"a": 1}), "ct-fp8-channel"),
+        (changed(CHANNEL, kv_cache_scheme={"num_bits": 8}), "ct-fp8-channel"),
+        (changed(CHANNEL, sparsity_config={"format": "dense"}), "ct-fp8-channel"),
+        (changed(PACKED, w_actorder="static"), "ct-int4"),
+        (changed(PACKED, w_actorder="weight"), "ct-int4"),
+    ],
+)
+def test_other_spellings(config: dict[str, Any], scheme: str, tmp_path: Path) -> None:
+    assert read(tmp_path, config) == SCHEMES[scheme]
+
+
+def test_a_config_of_the_kv_cache_alone(tmp_path: Path) -> None:
+    config = changed(CHANNEL, config_groups={}, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    assert read(tmp_path, config) is None
+
+
+def test_weights_alone_in_fp8(tmp_path: Path) -> None:
+    config = changed(CHANNEL, g_input_activations=None)
+    scheme = read(tmp_path, config)
+    assert scheme is not None and scheme.activations == Activations.NONE
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "scheme"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 128, "sym": True}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128, "zero_point": True}, "awq"),
+    ],
+)
+def test_files_from_before_config_json_had_the_field(
+    file: str, values: dict[str, Any], scheme: str, tmp_path: Path
+) -> None:
+    (tmp_path / file).write_text(json.dumps(values))
+    assert read(tmp_path, None) == SCHEMES[scheme]
+
+
+# Each message names the field and its value, and what to use instead.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *[
+        (
+            {"quant_method": method},
+            f"quant_method '{method}'.*are FP8.*--quantization fp8",
+        )
+        for method in ("bitsandbytes", "gguf", "mxfp4", "modelopt", "hqq", "torchao")
+    ],
+    ({**FP8_BLOCK, "weight_block_size": [64, 64]}, r"weight_block_size \[64, 64\].*128"),
+    ({**FP8_BLOCK, "activation_scheme": "static"}, "activation_scheme 'static'.*dynamic"),
+    ({**FP8_BLOCK, "fmt": "e5m2"}, "fmt 'e5m2'.*e4m3"),
+    ({**FP8_BLOCK, "scale_fmt": "ue8m0"}, "scale_fmt"),
+    ({**AWQ, "bits": 8}, "bits 8.*4.*4-bit checkpoint"),
+    ({**AWQ, "zero_point": False}, "zero_point False"),
+    ({**AWQ, "version": "gemv"}, "version 'gemv'.*gemm"),
+    ({**AWQ, "group_size": -1}, "group_size -1.*32, 64 or 128"),
+    ({**GPTQ, "desc_act": True}, "desc_act True.*without it, or as AWQ"),
+    ({**GPTQ, "dynamic": {"-:.*mlp": {}}}, "dynamic .*all quantised alike"),
+    ({**GPTQ, "sym": False}, "sym False.*symmetric checkpoint.*AWQ"),
+    ({**GPTQ, "bits": 3}, "bits 3.*4"),
+    ({**GPTQ, "bits": 2}, "bits 2.*4"),
+    ({**GPTQ, "bits": 8}, "bits 8.*4"),
+    ({**GPTQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*gptq"),
+    ({**GPTQ, "rotation": "hadamard"}, "rotation"),
+    (changed(CHANNEL, transform_config={"config_groups": {}}), "transform_config.*transforms"),
+    (changed(CHANNEL, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
+    (changed(CHANNEL, format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
+    (changed(CHANNEL, g_format="mixed-precision"), "format 'mixed-precision'"),
+    (changed(CHANNEL, g_output_activations={"num_bits": 8}), "output_activations"),
+    (changed(CHANNEL, w_num_bits=4), "num_bits 4.*8"),
+    (changed(CHANNEL, w_strategy="tensor_group"), "strategy 'tensor_group'"),
+    (changed(CHANNEL, i_strategy="group"), "strategy 'group'.*token or tensor"),
+    (changed(CHANNEL, i_num_bits=4), "num_bits 4"),
+    (changed(CHANNEL, w_new_field="on"), "new_field"),
+    (changed(PACKED, w_num_bits=8), "num_bits 8.*4"),
+    (changed(PACKED, w_actorder="group"), "actorder 'group'.*static or weight"),
+    (changed(PACKED, w_strategy="channel"), "strategy 'channel'.*group"),
+    (changed(PACKED, w_group_size=96), "group_size 96"),
+    (changed(PACKED, g_input_activations={"type": "float", "num_bits": 8}), "inputs are not"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_not_supported_is_refused_by_name(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read(tmp_path, config)
+
+
+def test_two_schemes_in_one_model_are_refused(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(CHANNEL))
+    config["config_groups"]["group_1"] = PACKED["config_groups"]["group_0"]
+    with pytest.raises(UnsupportedModelError, match=r"group_0 is FP8 .*group_1 is INT4"):
+        read(tmp_path, config)
+    # The same in two groups is one.
+    config["config_groups"]["group_1"] = config["config_groups"]["group_0"]
+    assert read(tmp_path, config) == SCHEMES["ct-fp8-channel"]
+
+
+def test_modelopts_own_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"ModelOpt \(hf_quant_config\.json\)"):
+        read(tmp_path, None)
+
+
+@pytest.mark.parametrize("config", ["fp8", 7, [1], {"quant_method": "compressed-tensors"}])
+def test_a_broken_config_is_said_to_be_one(config: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        read(tmp_path, config)
+
+
+ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+ODD_VALUES = ODD | st.lists(ODD, max_size=2) | st.dictionaries(st.text(max_size=3), ODD, max_size=2)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), name=st.sampled_from(list(FORMATS)), value=ODD_VALUES)
+def test_any_value_is_read_or_refused_in_a_sentence(
+    data: st.DataObject, name: str, value: object, tmp_path: Path
+) -> None:
+    config = json.loads(json.dumps(FORMATS[name].config))
+    place = config
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or data.draw(st.booleans()):
+            place[key] = value
+            break
+        place = place[key]
+    try:
+        read(tmp_path, config)
+    except MinisglError as error:
+        assert str(error)
+
+
+# -- the option -----------------------------------------------------------------------------------
+
+
+def test_the_option_quantises_what_is_not_quantised(tmp_path: Path) -> None:
+    assert read(tmp_path, None, option="fp8") == FP8_WHILE_LOADING
+    assert read(tmp_path, None) is None
+    assert read(tmp_path, FP8_BLOCK, option="fp8") == SCHEMES["fp8-block"]
+    with pytest.raises(ConfigError, match=r"--quantization fp8: .*already: INT4 in groups of 128"):
+        read(tmp_path, AWQ, option="fp8")
+
+
+def test_the_option_has_one_value() -> None:
+    assert EngineConfig(quantization="fp8").quantization == "fp8"
+    with pytest.raises(ConfigError, match="--quantization int4: allowed: fp8"):
+        EngineConfig(quantization="int4")

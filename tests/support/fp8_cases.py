@@ -1,0 +1,80 @@
+"""Rows and weights in FP8, and the arithmetic of their products in torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.kernels.linear.quantized import Fp8Weights
+from minisgl.kernels.rows import Fp8Rows
+
+E4M3 = torch.float8_e4m3fn
+
+
+def expected_rows(
+    x: Tensor, group: int | None = None, static: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x8 and its scales, as Fp8Rows has them."""
+    wide = x.float()
+    if static is not None:
+        return (wide / static).clamp(-448, 448).to(E4M3), static.expand(len(x))
+    k = x.shape[1]
+    groups = F.pad(wide, (0, -k % (group or k))).unflatten(1, (-1, group or k))
+    largest = groups.abs().amax(2)
+    # By a number, CUDA would multiply with its reciprocal.
+    scale = torch.where(largest == 0, 1.0, largest / torch.full_like(largest, 448))
+    x8 = (groups / scale[:, :, None]).clamp(-448, 448).flatten(1)[:, :k].to(E4M3)
+    return x8, scale[:, 0] if group is None else scale
+
+
+def weights(n: int, k: int, block: tuple[int, int] | None, device: torch.device) -> Fp8Weights:
+    """Random ones, with scales of very different sizes, one of which is 0."""
+    shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
+    scale = torch.exp2(torch.randint(-12, -4, shape, device=device)) * torch.rand(
+        shape, device=device
+    )
+    scale.view(-1)[-1] = 0
+    data = (torch.randn(n, k, device=device) * 100).to(E4M3)
+    return Fp8Weights(data, scale, block)
+
+
+def wide_weights(weights: Fp8Weights) -> Tensor:
+    """W in float64."""
+    data, scale, block = weights
+    if block is None:
+        return data.double() * scale.double()[:, None]
+    return data.double() * spread(spread(scale.T, block[0], len(data)).T, block[1], data.shape[1])
+
+
+def wide_rows(x: Fp8Rows, group: int | None) -> Tensor:
+    """x in float64."""
+    if x.scale.dim() == 1:
+        return x.data.double() * x.scale.double()[:, None]
+    assert group is not None
+    return x.data.double() * spread(x.scale, group, x.data.shape[1])
+
+
+def spread(scale: Tensor, size: int, columns: int) -> Tensor:
+    """Each column `size` times, `columns` in all, float64."""
+    return scale.double().repeat_interleave(size, 1)[:, :columns]
+
+
+def expected_product(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None) -> Tensor:
+    """In float64."""
+    product = wide_rows(x, weights.group) @ wide_weights(weights).T
+    return product if bias is None else product + bias.double()
+
+
+def assert_product(y: Tensor, x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None) -> None:
+    """One rounding away from the exact result, but for the sums: in float32 those of 128 products,
+    whose tensor cores keep 14 bits of the largest one."""
+    expected = expected_product(x, weights, bias)
+    sizes = wide_rows(x, weights.group).abs() @ wide_weights(weights).abs().T
+    allowed = expected.abs() * torch.finfo(y.dtype).eps * 0.51 + sizes * 2.0**-12
+    assert y.dtype == x.dtype
+    assert bool(((y.double() - expected).abs() <= allowed).all())
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)

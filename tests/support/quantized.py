@@ -1,0 +1,339 @@
+"""Small quantised checkpoints in every format, beside the same weights dequantised, and what
+transformers computes from these.
+
+The compressed-tensors package writes its own formats; the packers of the others are written from
+their layouts alone, and share no code with the loader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compressed_tensors.compressors import (
+    FloatQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
+from safetensors.torch import load_file, save_file
+from support.checkpoints import Spec, make_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+Tensors = dict[str, Tensor]
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One quantised linear map."""
+
+    tensors: Tensors  # by the last part of their names
+    weight: Tensor  # [n, k] float32: what they stand for
+
+
+@dataclass(frozen=True)
+class Format:
+    config: Mapping[str, Any]  # quantization_config
+    pack: Callable[[Tensor], Packed]
+    rounds: str | None = None  # how x is rounded: token, group, static; None: not at all
+
+
+# -- FP8 ------------------------------------------------------------------------------------------
+
+
+def blocks_of(w: Tensor, size: int = 128) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The largest entry of each block, and a function that spreads a value of each over w."""
+    n, k = w.shape
+    rows, columns = torch.arange(n) // size, torch.arange(k) // size
+    largest = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+    for i in range(largest.shape[0]):
+        for j in range(largest.shape[1]):
+            largest[i, j] = w[i * size : (i + 1) * size, j * size : (j + 1) * size].abs().max()
+    return largest, lambda values: values[rows][:, columns]
+
+
+def pack_fp8_block(w: Tensor, name: str = "weight_scale_inv") -> Packed:
+    largest, spread = blocks_of(w)
+    scale = (largest / 448).bfloat16()
+    q = (w / spread(scale.float())).clamp(-448, 448).to(E4M3)
+    return Packed({"weight": q, name: scale}, q.float() * spread(scale.float()))
+
+
+def pack_fp8_tensor(w: Tensor, *, static: bool) -> Packed:
+    scale = w.abs().max() / 448
+    q = (w / scale).clamp(-448, 448).to(E4M3)
+    tensors = {"weight": q, "weight_scale": scale}
+    if static:
+        tensors["input_scale"] = 0.02 + 0.01 * w[0, 0].abs()  # of every map another one
+    return Packed(tensors, q.float() * scale)
+
+
+# -- INT4 -----------------------------------------------------------------------------------------
+
+
+def to_int4(w: Tensor, group: int, *, symmetric: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [n, k] and zero [n, k / group] from 0 to 15, scale [n, k / group] float16, and W."""
+    groups = w.unflatten(1, (-1, group))
+    if symmetric:
+        scale = (groups.abs().amax(-1) / 7).half()
+        zero = torch.full(scale.shape, 8)
+    else:
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((high - low) / 15).half()
+        zero = (-low / scale.float()).round().clamp(0, 15).long()
+    steps = groups / scale.float()[..., None] + zero[..., None]
+    q = steps.round().clamp(0, 15).long()
+    dequantized = (q - zero[..., None]) * scale.float()[..., None]
+    return q.flatten(1), zero, scale, dequantized.flatten(1)
+
+
+def in_int32(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """[m, 8 · n] from 0 to 15 → [m, n] int32, whose place j holds number order[j] of its eight."""
+    packed = torch.zeros(numbers.shape[0], numbers.shape[1] // 8, dtype=torch.int64)
+    for place, number in enumerate(order):
+        packed |= numbers[:, number::8].long() << 4 * place
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def pack_awq(w: Tensor, group: int = 128) -> Packed:
+    q, zero, scale, dequantized = to_int4(w, group, symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return Packed(
+        {
+            "qweight": in_int32(q.T, order),
+            "qzeros": in_int32(zero.T, order),
+            "scales": scale.T.contiguous(),
+        },
+        dequantized,
+    )
+
+
+def pack_gptq(w: Tensor, group: int = 128, *, v2: bool = False) -> Packed:
+    q, zero, scale, dequantized = to_int4(w, group, symmetric=True)
+    return Packed(
+        {
+            "qweight": in_int32(q).T.contiguous(),
+            "qzeros": in_int32((zero if v2 else zero - 1).T),
+            "scales": scale.T.contiguous(),
+            "g_idx": (torch.arange(w.shape[1]) // group).int(),
+        },
+        dequantized,
+    )
+
+
+# -- compressed-tensors ---------------------------------------------------------------------------
+
+
+def compressed(preset: str, *, weights_alone: bool = False, **weights: Any) -> Format:
+    """weights_alone: inputs are not rounded."""
+    scheme: QuantizationScheme = preset_name_to_scheme(preset, ["Linear"])
+    if weights_alone:
+        scheme = scheme.model_copy(update={"input_activations": None})
+    scheme = scheme.model_copy(update={"weights": scheme.weights.model_copy(update=weights)})
+    is_int4 = scheme.weights.num_bits == 4
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format="pack-quantized" if is_int4 else "float-quantized",
+        quantization_status="compressed",
+        ignore=["lm_head"],
+    ).model_dump(mode="json")
+    compressor = PackedQuantizationCompressor if is_int4 else FloatQuantizationCompressor
+    inputs = scheme.input_activations
+    rounds = None if inputs is None else {"token": "token", "group": "group", "tensor": "static"}
+    static = inputs is not None and not inputs.dynamic
+
+    def pack(w: Tensor) -> Packed:
+        state = {"weight": w, **scales(w)}
+        tensors: Tensors = compressor.compress(state, scheme)
+        wide = {name: t.float() if "scale" in name else t for name, t in tensors.items()}
+        dequantized = compressor.decompress(wide, scheme)["weight"].float()
+        if static:
+            tensors["input_scale"] = (0.02 + 0.01 * w[0, :1].abs()).float()
+        return Packed(tensors, dequantized)
+
+    def scales(w: Tensor) -> Tensors:
+        args = scheme.weights
+        if is_int4:
+            _, zero, scale, _ = to_int4(w, args.group_size, symmetric=args.symmetric)
+            zeros = {} if args.symmetric else {"weight_zero_point": (zero - 8).to(torch.int8)}
+            return {"weight_scale": scale.bfloat16(), **zeros}
+        if args.strategy == "block":
+            return {"weight_scale": (blocks_of(w)[0] / 448).bfloat16()}
+        by_row = args.strategy == "channel"
+        largest = w.abs().amax(1, keepdim=True) if by_row else w.abs().max()[None]
+        return {"weight_scale": (largest / 448).bfloat16()}
+
+    return Format(config, pack, None if rounds is None else rounds[inputs.strategy])
+
+
+FP8_BLOCK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+
+FORMATS: dict[str, Format] = {
+    "fp8-block": Format(FP8_BLOCK, pack_fp8_block, "group"),
+    "fp8-tensor": Format(
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        lambda w: pack_fp8_tensor(w, static=False),
+        "token",
+    ),
+    "fp8-static": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        lambda w: pack_fp8_tensor(w, static=True),
+        "static",
+    ),
+    "ct-fp8-channel": compressed("FP8_DYNAMIC"),
+    "ct-fp8-static": compressed("FP8"),
+    "ct-fp8-block": compressed("FP8_BLOCK"),
+    "ct-fp8-weights": compressed("FP8_BLOCK", weights_alone=True),
+    "ct-int4": compressed("W4A16"),
+    "ct-int4-64": compressed("W4A16", group_size=64, actorder="static"),
+    "ct-int4-zeros": compressed("W4A16_ASYM"),
+    "ct-int4-zeros-32": compressed("W4A16_ASYM", group_size=32),
+    "awq": Format(AWQ, pack_awq),
+    "awq-64": Format({**AWQ, "group_size": 64}, lambda w: pack_awq(w, 64)),
+    "gptq": Format(GPTQ, pack_gptq),
+    "gptq-v2-32": Format(
+        {**GPTQ, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        lambda w: pack_gptq(w, 32, v2=True),
+    ),
+}
+
+
+# -- whole checkpoints ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised checkpoint, and one of the same weights in float32."""
+
+    spec: Spec
+    format: Format
+    folder: Path
+    plain: Path
+    packed: Mapping[str, Packed]  # by the names of linear maps, without 'model.'
+
+
+def quantize(
+    spec: Spec,
+    format: Format,
+    folder: Path,
+    *,
+    keeps: Callable[[str], bool] = lambda name: False,
+) -> Quantized:
+    """keeps: the linear maps that are left alone."""
+    spec = dataclasses.replace(spec, sharded=False)
+    quantized, plain = folder / "quantized", folder / "plain"
+    for target in (quantized, plain):
+        make_checkpoint(spec, target)
+    tensors = load_file(plain / "model.safetensors")
+    stored, same, packed = dict(tensors), dict(tensors), {}
+    for name, weight in tensors.items():
+        path = name.removesuffix(".weight")
+        if "_proj" not in name or name.endswith("bias") or keeps(path):
+            continue
+        packed[path.removeprefix("model.")] = made = format.pack(weight)
+        del stored[name]
+        stored |= {f"{path}.{kind}": tensor.contiguous() for kind, tensor in made.tensors.items()}
+        same[name] = made.weight.contiguous()
+    save_file(same, plain / "model.safetensors", {"format": "pt"})
+    save_file(stored, quantized / "model.safetensors", {"format": "pt"})
+    edit_config(quantized, quantization_config=dict(format.config))
+    return Quantized(spec, format, quantized, plain, packed)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
+    file = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+# -- transformers ---------------------------------------------------------------------------------
+
+
+def load_plain(case: Quantized) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        case.plain,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    return model
+
+
+def round_inputs(case: Quantized, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make transformers round the inputs of the quantised linear maps as the format says."""
+    if case.format.rounds is None:
+        return
+    scales = {
+        weight.untyped_storage().data_ptr(): input_scale(case, name.removesuffix(".weight"))
+        for name, weight in model.named_parameters()
+        if "_proj" in name and not name.endswith("bias")
+    }
+    linear = F.linear
+
+    def rounding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        at = weight.untyped_storage().data_ptr()
+        if at in scales:
+            static = scales[at]
+            if static is not None:  # of experts, which are one parameter, each has its own
+                static = static.flatten()[weight.storage_offset() // weight.numel()]
+            x = round_x(x, case.format.rounds, static)
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", rounding)
+
+
+def input_scale(case: Quantized, name: str) -> Tensor | None:
+    """The largest of the maps that have one input in common; of experts [num_experts]."""
+    if case.format.rounds != "static":
+        return None
+    parent, _, kind = name.removeprefix("model.").rpartition(".")
+
+    def largest(*names: str) -> Tensor:
+        return torch.stack([case.packed[n].tensors["input_scale"].reshape(()) for n in names]).max()
+
+    if parent.endswith("experts"):
+        maps = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        experts = range(case.spec.extra["num_experts"])
+        return torch.stack([largest(*(f"{parent}.{e}.{map}" for map in maps)) for e in experts])
+    for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        if kind in group:
+            return largest(*(f"{parent}.{part}" for part in group))
+    return largest(f"{parent}.{kind}")
+
+
+def round_x(x: Tensor, rounds: str | None, static: Tensor | None) -> Tensor:
+    if rounds == "static":
+        assert static is not None
+        return (x / static).clamp(-448, 448).to(E4M3).float() * static
+    width = 128 if rounds == "group" else x.shape[-1]
+    parts = []
+    for part in x.split(width, dim=-1):
+        scale = part.abs().amax(-1, keepdim=True) / 448
+        scale[scale == 0] = 1
+        parts.append((part / scale).clamp(-448, 448).to(E4M3).float() * scale)
+    return torch.cat(parts, dim=-1)
