@@ -51,6 +51,19 @@ class ManyTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightOnlyTiles:
+    """How a linear map with quantised weights and plain x is tiled, and over how many programs its
+    k is split."""
+
+    block_n: int  # rows of W in a program, of a gated map those of both halves
+    block_m: int  # rows of x at most
+    block_k: int
+    num_warps: int
+    num_stages: int  # tiles in flight, the one at work included
+    programs_per_sm: int  # that the splits of k aim to have running at once
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """How a program of decode attention works, and over how many programs the keys are split."""
 
@@ -97,6 +110,19 @@ class DeviceTuning:
     norm_k: int = 2048
     # Programs that the tiles of a GEMM aim to have running at once: one on each SM.
     linear_programs: int = 132
+
+    # -- linear maps with quantised weights and plain x ----------------------------------------
+    # By rows. Not measured yet (bench_int4_linear.py --tune): they keep their registers on sm_90.
+    weight_only_tiles: tuple[tuple[int, WeightOnlyTiles], ...] = (
+        (8, WeightOnlyTiles(128, 8, 256, num_warps=4, num_stages=4, programs_per_sm=3)),
+        (32, WeightOnlyTiles(128, 32, 256, num_warps=4, num_stages=3, programs_per_sm=2)),
+        (64, WeightOnlyTiles(128, 64, 256, num_warps=8, num_stages=3, programs_per_sm=1)),
+        (NO_LIMIT, WeightOnlyTiles(128, 128, 128, num_warps=8, num_stages=4, programs_per_sm=1)),
+    )
+    # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
+    weight_only_rows: int = 1536
+    # Rows up to which the activation of a gated MLP is part of its first GEMM.
+    weight_only_gated_rows: int = 64
 
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()

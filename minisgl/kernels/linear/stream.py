@@ -21,7 +21,7 @@ from minisgl.kernels.linear.device import (
 
 
 @triton.jit
-def _fetch(
+def fetch(
     w,
     k,
     length,
@@ -90,9 +90,9 @@ def stream_kernel(
     up_weight = weight + n.to(tl.int64) * k
     if pdl:
         if whole_n and prefetch > 0:
-            _fetch(weight + first, k, end - first, prefetch, block_n, lanes)
+            fetch(weight + first, k, end - first, prefetch, block_n, lanes)
             if gated:
-                _fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
+                fetch(up_weight + first, k, end - first, prefetch, block_n, lanes)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -148,9 +148,9 @@ def stream_kernel(
             tl.store(block_at + part * block + block_m * block_n, up, mask=live)
         if arrive(semaphores, tile) == splits - 1:
             tl.store(semaphores + tile, 0)  # for the next launch
-            acc = _add_up(block_at, live, splits, block, block_m, block_n)
+            acc = add_up(block_at, live, splits, block, block_m, block_n)
             if gated:
-                up = _add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
+                up = add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
             else:
                 up = acc
             finish(
@@ -165,7 +165,7 @@ def stream_kernel(
 
 
 @triton.jit
-def _add_up(
+def add_up(
     partials,
     live,
     splits,

@@ -1,0 +1,97 @@
+"""Which tiles a linear map with quantised weights and plain x takes, as a function of its shape.
+
+m: rows of x; n: rows of W, in a gated map those of both halves; k: columns of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import gcd
+
+import torch
+import triton
+
+from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
+from minisgl.kernels.tuning import DeviceTuning, fitting_stages, tuning_of
+
+
+def choose_tiles(
+    m: int,
+    n: int,
+    k: int,
+    unit: int,
+    bits: int,
+    tuning: DeviceTuning,
+    *,
+    gated: bool = False,
+    may_split: bool = True,
+) -> LinearTiles:
+    """unit: columns of k that a tile is a multiple of; it divides k."""
+    halves = 2 if gated else 1
+    n //= halves
+    for rows, tiles in tuning.weight_only_tiles:
+        if m <= rows:
+            break
+    block_m = min(tiles.block_m, max(8, triton.next_power_of_2(m)))
+    block_k = max(unit, gcd(k, tiles.block_k))
+    stage_bytes = (tiles.block_n * bits // 8 + block_m * 2) * block_k
+    chosen = LinearTiles(
+        tiles.block_n // halves,
+        block_m,
+        block_k,
+        num_warps=tiles.num_warps,
+        num_stages=fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes),
+    )
+    num_tiles = triton.cdiv(n, chosen.block_n) * triton.cdiv(m, block_m)
+    places = tuning.linear_programs * tiles.programs_per_sm
+    if may_split:
+        chosen = replace(chosen, splits=max(min(places // num_tiles, k // (block_k * 3)), 1))
+    few = num_tiles * chosen.splits <= places
+    return replace(chosen, prefetch=512 if few and m <= 64 else 0)
+
+
+def allocate_workspace(
+    shapes: Iterable[tuple[int, int, int, int]], device: torch.device
+) -> LinearWorkspace:
+    """Room for maps of these (n, k, unit, bits), plain or gated, with any number of rows up to
+    `weight_only_rows`."""
+    tuning = tuning_of(device)
+    sizes = [
+        workspace_size(
+            m, n, k, choose_tiles(m, n, k, unit, bits, tuning, gated=gated), gated=gated
+        )
+        for n, k, unit, bits in shapes
+        for m in _rows_to_try(tuning)
+        for gated in (False, True)
+    ]
+    return LinearWorkspace(
+        partials=torch.empty(
+            max((size[0] for size in sizes), default=0), dtype=torch.float32, device=device
+        ),
+        semaphores=torch.zeros(
+            max((size[1] for size in sizes), default=0), dtype=torch.int32, device=device
+        ),
+    )
+
+
+def _rows_to_try(tuning: DeviceTuning) -> list[int]:
+    """Those that take most room, one for each number of tiles of m."""
+    rows = {1 << i for i in range(10)}
+    first = 1
+    for most, tiles in tuning.weight_only_tiles:
+        most = min(most, tuning.weight_only_rows)
+        rows.update(range(max(first, tiles.block_m), most + 1, tiles.block_m))
+        rows.add(most)
+        first = most + 1
+    return sorted(rows)
+
+
+def should_fuse_norm(tuning: DeviceTuning, m: int, k: int) -> bool:
+    """Whether a product that norms its input is faster than a norm and then a product."""
+    return m <= tuning.norm_rows and k <= tuning.norm_k
+
+
+def should_gate(tuning: DeviceTuning, m: int) -> bool:
+    """Whether the gated kernel is faster than the plain one and then the activation."""
+    return m <= tuning.weight_only_gated_rows

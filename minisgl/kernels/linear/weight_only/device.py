@@ -1,0 +1,256 @@
+"""Triton helpers that turn words of quantised weights into weights of the model's dtype.
+
+W is held in int16 words: of INT4 in the order of `pack_int4`, of e4m3 two neighbours in each. A tile
+of words has 16 / bits *planes* of the same shape, each a part of the columns of k, and the product
+with a tile is the sum of one product a plane. So no weight has to change its thread: two
+neighbouring words are a 32-bit register, out of which bit operations take a pair of weights for
+each plane, and this is an operand of the tensor cores as it stands.
+
+Both the scale and the product q · scale are rounded to the model's dtype, whatever kernel computes
+them: see weights.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def plane_columns(plane: tl.constexpr, words: tl.constexpr):
+    """The columns of k of a plane of INT4 words, counted from the first one of the tile."""
+    word = tl.arange(0, words)
+    return word // 16 * 64 + 16 * plane + word % 16
+
+
+@triton.jit
+def half_of(word, half: tl.constexpr, dtype: tl.constexpr):
+    """The lower (0) or the upper (1) half of int32 words, which are numbers of `dtype`."""
+    return (word >> (16 * half)).to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def int4_planes(
+    words,
+    scale,
+    offset,
+    next_scale,
+    next_offset,
+    dtype: tl.constexpr,
+    packed: tl.constexpr,
+):
+    """Four tensors like words, [rows, any] int16: (q - zero) · scale in `dtype`.
+
+    scale and offset [rows, 1] in `dtype` are those of the first two planes, the others of the last
+    two; an offset is -(bias + zero), see weights.py. `packed`: for half precision on a GPU, two
+    words at a time.
+    """
+    if packed:
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t1, t2, t3, one, nought;
+                mov.b32 one, 0x3f803f80;
+                mov.b32 nought, 0x80008000;
+                shr.u32 t1, $4, 4;
+                shr.u32 t2, $4, 8;
+                shr.u32 t3, $4, 12;
+                lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+                lop3.b32 $1, t1, 0x000f000f, 0x43004300, 0xea;
+                lop3.b32 $2, t2, 0x000f000f, 0x43004300, 0xea;
+                lop3.b32 $3, t3, 0x000f000f, 0x43004300, 0xea;
+                fma.rn.bf16x2 $0, $0, one, $6;
+                fma.rn.bf16x2 $1, $1, one, $6;
+                fma.rn.bf16x2 $2, $2, one, $8;
+                fma.rn.bf16x2 $3, $3, one, $8;
+                fma.rn.bf16x2 $0, $0, $5, nought;
+                fma.rn.bf16x2 $1, $1, $5, nought;
+                fma.rn.bf16x2 $2, $2, $7, nought;
+                fma.rn.bf16x2 $3, $3, $7, nought;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r,r,r,r",
+                [words, scale, offset, next_scale, next_offset],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t1, t2, t3;
+                shr.u32 t1, $4, 4;
+                shr.u32 t2, $4, 8;
+                shr.u32 t3, $4, 12;
+                lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+                lop3.b32 $1, t1, 0x000f000f, 0x64006400, 0xea;
+                lop3.b32 $2, t2, 0x000f000f, 0x64006400, 0xea;
+                lop3.b32 $3, t3, 0x000f000f, 0x64006400, 0xea;
+                add.rn.f16x2 $0, $0, $6;
+                add.rn.f16x2 $1, $1, $6;
+                add.rn.f16x2 $2, $2, $8;
+                add.rn.f16x2 $3, $3, $8;
+                mul.rn.f16x2 $0, $0, $5;
+                mul.rn.f16x2 $1, $1, $5;
+                mul.rn.f16x2 $2, $2, $7;
+                mul.rn.f16x2 $3, $3, $7;
+                }""",
+                "=&r,=&r,=&r,=&r,r,r,r,r,r",
+                [words, scale, offset, next_scale, next_offset],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        return (
+            _scaled_int4(words & 15, scale, offset, dtype),
+            _scaled_int4(words >> 4 & 15, scale, offset, dtype),
+            _scaled_int4(words >> 8 & 15, next_scale, next_offset, dtype),
+            _scaled_int4(words >> 12 & 15, next_scale, next_offset, dtype),
+        )
+
+
+@triton.jit
+def _scaled_int4(q, scale, offset, dtype: tl.constexpr):
+    biased = q.to(tl.float32) + int4_bias(dtype)
+    return ((biased + offset.to(tl.float32)) * scale.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def int4_bias(dtype: tl.constexpr):
+    """The power of two whose mantissa ends in the bits of an integer: with q there, it is bias + q.
+    bfloat16 has 7 bits of it, float16 10."""
+    return 128.0 if dtype == tl.bfloat16 else 1024.0
+
+
+@triton.jit
+def e4m3_planes(words, scale, dtype: tl.constexpr, packed: tl.constexpr):
+    """Two tensors e4m3 · scale in `dtype`, like words: [rows, any] int16; the first has the even
+    columns of k. Without NaN: its bits count as 480. See int4_planes.
+
+    Bits alone make a number with e4m3's exponent in the place of dtype's, whose bias is larger by
+    120, in float16 by 8. A factor puts this right, for subnormal numbers, too; in float16 it is part
+    of the scale.
+    """
+    if packed:
+        if dtype == tl.bfloat16:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t0, t1, s, shift, nought;
+                mov.b32 shift, 0x7b807b80;
+                mov.b32 nought, 0x80008000;
+                shl.b32 t0, $2, 4;
+                shr.u32 t1, $2, 4;
+                shl.b32 s, $2, 8;
+                and.b32 t0, t0, 0x07f007f0;
+                and.b32 t1, t1, 0x07f007f0;
+                lop3.b32 $0, s, 0x80008000, t0, 0xea;
+                lop3.b32 $1, $2, 0x80008000, t1, 0xea;
+                fma.rn.bf16x2 $0, $0, shift, nought;
+                fma.rn.bf16x2 $1, $1, shift, nought;
+                fma.rn.bf16x2 $0, $0, $3, nought;
+                fma.rn.bf16x2 $1, $1, $3, nought;
+                }""",
+                "=&r,=&r,r,r",
+                [words, scale],
+                dtype=(tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 t0, t1, s;
+                shl.b32 t0, $2, 7;
+                shr.u32 t1, $2, 1;
+                shl.b32 s, $2, 8;
+                and.b32 t0, t0, 0x3f803f80;
+                and.b32 t1, t1, 0x3f803f80;
+                lop3.b32 $0, s, 0x80008000, t0, 0xea;
+                lop3.b32 $1, $2, 0x80008000, t1, 0xea;
+                mul.rn.f16x2 $0, $0, $3;
+                mul.rn.f16x2 $1, $1, $3;
+                }""",
+                "=&r,=&r,r,r",
+                [words, scale],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        scale = scale.to(tl.float32)
+        if dtype == tl.float16:
+            scale = scale / 256
+        low, high = _e4m3(words), _e4m3(words >> 8)
+        return (low * scale).to(dtype), (high * scale).to(dtype)
+
+
+@triton.jit
+def _e4m3(word):
+    """float32, from the bits in the lower byte of integers."""
+    byte = word.to(tl.int32)
+    bits = (byte & 128) << 24 | (byte & 127) << 20
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+
+
+@triton.jit
+def load_scales(
+    scales,
+    start,
+    span: tl.constexpr,
+    index: tl.constexpr,
+    stride,
+    before,
+    group: tl.constexpr,
+    paired: tl.constexpr,
+):
+    """The words with the scales of span `index` of the tile that starts at column `start` of k:
+    those of its two halves. `before`: what was returned for the span before."""
+    if group < span:  # two groups in a span
+        count: tl.constexpr = 1 if paired else 2
+        at = scales + (start // span * count + index * count) * stride
+        word = tl.load(at)
+        if paired:
+            return word, word
+        else:
+            return word, tl.load(at + stride)
+    elif paired:
+        if index % 2 == 1:
+            return before
+        else:
+            word = tl.load(scales + (start // (2 * span) + index // 2) * stride)
+            return word, word
+    else:
+        word = tl.load(scales + (start // span + index) * stride)
+        return word, word
+
+
+@triton.jit
+def planes_of(
+    words,
+    scale_words,
+    span: tl.constexpr,
+    index: tl.constexpr,
+    dtype: tl.constexpr,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    paired: tl.constexpr,
+    packed: tl.constexpr,
+):
+    """The planes of span `index` of a tile; scale_words as from load_scales."""
+    first: tl.constexpr = index % 2 if paired and group == span else 0
+    second: tl.constexpr = 1 if paired and group < span else first
+    scale = half_of(scale_words[0], first, dtype)
+    if bits == 8:
+        return e4m3_planes(words, scale[:, None], dtype, packed)
+    else:
+        next_scale = half_of(scale_words[1], second, dtype)
+        if paired:
+            offset = tl.full(scale.shape, -8.0 - int4_bias(dtype), tl.float32).to(dtype)
+            next_offset = offset
+        else:
+            offset = half_of(scale_words[0], 1, dtype)
+            next_offset = half_of(scale_words[1], 1, dtype)
+        return int4_planes(
+            words, scale[:, None], offset[:, None], next_scale[:, None], next_offset[:, None],
+            dtype, packed,
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""The stream kernel of linear maps whose weights are quantised and whose x is not."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from minisgl.kernels.device import apply_norm, arrive
+from minisgl.kernels.linear.device import finish, load_residual, load_squares, next_exchange
+from minisgl.kernels.linear.stream import add_up, fetch
+from minisgl.kernels.linear.weight_only.device import load_scales, plane_columns, planes_of
+
+
+@triton.jit
+def _rows_of_x(
+    x,
+    norm_weight,
+    scale,
+    at,
+    row_place,
+    real,
+    bits: tl.constexpr,
+    span: tl.constexpr,
+):
+    """The columns of x that the planes of a span multiply: a tuple of [block_m, words]."""
+    if bits == 4:
+        found = ()
+        for plane in tl.static_range(4):
+            columns = at + plane_columns(plane, span // 4)[None, :]
+            rows = tl.load(x + row_place + columns, mask=real, other=0.0)
+            if norm_weight is not None:
+                # As wide as x, so that both are fetched ahead in the same way.
+                there = tl.broadcast_to(columns, rows.shape)
+                rows = apply_norm(rows, scale, tl.load(norm_weight + there))
+            found += (rows,)
+        return found
+    else:
+        columns = at + tl.arange(0, span)[None, :]
+        rows = tl.load(x + row_place + columns, mask=real, other=0.0)
+        if norm_weight is not None:
+            there = tl.broadcast_to(columns, rows.shape)
+            rows = apply_norm(rows, scale, tl.load(norm_weight + there))
+        return tl.split(tl.reshape(rows, (rows.shape[0], span // 2, 2)))
+
+
+@triton.jit
+def _multiply(planes, rows, acc):
+    for i in tl.static_range(len(planes)):
+        acc = tl.dot(planes[i], tl.trans(rows[i]), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
+def weight_only_kernel(
+    out,
+    squares,
+    x,
+    words,
+    scales,
+    bias,
+    norm_weight,
+    x_squares,
+    num_rows,
+    n,
+    k,
+    x_stride,
+    num_parts,
+    eps,
+    targets,
+    exchanges,
+    max_rows,
+    rank,
+    partials,
+    semaphores,
+    split_size,
+    prefetch,
+    scale_stride,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    paired: tl.constexpr,
+    block_n: tl.constexpr,
+    block_m: tl.constexpr,
+    block_k: tl.constexpr,
+    span: tl.constexpr,
+    parts: tl.constexpr,
+    gated: tl.constexpr,
+    whole_n: tl.constexpr,
+    stages: tl.constexpr,
+    lanes: tl.constexpr,
+    packed: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """A block of [block_n, block_m] of the result, over one split of k, which is a multiple of
+    block_k. A tile is taken in spans of k, whose planes follow one another."""
+    m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dtype: tl.constexpr = x.dtype.element_ty
+    per_word: tl.constexpr = 16 // bits
+    first = part * split_size
+    end = tl.minimum(first + split_size, k)
+    row_words = k // per_word
+    words += n_tile.to(tl.int64) * block_n * row_words
+    up_words = words + n.to(tl.int64) * row_words
+    if pdl:
+        if whole_n and prefetch > 0:
+            length = (end - first) // per_word
+            fetch(words + first // per_word, row_words, length, prefetch, block_n, lanes)
+            if gated:
+                fetch(up_words + first // per_word, row_words, length, prefetch, block_n, lanes)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    row = m_tile * block_m + tl.arange(0, block_m)
+    column = n_tile * block_n + tl.arange(0, block_n)
+    live = (row < num_rows)[:, None] & (column < n)[None, :]
+    residual, exchange, norm_scale = squares, row, row  # placeholders unless they are used
+    if squares is not None:
+        residual = load_residual(out, row, column, num_rows, n)
+    if exchanges is not None:
+        exchange = next_exchange(exchanges, row, num_rows)
+    if x_squares is not None:
+        found = load_squares(x_squares, row, num_rows, num_parts, parts)
+        norm_scale = tl.rsqrt(tl.sum(found, 1) / k + eps)[:, None]
+
+    w_row = tl.arange(0, block_n)
+    if not whole_n:  # rows past the end repeat the last one; they are not written
+        w_row = tl.minimum(w_row, n - 1 - n_tile * block_n)
+    w_place = w_row[:, None] * row_words + tl.arange(0, span // per_word)[None, :]
+    scales += n_tile * block_n + w_row
+    row_place = row[:, None] * x_stride
+    real = (row < num_rows)[:, None]
+    acc = tl.zeros((block_n, block_m), tl.float32)
+    up = acc
+    for start in tl.range(first, end, block_k, num_stages=stages):
+        found, up_found = (), ()
+        for i in tl.static_range(block_k // span):
+            at = start + i * span
+            rows = _rows_of_x(x, norm_weight, norm_scale, at, row_place, real, bits, span)
+            found = load_scales(scales, start, span, i, scale_stride, found, group, paired)
+            tile = tl.load(words + at // per_word + w_place)
+            planes = planes_of(tile, found, span, i, dtype, bits, group, paired, packed)
+            acc = _multiply(planes, rows, acc)
+            if gated:
+                up_found = load_scales(
+                    scales + n, start, span, i, scale_stride, up_found, group, paired
+                )
+                tile = tl.load(up_words + at // per_word + w_place)
+                planes = planes_of(tile, up_found, span, i, dtype, bits, group, paired, packed)
+                up = _multiply(planes, rows, up)
+
+    acc = tl.trans(acc)
+    up = tl.trans(up) if gated else acc
+    if partials is not None:
+        tile = n_tile * tl.cdiv(num_rows, block_m) + m_tile
+        splits = tl.cdiv(k, split_size)
+        block: tl.constexpr = block_m * block_n * (2 if gated else 1)
+        within = tl.arange(0, block_m)[:, None] * block_n + tl.arange(0, block_n)[None, :]
+        block_at = partials + tile * splits * block + within
+        tl.store(block_at + part * block, acc, mask=live)
+        if gated:
+            tl.store(block_at + part * block + block_m * block_n, up, mask=live)
+        if arrive(semaphores, tile) == splits - 1:
+            tl.store(semaphores + tile, 0)  # for the next launch
+            acc = add_up(block_at, live, splits, block, block_m, block_n)
+            if gated:
+                up = add_up(block_at + block_m * block_n, live, splits, block, block_m, block_n)
+            else:
+                up = acc
+            finish(
+                out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
+                row, column, num_rows, n, gated,
+            )  # fmt: skip
+    else:
+        finish(
+            out, squares, acc, up, bias, residual, targets, exchange, max_rows, rank,
+            row, column, num_rows, n, gated,
+        )  # fmt: skip
