@@ -60,7 +60,7 @@ EPS = 1e-3
 
 
 def tiles(weight: WeightWords, splits: int = 1) -> LinearTiles:
-    block_k = weight.unit * 2 if weight.k % (weight.unit * 2) == 0 else weight.unit
+    block_k = weight.span * 2 if weight.k % (weight.span * 2) == 0 else weight.span
     return LinearTiles(16, 16, block_k, splits=splits, num_stages=2)
 
 
@@ -182,23 +182,23 @@ SHARED_BYTES = [99 << 10, 163 << 10, H200.shared_bytes]
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
-@pytest.mark.parametrize(("bits", "unit"), [(4, 64), (4, 128), (4, 256), (8, 32), (8, 256)])
+@pytest.mark.parametrize(("bits", "span"), [(4, 64), (4, 128), (8, 32), (8, 128)])
 @pytest.mark.parametrize(("n", "k"), OF_MODELS)
 def test_tiles_fit(
-    n: int, k: int, bits: int, unit: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
+    n: int, k: int, bits: int, span: int, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if k % unit:
+    if k % span:
         return
     tuning = replace(H200, shared_bytes=shared_bytes)
     monkeypatch.setattr(
         "minisgl.kernels.linear.weight_only.config.tuning_of", lambda device: tuning
     )
-    room = allocate_workspace([(n, k, unit, bits)], torch.device("meta"))
+    room = allocate_workspace([(n, k, span, bits)], torch.device("meta"))
     for m in (*range(1, 140), 255, 256, 257, 1000, tuning.weight_only_rows):
         for gated in (False, True):
             for may_split in (False, True):
-                how = choose_tiles(m, n, k, unit, bits, tuning, gated=gated, may_split=may_split)
-                assert k % how.block_k == 0 and how.block_k % unit == 0
+                how = choose_tiles(m, n, k, span, bits, tuning, gated=gated, may_split=may_split)
+                assert k % how.block_k == 0 and how.block_k % span == 0
                 rows_of_w = how.block_n * (2 if gated else 1)
                 stage = (rows_of_w * bits // 8 + how.block_m * 2) * how.block_k
                 assert stage * how.num_stages <= shared_bytes

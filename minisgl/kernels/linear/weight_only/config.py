@@ -13,35 +13,37 @@ import torch
 import triton
 
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
-from minisgl.kernels.tuning import DeviceTuning, fitting_stages, tuning_of
+from minisgl.kernels.tuning import DeviceTuning, WeightOnlyTiles, fitting_stages, tuning_of
 
 
 def choose_tiles(
     m: int,
     n: int,
     k: int,
-    unit: int,
+    span: int,
     bits: int,
     tuning: DeviceTuning,
     *,
     gated: bool = False,
     may_split: bool = True,
 ) -> LinearTiles:
-    """unit: columns of k that a tile is a multiple of; it divides k."""
+    """span: columns of k that the kernel takes at once, a divisor of k."""
     halves = 2 if gated else 1
     n //= halves
-    for rows, tiles in tuning.weight_only_tiles:
-        if m <= rows:
-            break
-    block_m = min(tiles.block_m, max(8, triton.next_power_of_2(m)))
-    block_k = max(unit, gcd(k, tiles.block_k))
-    stage_bytes = (tiles.block_n * bits // 8 + block_m * 2) * block_k
+    tiles = next(tiles for rows, tiles in tuning.weight_only_tiles if m <= rows)
+    # With fewer elements than threads, a tile of x would not be fetched ahead.
+    least = 8 if span == 128 else 16
+    block_m = min(max(tiles.block_m, least), max(least, triton.next_power_of_2(m)))
+    block_n, block_k = tiles.block_n, gcd(k, max(tiles.block_k, span))
+    num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
+    while num_stages < min(tiles.num_stages, 3) and block_k > span:
+        block_k //= 2
+        num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
+    while num_stages < 2:
+        block_m //= 2
+        num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
     chosen = LinearTiles(
-        tiles.block_n // halves,
-        block_m,
-        block_k,
-        num_warps=tiles.num_warps,
-        num_stages=fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes),
+        block_n // halves, block_m, block_k, num_warps=tiles.num_warps, num_stages=num_stages
     )
     num_tiles = triton.cdiv(n, chosen.block_n) * triton.cdiv(m, block_m)
     places = tuning.linear_programs * tiles.programs_per_sm
@@ -54,14 +56,14 @@ def choose_tiles(
 def allocate_workspace(
     shapes: Iterable[tuple[int, int, int, int]], device: torch.device
 ) -> LinearWorkspace:
-    """Room for maps of these (n, k, unit, bits), plain or gated, with any number of rows up to
+    """Room for maps of these (n, k, span, bits), plain or gated, with any number of rows up to
     `weight_only_rows`."""
     tuning = tuning_of(device)
     sizes = [
         workspace_size(
-            m, n, k, choose_tiles(m, n, k, unit, bits, tuning, gated=gated), gated=gated
+            m, n, k, choose_tiles(m, n, k, span, bits, tuning, gated=gated), gated=gated
         )
-        for n, k, unit, bits in shapes
+        for n, k, span, bits in shapes
         for m in _rows_to_try(tuning)
         for gated in (False, True)
     ]
@@ -85,6 +87,15 @@ def _rows_to_try(tuning: DeviceTuning) -> list[int]:
         rows.add(most)
         first = most + 1
     return sorted(rows)
+
+
+def _stages(
+    tiles: WeightOnlyTiles, block_n: int, block_m: int, block_k: int, bits: int, tuning: DeviceTuning
+) -> int:
+    # W, and x, which e4m3 needs once more: there it passes through registers.
+    stage_bytes = (block_n * bits // 8 + block_m * 2) * block_k
+    extra = block_m * block_k * 2 if bits == 8 else 0
+    return fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - extra - (4 << 10))
 
 
 def should_fuse_norm(tuning: DeviceTuning, m: int, k: int) -> bool:

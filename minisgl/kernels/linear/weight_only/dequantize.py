@@ -5,12 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl.kernels.linear.weight_only.device import (
-    e4m3_planes,
-    half_of,
-    int4_bias,
-    int4_planes,
-)
+from minisgl.kernels.linear.weight_only.device import e4m3_planes, half_of, int4_planes
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -23,7 +18,6 @@ def dequantize_kernel(
     scale_stride,
     bits: tl.constexpr,
     group: tl.constexpr,
-    paired: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     packed: tl.constexpr,
@@ -40,48 +34,29 @@ def dequantize_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if bits == 8:
-        column = word * 2
-        scale, _ = _scale_at(scales, row, column // group, scale_stride, inside, dtype, 8, paired)
+        scale = half_of(_scales_at(scales, row, word * 2 // group, scale_stride, inside), 0, dtype)
         low, high = e4m3_planes(found, scale, dtype, packed)
         column = tl.program_id(1) * columns + tl.arange(0, columns)[None, :]
         place = out + row.to(tl.int64) * k + column
         tl.store(place, tl.interleave(low, high), mask=(row < n) & (column < k))
     else:
-        column = word // 16 * 64 + word % 16
         chunk = word // 16 * 64
-        scale, offset = _scale_at(
-            scales, row, chunk // group, scale_stride, inside, dtype, 4, paired
+        scale = _scales_at(scales, row, chunk // group, scale_stride, inside)
+        later = _scales_at(scales, row, (chunk + 32) // group, scale_stride, inside)
+        planes = int4_planes(
+            found,
+            half_of(scale, 0, dtype),
+            half_of(scale, 1, dtype),
+            half_of(later, 0, dtype),
+            half_of(later, 1, dtype),
+            dtype,
+            packed,
         )
-        next_scale, next_offset = _scale_at(
-            scales, row, (chunk + 32) // group, scale_stride, inside, dtype, 4, paired
-        )
-        planes = int4_planes(found, scale, offset, next_scale, next_offset, dtype, packed)
-        place = out + row.to(tl.int64) * k + column
+        place = out + row.to(tl.int64) * k + chunk + word % 16
         for i in tl.static_range(4):
             tl.store(place + 16 * i, planes[i], mask=inside)
 
 
 @triton.jit
-def _scale_at(
-    scales,
-    row,
-    number,
-    stride,
-    inside,
-    dtype: tl.constexpr,
-    bits: tl.constexpr,
-    paired: tl.constexpr,
-):
-    """Scale and offset of each row and group `number`, as int4_planes takes them."""
-    if paired:
-        word = tl.load(scales + number // 2 * stride + row, mask=inside, other=0)
-        word = word >> (number % 2 * 16)
-    else:
-        word = tl.load(scales + number * stride + row, mask=inside, other=0)
-    scale = half_of(word, 0, dtype)
-    if bits == 8:
-        return scale, scale
-    elif paired:
-        return scale, tl.full(scale.shape, -8.0 - int4_bias(dtype), tl.float32).to(dtype)
-    else:
-        return scale, half_of(word, 1, dtype)
+def _scales_at(scales, row, group, stride, inside):
+    return tl.load(scales + group * stride + row, mask=inside, other=0)

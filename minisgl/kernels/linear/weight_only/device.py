@@ -193,64 +193,29 @@ def _e4m3(word):
 
 
 @triton.jit
-def load_scales(
-    scales,
-    start,
-    span: tl.constexpr,
-    index: tl.constexpr,
-    stride,
-    before,
-    group: tl.constexpr,
-    paired: tl.constexpr,
-):
-    """The words with the scales of span `index` of the tile that starts at column `start` of k:
-    those of its two halves. `before`: what was returned for the span before."""
-    if group < span:  # two groups in a span
-        count: tl.constexpr = 1 if paired else 2
-        at = scales + (start // span * count + index * count) * stride
-        word = tl.load(at)
-        if paired:
-            return word, word
-        else:
-            return word, tl.load(at + stride)
-    elif paired:
-        if index % 2 == 1:
-            return before
-        else:
-            word = tl.load(scales + (start // (2 * span) + index // 2) * stride)
-            return word, word
-    else:
-        word = tl.load(scales + (start // span + index) * stride)
-        return word, word
-
-
-@triton.jit
 def planes_of(
     words,
-    scale_words,
+    scales,
+    at,
+    stride,
     span: tl.constexpr,
-    index: tl.constexpr,
-    dtype: tl.constexpr,
-    bits: tl.constexpr,
     group: tl.constexpr,
-    paired: tl.constexpr,
+    bits: tl.constexpr,
+    dtype: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """The planes of span `index` of a tile; scale_words as from load_scales."""
-    first: tl.constexpr = index % 2 if paired and group == span else 0
-    second: tl.constexpr = 1 if paired and group < span else first
-    scale = half_of(scale_words[0], first, dtype)
+    """The planes of the words [rows, any] of a span that starts at column `at` of k. scales: [rows]
+    addresses of those of the first group, `stride` before the next ones."""
+    place = scales + at // group * stride
+    found = tl.load(place)
+    scale = half_of(found, 0, dtype)[:, None]
     if bits == 8:
-        return e4m3_planes(words, scale[:, None], dtype, packed)
+        return e4m3_planes(words, scale, dtype, packed)
     else:
-        next_scale = half_of(scale_words[1], second, dtype)
-        if paired:
-            offset = tl.full(scale.shape, -8.0 - int4_bias(dtype), tl.float32).to(dtype)
-            next_offset = offset
-        else:
-            offset = half_of(scale_words[0], 1, dtype)
-            next_offset = half_of(scale_words[1], 1, dtype)
-        return int4_planes(
-            words, scale[:, None], offset[:, None], next_scale[:, None], next_offset[:, None],
-            dtype, packed,
-        )  # fmt: skip
+        offset = half_of(found, 1, dtype)[:, None]
+        next_scale, next_offset = scale, offset
+        if group < span:  # two groups in a span
+            found = tl.load(place + stride)
+            next_scale = half_of(found, 0, dtype)[:, None]
+            next_offset = half_of(found, 1, dtype)[:, None]
+        return int4_planes(words, scale, offset, next_scale, next_offset, dtype, packed)

@@ -117,7 +117,6 @@ def dequantize(weight: WeightWords, out: Tensor, *, pdl: bool = True) -> Tensor:
         weight.scale_stride,
         bits=weight.bits,
         group=weight.group,
-        paired=weight.paired,
         rows=_DEQUANTIZED_ROWS,
         columns=columns,
         packed=_packed(out),
@@ -155,13 +154,13 @@ def _launch(
             m,
             n,
             k,
-            weight.unit,
+            weight.span,
             weight.bits,
             tuning_of(x.device),
             gated=gated,
             may_split=workspace is not None,
         )
-    assert k % tiles.block_k == 0 and tiles.block_k % weight.unit == 0
+    assert k % tiles.block_k == 0 and tiles.block_k % weight.span == 0
     if gated:
         n //= 2
     across_n, across_m = triton.cdiv(n, tiles.block_n), triton.cdiv(m, tiles.block_m)
@@ -208,7 +207,6 @@ def _launch(
         weight.scale_stride,
         bits=weight.bits,
         group=weight.group,
-        paired=weight.paired,
         block_n=tiles.block_n,
         block_m=tiles.block_m,
         block_k=tiles.block_k,

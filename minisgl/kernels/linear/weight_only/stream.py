@@ -8,7 +8,7 @@ import triton.language as tl
 from minisgl.kernels.device import apply_norm, arrive
 from minisgl.kernels.linear.device import finish, load_residual, load_squares, next_exchange
 from minisgl.kernels.linear.stream import add_up, fetch
-from minisgl.kernels.linear.weight_only.device import load_scales, plane_columns, planes_of
+from minisgl.kernels.linear.weight_only.device import plane_columns, planes_of
 
 
 @triton.jit
@@ -77,7 +77,6 @@ def weight_only_kernel(
     scale_stride,
     bits: tl.constexpr,
     group: tl.constexpr,
-    paired: tl.constexpr,
     block_n: tl.constexpr,
     block_m: tl.constexpr,
     block_k: tl.constexpr,
@@ -118,8 +117,8 @@ def weight_only_kernel(
     if exchanges is not None:
         exchange = next_exchange(exchanges, row, num_rows)
     if x_squares is not None:
-        found = load_squares(x_squares, row, num_rows, num_parts, parts)
-        norm_scale = tl.rsqrt(tl.sum(found, 1) / k + eps)[:, None]
+        sums = load_squares(x_squares, row, num_rows, num_parts, parts)
+        norm_scale = tl.rsqrt(tl.sum(sums, 1) / k + eps)[:, None]
 
     w_row = tl.arange(0, block_n)
     if not whole_n:  # rows past the end repeat the last one; they are not written
@@ -131,20 +130,17 @@ def weight_only_kernel(
     acc = tl.zeros((block_n, block_m), tl.float32)
     up = acc
     for start in tl.range(first, end, block_k, num_stages=stages):
-        found, up_found = (), ()
         for i in tl.static_range(block_k // span):
             at = start + i * span
             rows = _rows_of_x(x, norm_weight, norm_scale, at, row_place, real, bits, span)
-            found = load_scales(scales, start, span, i, scale_stride, found, group, paired)
             tile = tl.load(words + at // per_word + w_place)
-            planes = planes_of(tile, found, span, i, dtype, bits, group, paired, packed)
+            planes = planes_of(tile, scales, at, scale_stride, span, group, bits, dtype, packed)
             acc = _multiply(planes, rows, acc)
             if gated:
-                up_found = load_scales(
-                    scales + n, start, span, i, scale_stride, up_found, group, paired
-                )
                 tile = tl.load(up_words + at // per_word + w_place)
-                planes = planes_of(tile, up_found, span, i, dtype, bits, group, paired, packed)
+                planes = planes_of(
+                    tile, scales + n, at, scale_stride, span, group, bits, dtype, packed
+                )
                 up = _multiply(planes, rows, up)
 
     acc = tl.trans(acc)
