@@ -121,8 +121,10 @@ class DeviceTuning:
     )
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
     weight_only_rows: int = 1536
-    # Rows up to which the activation of a gated MLP is part of its first GEMM.
+    # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
+    # addition to the residual stream is part of a GEMM.
     weight_only_gated_rows: int = 64
+    weight_only_add_rows: int = 128
 
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()

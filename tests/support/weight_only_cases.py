@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.linear.weight_only.weights import WeightWords, e4m3_words, int4_words
+from minisgl.kernels.linear.weight_only.product import WeightOnlyProduct
+from minisgl.kernels.linear.weight_only.weights import (
+    WeightWords,
+    e4m3_words,
+    int4_words,
+    values,
+)
 
 
 def packed_int4(q: Tensor) -> Tensor:
@@ -63,3 +70,34 @@ def random_e4m3(
 def spread(values: Tensor, group: int) -> Tensor:
     """[k / group, n] → [n, k]."""
     return values.T.repeat_interleave(group, dim=1)
+
+
+class GivenWords(WeightOnlyProduct):
+    """A product of given words, made for x of `dtype`."""
+
+    def __init__(self, words: WeightWords, dtype: torch.dtype, bias: Tensor | None = None) -> None:
+        super().__init__(bias)
+        self.given, self.dtype = words, dtype
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {"weight": self.given.words}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.given.n, self.given.k
+
+    @property
+    def bits(self) -> int:
+        return self.given.bits
+
+    @property
+    def span(self) -> int | None:
+        return self.given.span
+
+    def make_words(self, dtype: torch.dtype) -> WeightWords:
+        assert dtype == self.dtype
+        return self.given
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.linear(x, values(self.given, self.dtype), self.bias)

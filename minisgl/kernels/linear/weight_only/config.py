@@ -60,9 +60,7 @@ def allocate_workspace(
     `weight_only_rows`."""
     tuning = tuning_of(device)
     sizes = [
-        workspace_size(
-            m, n, k, choose_tiles(m, n, k, span, bits, tuning, gated=gated), gated=gated
-        )
+        workspace_size(m, n, k, choose_tiles(m, n, k, span, bits, tuning, gated=gated), gated=gated)
         for n, k, span, bits in shapes
         for m in _rows_to_try(tuning)
         for gated in (False, True)
@@ -90,7 +88,12 @@ def _rows_to_try(tuning: DeviceTuning) -> list[int]:
 
 
 def _stages(
-    tiles: WeightOnlyTiles, block_n: int, block_m: int, block_k: int, bits: int, tuning: DeviceTuning
+    tiles: WeightOnlyTiles,
+    block_n: int,
+    block_m: int,
+    block_k: int,
+    bits: int,
+    tuning: DeviceTuning,
 ) -> int:
     # W, and x, which e4m3 needs once more: there it passes through registers.
     stage_bytes = (block_n * bits // 8 + block_m * 2) * block_k

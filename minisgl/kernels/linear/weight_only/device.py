@@ -1,6 +1,6 @@
 """Triton helpers that turn words of quantised weights into weights of the model's dtype.
 
-W is held in int16 words: of INT4 in the order of `pack_int4`, of e4m3 two neighbours in each. A tile
+W is held in int16 words: of INT4 in the order of `pack_int4`, of e4m3 two neighbours each. A tile
 of words has 16 / bits *planes* of the same shape, each a part of the columns of k, and the product
 with a tile is the sum of one product a plane. So no weight has to change its thread: two
 neighbouring words are a 32-bit register, out of which bit operations take a pair of weights for
@@ -128,8 +128,8 @@ def e4m3_planes(words, scale, dtype: tl.constexpr, packed: tl.constexpr):
     columns of k. Without NaN: its bits count as 480. See int4_planes.
 
     Bits alone make a number with e4m3's exponent in the place of dtype's, whose bias is larger by
-    120, in float16 by 8. A factor puts this right, for subnormal numbers, too; in float16 it is part
-    of the scale.
+    120, in float16 by 8. A factor puts this right, of subnormal numbers, too; in float16 it is in
+    the scale.
     """
     if packed:
         if dtype == tl.bfloat16:

@@ -7,8 +7,8 @@ do the work of dequantising over and over; `dequantize` does it once, at the spe
 cuBLAS to multiply with.
 
 For few rows the time is that of reading W, a quarter or a half of what dense weights take, if an SM
-unpacks some 36 INT4 weights in each of its cycles: 128 lanes, so 3 instructions a weight in all. See
-device.py for how two of them are enough.
+unpacks some 36 INT4 weights in each of its cycles. It has 128 lanes: that leaves 3 instructions a
+weight for everything. See device.py for how unpacking takes two.
 """
 
 from __future__ import annotations

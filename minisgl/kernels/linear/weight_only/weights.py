@@ -61,7 +61,7 @@ def int4_words(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
 def e4m3_words(
     data: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> WeightWords | None:
-    """data: [n, k] e4m3 contiguous; scale: float32 [n], or with a block [⌈n / rows⌉, ⌈k / columns⌉].
+    """data: [n, k] e4m3 contiguous; scale: [n], or with a block [⌈n / rows⌉, ⌈k / columns⌉].
 
     None if k, or a block, is not a multiple of 32 columns. dtype: float16 or bfloat16.
     """
