@@ -115,8 +115,9 @@ class DeviceTuning:
     # By rows. Not measured yet (bench_int4_linear.py --tune): they keep their registers on sm_90.
     weight_only_tiles: tuple[tuple[int, WeightOnlyTiles], ...] = (
         (8, WeightOnlyTiles(128, 8, 256, num_warps=4, num_stages=4, programs_per_sm=3)),
-        (32, WeightOnlyTiles(128, 32, 256, num_warps=4, num_stages=3, programs_per_sm=2)),
-        (64, WeightOnlyTiles(128, 64, 256, num_warps=8, num_stages=3, programs_per_sm=1)),
+        (16, WeightOnlyTiles(128, 16, 256, num_warps=4, num_stages=3, programs_per_sm=3)),
+        (32, WeightOnlyTiles(128, 32, 128, num_warps=4, num_stages=4, programs_per_sm=3)),
+        (64, WeightOnlyTiles(128, 64, 128, num_warps=8, num_stages=4, programs_per_sm=2)),
         (NO_LIMIT, WeightOnlyTiles(128, 128, 128, num_warps=8, num_stages=4, programs_per_sm=1)),
     )
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.

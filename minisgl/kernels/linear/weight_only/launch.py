@@ -151,7 +151,7 @@ def _launch(
     assert norm is None or (norm.squares.is_contiguous() and norm.squares.shape[0] == m)
     if tiles is None:
         tiles = choose_tiles(
-            m,
+            max(m, 1),
             n,
             k,
             weight.span,
