@@ -97,7 +97,7 @@ def linear_send(
 ) -> None:
     """Sends linear(x, weight, bias) to rows 0 to m - 1 of all ranks' inboxes, whose rows have n
     elements. one_shot.received_norm adds up the summands of all ranks."""
-    assert x.shape[0] <= mailbox.max_rows
+    assert x.shape[0] <= mailbox.max_rows and mailbox.takes(x.new_empty((0, weight.n)))
     _launch(x, weight, bias, None, None, workspace, tiles, gated=False, pdl=pdl, mailbox=mailbox)
 
 
