@@ -16,11 +16,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from support.weight_only_cases import random_e4m3, random_int4
+from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
 from minisgl.kernels.linear.launch import FusedNorm
+from minisgl.kernels.linear.weight_only import product as weight_only
 from minisgl.kernels.linear.weight_only.config import allocate_workspace, choose_tiles
 from minisgl.kernels.linear.weight_only.launch import (
     dequantize,
@@ -167,6 +168,24 @@ def test_no_rows() -> None:
     assert linear(x, weight).shape == (0, 32)
     assert linear_silu_mul(x, weight).shape == (0, 16)
     assert len(linear_add(x, weight, None, torch.empty(0, 32, device=DEVICE, dtype=HALF))) == 0
+
+
+def test_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows and many take other kernels, with the same W."""
+    monkeypatch.setattr(weight_only, "runs_triton", lambda device: True)
+    monkeypatch.setattr(weight_only, "tuning_of", lambda device: replace(H200, weight_only_rows=32))
+    words, exact = random_int4(64, 256, 128, HALF, symmetric=False, device=DEVICE)
+    product = GivenWords(words, HALF)
+    weight_only.share_kernels([product], HALF, DEVICE)
+    assert product.kernels is not None
+    x = torch.randn(33, 256, device=DEVICE).to(HALF)
+    for m in (0, 1, 32, 33):
+        if m:
+            assert_rounded(product(x[:m]), x[:m].double() @ exact.T)
+        assert product(x[:m]).shape == (m, 64)
+    added = product.add_to(x[:5], torch.zeros(5, 64, device=DEVICE, dtype=HALF))
+    assert_rounded(added.rows, x[:5].double() @ exact.T)
+    assert added.squares is not None and len(added.squares) == 5
 
 
 # n, k of Qwen3-14B and 32B, of parts of them, and of small models

@@ -61,7 +61,7 @@ def _splits_of_many_rows(num_tiles: int, places: int, k: int, most: int) -> int:
     the partial sums pass through L2."""
 
     def time(splits: int) -> float:
-        waves = triton.cdiv(num_tiles * splits, places) * places / (num_tiles * splits)
+        waves: float = triton.cdiv(num_tiles * splits, places) * places / (num_tiles * splits)
         # Of a sum 8 bytes at 5 TB/s a split, beside 2 · k operations at 600 TFLOP/s.
         return waves + (splits * 480 / k if splits > 1 else 0)
 
