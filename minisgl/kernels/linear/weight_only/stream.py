@@ -12,42 +12,25 @@ from minisgl.kernels.linear.weight_only.device import plane_columns, planes_of
 
 
 @triton.jit
-def _rows_of_x(
-    x,
-    norm_weight,
-    scale,
-    at,
-    row_place,
-    real,
-    bits: tl.constexpr,
-    span: tl.constexpr,
-):
-    """The columns of x that the planes of a span multiply: a tuple of [block_m, words]."""
-    if bits == 4:
-        found = ()
-        for plane in tl.static_range(4):
-            columns = at + plane_columns(plane, span // 4)[None, :]
-            rows = tl.load(x + row_place + columns, mask=real, other=0.0)
-            if norm_weight is not None:
-                # As wide as x, so that both are fetched ahead in the same way.
-                there = tl.broadcast_to(columns, rows.shape)
-                rows = apply_norm(rows, scale, tl.load(norm_weight + there))
-            found += (rows,)
-        return found
-    else:
-        columns = at + tl.arange(0, span)[None, :]
-        rows = tl.load(x + row_place + columns, mask=real, other=0.0)
-        if norm_weight is not None:
-            there = tl.broadcast_to(columns, rows.shape)
-            rows = apply_norm(rows, scale, tl.load(norm_weight + there))
-        return tl.split(tl.reshape(rows, (rows.shape[0], span // 2, 2)))
+def _rows_of_x(x, norm_weight, scale, columns, row_place, real):
+    rows = tl.load(x + row_place + columns, mask=real, other=0.0)
+    if norm_weight is not None:
+        there = tl.broadcast_to(columns, rows.shape)
+        rows = apply_norm(rows, scale, tl.load(norm_weight + there))
+    return rows
 
 
 @triton.jit
-def _multiply(planes, rows, acc):
-    for i in tl.static_range(len(planes)):
-        acc = tl.dot(planes[i], tl.trans(rows[i]), acc)
-    return acc
+def _joined(planes, bits: tl.constexpr):
+    n: tl.constexpr = planes[0].shape[0]
+    words: tl.constexpr = planes[0].shape[1]
+    if bits == 4:
+        w = tl.join(tl.join(planes[0], planes[1]), tl.join(planes[2], planes[3]))
+        w = tl.reshape(w, (n, words // 16, 16, 2, 2))
+        w = tl.permute(w, (0, 1, 4, 3, 2))
+        return tl.reshape(w, (n, words * 4))
+    else:
+        return tl.reshape(tl.join(planes[0], planes[1]), (n, words * 2))
 
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch", "max_rows", "rank"])
@@ -96,7 +79,7 @@ def weight_only_kernel(
     per_word: tl.constexpr = 16 // bits
     first = part * split_size
     end = tl.minimum(first + split_size, k)
-    row_words = k // per_word
+    row_words = tl.multiple_of(k // per_word, 16)
     words += n_tile.to(tl.int64) * block_n * row_words
     up_words = words + n.to(tl.int64) * row_words
     if pdl:
@@ -132,16 +115,18 @@ def weight_only_kernel(
     for start in tl.range(first, end, block_k, num_stages=stages):
         for i in tl.static_range(block_k // span):
             at = start + i * span
-            rows = _rows_of_x(x, norm_weight, norm_scale, at, row_place, real, bits, span)
-            tile = tl.load(words + at // per_word + w_place)
+            at_word = tl.multiple_of(at // per_word, 16)
+            columns = at + tl.arange(0, span)[None, :]
+            rows = _rows_of_x(x, norm_weight, norm_scale, columns, row_place, real)
+            tile = tl.load(words + at_word + w_place)
             planes = planes_of(tile, scales, at, scale_stride, span, group, bits, dtype, packed)
-            acc = _multiply(planes, rows, acc)
+            acc = tl.dot(_joined(planes, bits), tl.trans(rows), acc)
             if gated:
-                tile = tl.load(up_words + at // per_word + w_place)
+                tile = tl.load(up_words + at_word + w_place)
                 planes = planes_of(
                     tile, scales + n, at, scale_stride, span, group, bits, dtype, packed
                 )
-                up = _multiply(planes, rows, up)
+                up = tl.dot(_joined(planes, bits), tl.trans(rows), up)
 
     acc = tl.trans(acc)
     up = tl.trans(up) if gated else acc
