@@ -149,38 +149,37 @@ def candidates(shape: Shape, m: int, span: int, bits: int) -> list[LinearTiles]:
     halves = 2 if shape.gated else 1
     found = [choose_tiles(m, shape.n, shape.k, span, bits, tuning_of(DEVICE), gated=shape.gated)]
     rows = max(8 if span == 128 else 16, 1 << (m - 1).bit_length())
+    # rows of W, of x, k, warps, stages
     if m <= 64:
         sizes = [
-            (block_n, block_m, block_k, num_warps, num_stages)
-            for block_n, num_warps in ((32, 2), (64, 4), (128, 4), (128, 8), (256, 8))
-            for block_m in sorted({rows, max(rows, 16)})
-            for block_k in (128, 256, 512)
-            for num_stages in (3, 4, 6)
-        ]
-        waves = [1, 2, 3, 4, 6, 8]
+            (64, rows, 128, 4, 3), (64, rows, 128, 4, 4), (64, rows, 256, 4, 3),
+            (128, rows, 128, 4, 3), (128, rows, 128, 4, 4), (128, rows, 256, 4, 3),
+            (128, rows, 128, 8, 4), (256, rows, 128, 8, 3), (32, rows, 256, 2, 3),
+        ]  # fmt: skip
+        waves, prefetches = [1, 2, 3, 4, 5], (0, 512)
     else:
         sizes = [
-            (block_n, block_m, 128, num_warps, num_stages)
-            for block_n, block_m, num_warps in (
-                (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 256, 8), (256, 128, 8),
-                (256, 64, 8), (64, 256, 4), (64, 128, 4),
-            )
-            for num_stages in (3, 4, 5)
+            (64, 128, 128, 4, 3), (128, 64, 128, 4, 3), (128, 64, 128, 8, 4),
+            (128, 128, 128, 4, 3), (128, 128, 128, 8, 4), (128, 256, 128, 8, 3),
+            (256, 64, 128, 8, 4), (256, 128, 128, 8, 4),
         ]  # fmt: skip
-        waves = [1, 2, 3]
+        waves, prefetches = [1, 2, 3], (0,)
     for block_n, block_m, block_k, num_warps, num_stages in sizes:
-        how = LinearTiles(block_n // halves, block_m, block_k, 1, 512, num_warps, num_stages)
+        how = LinearTiles(
+            block_n // halves, block_m, block_k, num_warps=num_warps, num_stages=num_stages
+        )
         num_tiles = math.ceil(shape.n // halves / how.block_n) * math.ceil(m / block_m)
         for wave in waves:
             splits = max(1, min(int(wave * NUM_SMS / num_tiles), shape.k // (block_k * 2), 16))
-            found.append(replace(how, splits=splits))
+            for prefetch in prefetches:
+                found.append(replace(how, splits=splits, prefetch=prefetch))
 
     def fits(how: LinearTiles) -> bool:
         if shape.k % how.block_k or how.block_k % span:
             return False
         tile = (how.block_n * halves * bits // 8 + how.block_m * 2) * how.block_k
         room, _ = workspace_size(m, shape.n, shape.k, how, gated=shape.gated)
-        return tile * how.num_stages <= 220 << 10 and room <= WORKSPACE_FLOATS
+        return tile * (how.num_stages - 1) <= 220 << 10 and room <= WORKSPACE_FLOATS
 
     return [how for how in dict.fromkeys(found) if fits(how)]
 
@@ -282,7 +281,7 @@ def measure(shape: Shape, weights: Weights, all_rows: list[int], *, tune: bool) 
                 for how in candidates(shape, m, every[0].span, weights.bits)
                 if (found_s := timed(how)) is not None
             ]
-            for found_s, how in sorted(times, key=lambda pair: pair[0])[:5]:
+            for found_s, how in sorted(times, key=lambda pair: pair[0])[:3]:
                 print(f"{'':24} {found_s * 1e6:7.1f} {spelled(how)}", flush=True)
 
 
@@ -312,7 +311,7 @@ def main() -> None:
         span = max(args.group, 64) if args.bits == 4 else args.group
         compile_all(
             {
-                (weights, replace(how, splits=min(how.splits, 2), prefetch=512), shape.gated)
+                (weights, replace(how, splits=min(how.splits, 2), prefetch=0), shape.gated)
                 for shape in shapes
                 for m in args.rows
                 if m <= 2048

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
 SHAPES = [(7168, 5120), (5120, 17408), (1152, 896), (37, 1024), (200, 256)]  # n, k
-ROWS = [1, 2, 8, 9, 16, 17, 32, 50, 64, 65, 128, 129, 256, 300, 1000, 1536]
+ROWS = [1, 9, 17, 50, 64, 65, 256, 300, 1536]
 DTYPES = [torch.bfloat16, torch.float16]
 KINDS = {
     "int4, 128": partial(random_int4, group=128, symmetric=True),
@@ -41,6 +41,14 @@ KINDS = {
     "e4m3, blocks": partial(random_e4m3, block=(128, 128)),
     "e4m3, small blocks": partial(random_e4m3, block=(64, 32)),
 }
+
+
+# Every shape and dtype with one kind, and every kind with one shape: each takes seconds to compile.
+CASES = [
+    *((n, k, "int4, 128", dtype) for n, k in SHAPES for dtype in DTYPES),
+    *((1152, 896, kind, torch.bfloat16) for kind in KINDS if kind != "int4, 128"),
+    *((200, 256, kind, torch.float16) for kind in ("int4, 32, zeros", "e4m3, small blocks")),
+]
 
 
 def make(kind: str, n: int, k: int, dtype: torch.dtype) -> tuple[WeightWords, Tensor]:
@@ -69,9 +77,7 @@ def test_values_and_dequantize_to_the_bit(n: int, k: int, kind: str, dtype: torc
     assert torch.equal(dequantize(weight, room).double(), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
 def test_linear(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
     weight, exact = make(kind, n, k, dtype)
     workspace = allocate_workspace([(n, k, weight.span, weight.bits)], GPU)
@@ -79,22 +85,36 @@ def test_linear(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
     expected = every_x.double() @ exact.T + bias.double()
     for m in ROWS:
         x = every_x[:m]
-        out = linear(x, weight, bias, workspace=workspace)
-        assert_rounded(out, expected[:m])
-        assert torch.equal(out, linear(x, weight, bias, workspace=workspace, pdl=False))
-        assert_rounded(linear(x, weight, bias), expected[:m])
+        assert_rounded(linear(x, weight, bias, workspace=workspace), expected[:m])
     assert not workspace.semaphores.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "k"), [(17408, 1024), (576, 896), (37, 1024)])
+def test_linear_without_overlapping_launches_or_splits() -> None:
+    n, k, dtype = 5120, 1024, torch.bfloat16
+    weight, exact = make("int4, 128", n, k, dtype)
+    workspace = allocate_workspace([(n, k, weight.span, weight.bits)], GPU)
+    for m in (1, 32, 128):
+        x = random(m, k, dtype=dtype)
+        out = linear(x, weight, workspace=workspace)
+        assert torch.equal(out, linear(x, weight, workspace=workspace, pdl=False))
+        assert_rounded(linear(x, weight), x.double() @ exact.T)
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "kind", "dtype"),
+    [
+        *((size, k, "int4, 128", torch.bfloat16) for size, k in ((17408, 1024), (37, 1024))),
+        (576, 896, "int4, 32, zeros", torch.float16),
+        (576, 896, "e4m3, rows", torch.float16),
+        (576, 896, "e4m3, blocks", torch.bfloat16),
+    ],
+)
 def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> None:
     weight, exact = make(kind, 2 * size, k, dtype)
     workspace = allocate_workspace([(2 * size, k, weight.span, weight.bits)], GPU)
     scale = random(k, dtype=dtype)
     tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-    for m in (1, 8, 17, 32, 64, 128):
+    for m in (1, 17, 32, 128):
         x = random(m, k, dtype=dtype)
         norm = FusedNorm(scale, 1e-6, x.float().square().sum(1, keepdim=True))
         normed = reference.rms_norm(x, scale, 1e-6)

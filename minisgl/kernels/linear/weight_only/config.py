@@ -15,6 +15,9 @@ import triton
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
 from minisgl.kernels.tuning import DeviceTuning, WeightOnlyTiles, fitting_stages, tuning_of
 
+# Rows up to which the time is that of reading W.
+_FEW_ROWS = 64
+
 
 def choose_tiles(
     m: int,
@@ -25,47 +28,87 @@ def choose_tiles(
     tuning: DeviceTuning,
     *,
     gated: bool = False,
+    normed: bool = False,
     may_split: bool = True,
 ) -> LinearTiles:
-    """span: columns of k that the kernel takes at once, a divisor of k."""
+    """span: columns of k that the kernel takes at once, a divisor of k; normed: a norm of x is part
+    of the product."""
+    found = next(
+        tiles
+        for rows, elements, tiles in tuning.weight_only_tiles
+        if m <= rows and n * k <= elements
+    )
     halves = 2 if gated else 1
-    n //= halves
-    tiles = next(tiles for rows, tiles in tuning.weight_only_tiles if m <= rows)
+    # e4m3 and a norm need x once more: there it passes through registers.
+    copies = 2 if normed or bits == 8 else 1
+    tiles = _fitting(found, m, k, span, bits, copies, tuning)
+    # A group of four warps multiplies 64 rows of W.
+    block_n = tiles.block_n // halves
+    tiles = replace(tiles, block_n=block_n, num_warps=min(tiles.num_warps, block_n // 16))
+    places = tuning.linear_programs * found.programs_per_sm
+    most_splits = k // (tiles.block_k * 3) if may_split else 1
+    if m <= _FEW_ROWS:
+        num_tiles = triton.cdiv(n // halves, block_n) * triton.cdiv(m, tiles.block_m)
+        splits = max(min(places // num_tiles, most_splits), 1)
+        few = num_tiles * splits <= places
+        return replace(tiles, splits=splits, prefetch=512 if few else 0)
+    choices = [tiles]
+    if not gated:
+        wider = replace(found, block_m=found.block_m * 2)
+        choices.append(_fitting(wider, m, k, span, bits, copies, tuning))
+    return min(
+        (
+            replace(choice, splits=splits)
+            for choice in choices
+            for splits in range(1, max(min(most_splits, 4), 1) + 1)
+        ),
+        key=lambda how: _time_of_many_rows(m, n // halves, k, how, places),
+    )
+
+
+def _fitting(
+    tiles: WeightOnlyTiles,
+    m: int,
+    k: int,
+    span: int,
+    bits: int,
+    copies: int,
+    tuning: DeviceTuning,
+) -> LinearTiles:
+    """Tiles of this k and no more rows than there are, with room for W and copies of x."""
+
+    def stages() -> int:
+        stage_bytes = (tiles.block_n * bits // 8 + block_m * 2) * block_k
+        extra = (copies - 1) * block_m * block_k * 2
+        # The scales take some of it.
+        return fitting_stages(
+            tiles.num_stages, stage_bytes, tuning.shared_bytes - extra - (4 << 10)
+        )
+
     # With fewer elements than threads, a tile of x would not be fetched ahead.
     least = 8 if span == 128 else 16
     block_m = min(max(tiles.block_m, least), max(least, triton.next_power_of_2(m)))
-    block_n, block_k = tiles.block_n, gcd(k, max(tiles.block_k, span))
-    num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
-    while num_stages < min(tiles.num_stages, 3) and block_k > span:
+    block_k = gcd(k, max(tiles.block_k, span))
+    while stages() < min(tiles.num_stages, 3) and block_k > span:
         block_k //= 2
-        num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
-    while num_stages < 2:
+    while stages() < 2:
         block_m //= 2
-        num_stages = _stages(tiles, block_n, block_m, block_k, bits, tuning)
-    block_n //= halves
-    # A group of four warps multiplies 64 rows of W.
-    num_warps = min(tiles.num_warps, block_n // 16)
-    chosen = LinearTiles(block_n, block_m, block_k, num_warps=num_warps, num_stages=num_stages)
-    num_tiles = triton.cdiv(n, block_n) * triton.cdiv(m, block_m)
-    places = tuning.linear_programs * tiles.programs_per_sm
-    most_splits = k // (block_k * 3) if may_split else 1
-    if m <= 64:
-        splits = max(min(places // num_tiles, most_splits), 1)
-        few = num_tiles * splits <= places
-        return replace(chosen, splits=splits, prefetch=512 if few else 0)
-    return replace(chosen, splits=_splits_of_many_rows(num_tiles, places, k, most_splits))
+    return LinearTiles(
+        tiles.block_n, block_m, block_k, num_warps=tiles.num_warps, num_stages=stages()
+    )
 
 
-def _splits_of_many_rows(num_tiles: int, places: int, k: int, most: int) -> int:
-    """Those with the least time: programs run in waves, of which the last may be half empty, and
-    the partial sums pass through L2."""
+def _time_of_many_rows(m: int, n: int, k: int, how: LinearTiles, places: int) -> float:
+    """In units of 40 µs, which a tile of 128 x 128 outputs takes on an H200 with a k of 5,120.
 
-    def time(splits: int) -> float:
-        waves: float = triton.cdiv(num_tiles * splits, places) * places / (num_tiles * splits)
-        # Of a sum 8 bytes at 5 TB/s a split, beside 2 · k operations at 600 TFLOP/s.
-        return waves + (splits * 480 / k if splits > 1 else 0)
-
-    return min(range(1, max(min(most, 4), 1) + 1), key=time)
+    Programs run in waves, each with its start and its end. Partial sums pass through L2.
+    """
+    num_tiles = triton.cdiv(n, how.block_n) * triton.cdiv(m, how.block_m)
+    waves: int = triton.cdiv(num_tiles * how.splits, places)
+    tile = how.block_m / 128 * k / how.splits / 5120
+    if how.block_m > 128:  # x is read half as often
+        tile *= 0.93
+    return waves * (tile + 0.15) + (m * n * how.splits * 4e-8 if how.splits > 1 else 0)
 
 
 def allocate_workspace(
@@ -94,20 +137,6 @@ def _rows_to_try(tuning: DeviceTuning) -> list[int]:
     """Those that take most room, one for each number of tiles of m."""
     most = tuning.weight_only_rows
     return [1, *range(8, 64, 8), *range(64, most, 32), most]
-
-
-def _stages(
-    tiles: WeightOnlyTiles,
-    block_n: int,
-    block_m: int,
-    block_k: int,
-    bits: int,
-    tuning: DeviceTuning,
-) -> int:
-    # W, and x, which e4m3 needs once more: there it passes through registers.
-    stage_bytes = (block_n * bits // 8 + block_m * 2) * block_k
-    extra = block_m * block_k * 2 if bits == 8 else 0
-    return fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - extra - (4 << 10))
 
 
 def should_fuse_norm(tuning: DeviceTuning, m: int, k: int) -> bool:

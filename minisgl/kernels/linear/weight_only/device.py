@@ -17,13 +17,6 @@ import triton.language as tl
 
 
 @triton.jit
-def plane_columns(plane: tl.constexpr, words: tl.constexpr):
-    """The columns of k of a plane of INT4 words, counted from the first one of the tile."""
-    word = tl.arange(0, words)
-    return word // 16 * 64 + 16 * plane + word % 16
-
-
-@triton.jit
 def half_of(word, half: tl.constexpr, dtype: tl.constexpr):
     """The lower (0) or the upper (1) half of int32 words, which are numbers of `dtype`."""
     return (word >> (16 * half)).to(tl.int16).to(dtype, bitcast=True)

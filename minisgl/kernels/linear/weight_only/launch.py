@@ -158,6 +158,7 @@ def _launch(
             weight.bits,
             tuning_of(x.device),
             gated=gated,
+            normed=norm is not None,
             may_split=workspace is not None,
         )
     assert k % tiles.block_k == 0 and tiles.block_k % weight.span == 0

@@ -8,7 +8,7 @@ import triton.language as tl
 from minisgl.kernels.device import apply_norm, arrive
 from minisgl.kernels.linear.device import finish, load_residual, load_squares, next_exchange
 from minisgl.kernels.linear.stream import add_up, fetch
-from minisgl.kernels.linear.weight_only.device import plane_columns, planes_of
+from minisgl.kernels.linear.weight_only.device import planes_of
 
 
 @triton.jit
