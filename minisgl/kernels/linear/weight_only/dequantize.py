@@ -21,6 +21,7 @@ def dequantize_kernel(
     rows: tl.constexpr,
     columns: tl.constexpr,
     packed: tl.constexpr,
+    centred: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """`rows` rows of W, `columns` columns of k."""
@@ -51,10 +52,14 @@ def dequantize_kernel(
             half_of(later, 1, dtype),
             dtype,
             packed,
+            centred,
         )
         place = out + row.to(tl.int64) * k + chunk + word % 16
         for i in tl.static_range(4):
-            tl.store(place + 16 * i, planes[i], mask=inside)
+            plane = planes[i]
+            if centred:
+                plane = (plane.to(tl.float32) * 65536.0).to(dtype)
+            tl.store(place + 16 * i, plane, mask=inside)
 
 
 @triton.jit

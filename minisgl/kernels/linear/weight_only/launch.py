@@ -120,6 +120,7 @@ def dequantize(weight: WeightWords, out: Tensor, *, pdl: bool = True) -> Tensor:
         rows=_DEQUANTIZED_ROWS,
         columns=columns,
         packed=_packed(out),
+        centred=weight.centred,
         num_warps=4,
         **pdl_options(out.device, pdl),
     )
@@ -218,6 +219,7 @@ def _launch(
         stages=tiles.num_stages,
         lanes=tiles.num_warps * 32,
         packed=_packed(x),
+        centred=weight.centred,
         num_warps=tiles.num_warps,
         **pdl_options(x.device, pdl),
     )

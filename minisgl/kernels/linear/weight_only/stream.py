@@ -70,6 +70,7 @@ def weight_only_kernel(
     stages: tl.constexpr,
     lanes: tl.constexpr,
     packed: tl.constexpr,
+    centred: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result, over one split of k, which is a multiple of
@@ -119,15 +120,20 @@ def weight_only_kernel(
             columns = at + tl.arange(0, span)[None, :]
             rows = _rows_of_x(x, norm_weight, norm_scale, columns, row_place, real)
             tile = tl.load(words + at_word + w_place)
-            planes = planes_of(tile, scales, at, scale_stride, span, group, bits, dtype, packed)
+            planes = planes_of(
+                tile, scales, at, scale_stride, span, group, bits, dtype, packed, centred
+            )
             acc = tl.dot(_joined(planes, bits), tl.trans(rows), acc)
             if gated:
                 tile = tl.load(up_words + at_word + w_place)
                 planes = planes_of(
-                    tile, scales + n, at, scale_stride, span, group, bits, dtype, packed
+                    tile, scales + n, at, scale_stride, span, group, bits, dtype, packed, centred
                 )
                 up = tl.dot(_joined(planes, bits), tl.trans(rows), up)
 
+    if centred:
+        acc *= 65536.0
+        up *= 65536.0
     acc = tl.trans(acc)
     up = tl.trans(up) if gated else acc
     if partials is not None:

@@ -23,9 +23,11 @@ class WeightWords(NamedTuple):
     words: Tensor  # [n, k · bits / 16] int16
     # [k / group, n] int32: two numbers of x's dtype in each, the scale of a group in the lower half
     # and in the upper one what `int4_planes` adds to its numbers. [1, n] if all groups have one.
+    # If centred, the scales times 2 ** 117 and -8 · scales · 2 ** -16.
     scales: Tensor
     bits: int  # 4 or 8
     group: int  # columns of k that share a scale: 32, 64 or 128
+    centred: bool = False  # INT4 with zero point 8 for bfloat16: see _centred_int4_planes
 
     @property
     def n(self) -> int:
@@ -51,6 +53,10 @@ def int4_words(data: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dt
     None for 8. The groups have 32 or a multiple of 64 columns. dtype: float16 or bfloat16."""
     k = data.shape[1] * 4
     scale, group = _refined(scale.to(dtype), k, (128, 64, 32))
+    if zero is None and dtype == torch.bfloat16 and bool((scale.abs() < 1024).all()):
+        wide = scale.float()
+        words = _joined((wide * 2.0**117).to(dtype), (wide * -(2.0**-13)).to(dtype))
+        return WeightWords(data, words, 4, group, centred=True)
     if zero is None:
         offset = torch.full_like(scale, -8 - _BIAS[dtype])
     else:
@@ -101,5 +107,9 @@ def values(weights: WeightWords, dtype: torch.dtype) -> Tensor:
     else:
         words = weights.words.view(n, k // 64, 1, 16).to(torch.int32)
         shifts = torch.arange(0, 16, 4, device=words.device, dtype=torch.int32)[:, None]
-        numbers = (words >> shifts & 15).reshape(n, k).float() + _BIAS[dtype] + offset
+        numbers = (words >> shifts & 15).reshape(n, k).float()
+        if weights.centred:
+            numbers, scale = numbers - 8, scale * 2.0**-117
+        else:
+            numbers += _BIAS[dtype] + offset
     return (numbers * scale).to(dtype)
