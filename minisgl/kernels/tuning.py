@@ -61,6 +61,8 @@ class WeightOnlyTiles:
     num_warps: int
     num_stages: int  # tiles in flight, the one at work included
     programs_per_sm: int  # that the splits of k aim to have running at once
+    # Elements of k to fetch into L2 before the wait, if the programs run at once.
+    prefetch: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,25 +117,26 @@ class DeviceTuning:
     # By rows, and by the elements of W. With more rows than all but the last entries have, twice
     # the rows of x where that fills the device better.
     weight_only_tiles: tuple[tuple[int, int, WeightOnlyTiles], ...] = (
-        (8, 1 << 27, WeightOnlyTiles(128, 8, 128, num_warps=4, num_stages=4, programs_per_sm=2)),
-        (8, NO_LIMIT, WeightOnlyTiles(128, 8, 256, num_warps=4, num_stages=3, programs_per_sm=5)),
-        (16, 1 << 27, WeightOnlyTiles(128, 16, 256, num_warps=4, num_stages=3, programs_per_sm=2)),
-        (16, NO_LIMIT, WeightOnlyTiles(128, 16, 256, num_warps=4, num_stages=3, programs_per_sm=5)),
-        (32, 1 << 27, WeightOnlyTiles(64, 32, 128, num_warps=4, num_stages=4, programs_per_sm=4)),
-        (32, NO_LIMIT, WeightOnlyTiles(128, 32, 128, num_warps=4, num_stages=3, programs_per_sm=5)),
-        (64, 1 << 27, WeightOnlyTiles(128, 64, 128, num_warps=8, num_stages=4, programs_per_sm=2)),
-        (64, NO_LIMIT, WeightOnlyTiles(128, 64, 128, num_warps=4, num_stages=3, programs_per_sm=3)),
+        (8, 1 << 26, WeightOnlyTiles(128, 8, 128, 4, 4, programs_per_sm=2, prefetch=0)),
+        (8, 1 << 27, WeightOnlyTiles(128, 8, 256, 4, 3, programs_per_sm=2, prefetch=0)),
+        (8, NO_LIMIT, WeightOnlyTiles(128, 8, 256, 4, 3, programs_per_sm=5)),
+        (16, 1 << 27, WeightOnlyTiles(128, 16, 256, 4, 3, programs_per_sm=2)),
+        (16, NO_LIMIT, WeightOnlyTiles(128, 16, 256, 4, 3, programs_per_sm=5)),
+        (32, 1 << 27, WeightOnlyTiles(64, 32, 128, 4, 4, programs_per_sm=4)),
+        (32, NO_LIMIT, WeightOnlyTiles(128, 32, 128, 4, 3, programs_per_sm=5)),
+        (64, 1 << 27, WeightOnlyTiles(128, 64, 128, 8, 4, programs_per_sm=2)),
+        (64, NO_LIMIT, WeightOnlyTiles(128, 64, 128, 4, 3, programs_per_sm=3)),
         (
             NO_LIMIT,
             NO_LIMIT,
-            WeightOnlyTiles(128, 128, 128, num_warps=8, num_stages=4, programs_per_sm=1),
+            WeightOnlyTiles(128, 128, 128, 8, 4, programs_per_sm=1),
         ),
     )
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
-    weight_only_rows: int = 1536
+    weight_only_rows: int = 2048
     # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
     # addition to the residual stream is part of a GEMM.
-    weight_only_gated_rows: int = 32
+    weight_only_gated_rows: int = 64
     weight_only_add_rows: int = 128
 
     # -- experts -------------------------------------------------------------------------------

@@ -39,9 +39,7 @@ def choose_tiles(
         if m <= rows and n * k <= elements
     )
     halves = 2 if gated else 1
-    # e4m3 and a norm need x once more: there it passes through registers.
-    copies = 2 if normed or bits == 8 else 1
-    tiles = _fitting(found, m, k, span, bits, copies, tuning)
+    tiles = _fitting(found, m, k, span, bits, normed, tuning)
     # A group of four warps multiplies 64 rows of W.
     block_n = tiles.block_n // halves
     tiles = replace(tiles, block_n=block_n, num_warps=min(tiles.num_warps, block_n // 16))
@@ -51,11 +49,11 @@ def choose_tiles(
         num_tiles = triton.cdiv(n // halves, block_n) * triton.cdiv(m, tiles.block_m)
         splits = max(min(places // num_tiles, most_splits), 1)
         few = num_tiles * splits <= places
-        return replace(tiles, splits=splits, prefetch=512 if few else 0)
+        return replace(tiles, splits=splits, prefetch=found.prefetch if few else 0)
     choices = [tiles]
     if not gated:
         wider = replace(found, block_m=found.block_m * 2)
-        choices.append(_fitting(wider, m, k, span, bits, copies, tuning))
+        choices.append(_fitting(wider, m, k, span, bits, normed, tuning))
     return min(
         (
             replace(choice, splits=splits)
@@ -72,18 +70,18 @@ def _fitting(
     k: int,
     span: int,
     bits: int,
-    copies: int,
+    normed: bool,
     tuning: DeviceTuning,
 ) -> LinearTiles:
-    """Tiles of this k and no more rows than there are, with room for W and copies of x."""
+    """Tiles of this k and of no more rows than there are, which the shared memory has room for."""
 
     def stages() -> int:
-        stage_bytes = (tiles.block_n * bits // 8 + block_m * 2) * block_k
-        extra = (copies - 1) * block_m * block_k * 2
-        # The scales take some of it.
-        return fitting_stages(
-            tiles.num_stages, stage_bytes, tuning.shared_bytes - extra - (4 << 10)
-        )
+        x_bytes = block_m * block_k * 2
+        # The weights of a norm are fetched as wide as x; and what passes through registers, the
+        # norm of x and with e4m3 x itself, needs room once more. The scales take the rest.
+        stage_bytes = tiles.block_n * bits // 8 * block_k + x_bytes * (2 if normed else 1)
+        extra = (x_bytes if normed or bits == 8 else 0) + (4 << 10)
+        return fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - extra)
 
     # With fewer elements than threads, a tile of x would not be fetched ahead.
     least = 8 if span == 128 else 16

@@ -1,10 +1,11 @@
 """Triton helpers that turn words of quantised weights into weights of the model's dtype.
 
 W is held in int16 words: of INT4 in the order of `pack_int4`, of e4m3 two neighbours each. A tile
-of words has 16 / bits *planes* of the same shape, each a part of the columns of k, and the product
-with a tile is the sum of one product a plane. So no weight has to change its thread: two
-neighbouring words are a 32-bit register, out of which bit operations take a pair of weights for
-each plane, and this is an operand of the tensor cores as it stands.
+of words has 16 / bits *planes* of the same shape, each a part of the columns of k. Two neighbouring
+words are a 32-bit register, out of which bit operations take a pair of weights for each plane, and
+this is an operand of the tensor cores as it stands: no weight has to change its thread, and joining
+the planes to a tile of W costs nothing. So a span of k is one product, which the compiler
+interleaves with the work of dequantising and leaves running while the next one begins.
 
 Both the scale and the product q · scale are rounded to the model's dtype, whatever kernel computes
 them: see weights.py.

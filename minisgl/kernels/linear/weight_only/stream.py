@@ -13,6 +13,7 @@ from minisgl.kernels.linear.weight_only.device import planes_of
 
 @triton.jit
 def _rows_of_x(x, norm_weight, scale, columns, row_place, real):
+    """These columns of the rows, or of their norm: [block_m, span]."""
     rows = tl.load(x + row_place + columns, mask=real, other=0.0)
     if norm_weight is not None:
         there = tl.broadcast_to(columns, rows.shape)
@@ -22,6 +23,7 @@ def _rows_of_x(x, norm_weight, scale, columns, row_place, real):
 
 @triton.jit
 def _joined(planes, bits: tl.constexpr):
+    """A tile of W [block_n, span] from its planes."""
     n: tl.constexpr = planes[0].shape[0]
     words: tl.constexpr = planes[0].shape[1]
     if bits == 4:
@@ -74,7 +76,7 @@ def weight_only_kernel(
     pdl: tl.constexpr,
 ):
     """A block of [block_n, block_m] of the result, over one split of k, which is a multiple of
-    block_k. A tile is taken in spans of k, whose planes follow one another."""
+    block_k. A tile is taken in spans of k."""
     m_tile, part, n_tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dtype: tl.constexpr = x.dtype.element_ty
     per_word: tl.constexpr = 16 // bits
@@ -116,7 +118,7 @@ def weight_only_kernel(
     for start in tl.range(first, end, block_k, num_stages=stages):
         for i in tl.static_range(block_k // span):
             at = start + i * span
-            at_word = tl.multiple_of(at // per_word, 16)
+            at_word = tl.multiple_of(at // per_word, 16)  # so that 16 bytes are copied at once
             columns = at + tl.arange(0, span)[None, :]
             rows = _rows_of_x(x, norm_weight, norm_scale, columns, row_place, real)
             tile = tl.load(words + at_word + w_place)
