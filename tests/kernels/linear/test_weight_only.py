@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 pytest.importorskip("triton")
 
-from support.weight_only_cases import GivenWords, random_e4m3, random_int4
+from support.weight_only_cases import GivenWords, packed_int4, random_e4m3, random_int4
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear.config import LinearTiles, LinearWorkspace, workspace_size
@@ -29,7 +29,7 @@ from minisgl.kernels.linear.weight_only.launch import (
     linear_add,
     linear_silu_mul,
 )
-from minisgl.kernels.linear.weight_only.weights import WeightWords, values
+from minisgl.kernels.linear.weight_only.weights import WeightWords, int4_words, values
 from minisgl.kernels.tuning import H200
 
 pytestmark = [
@@ -89,6 +89,16 @@ def test_values(kind: str, dtype: torch.dtype) -> None:
     weight, exact = make(37, k, dtype=dtype)
     assert torch.equal(values(weight, dtype).double(), exact)
     assert (weight.n, weight.k) == (37, k)
+
+
+@pytest.mark.parametrize(("scale", "centred"), [(1e-20, True), (1000.0, True), (2048.0, False)])
+def test_symmetric_values_of_any_magnitude(scale: float, centred: bool) -> None:
+    q = torch.arange(0, 16, device=DEVICE).repeat(3, 8)
+    scales = torch.full((1, 3), scale, device=DEVICE).bfloat16()
+    weight = int4_words(packed_int4(q), scales, None, torch.bfloat16)
+    expected = ((q - 8).double() * scales.double().T).bfloat16()
+    assert weight.centred is centred
+    assert torch.equal(values(weight, torch.bfloat16), expected)
 
 
 @pytest.mark.parametrize("dtype", COMPUTED)

@@ -51,7 +51,7 @@ def choose_tiles(
         few = num_tiles * splits <= places
         return replace(tiles, splits=splits, prefetch=found.prefetch if few else 0)
     choices = [tiles]
-    if not gated:
+    if bits == 4 and not gated:
         wider = replace(found, block_m=found.block_m * 2)
         choices.append(_fitting(wider, m, k, span, bits, normed, tuning))
     return min(
@@ -77,10 +77,10 @@ def _fitting(
 
     def stages() -> int:
         x_bytes = block_m * block_k * 2
-        # The weights of a norm are fetched as wide as x; and what passes through registers, the
-        # norm of x and with e4m3 x itself, needs room once more. The scales take the rest.
+        # The weights of a norm are fetched as wide as x, and the norm of x needs room once more.
+        # The scales take the rest.
         stage_bytes = tiles.block_n * bits // 8 * block_k + x_bytes * (2 if normed else 1)
-        extra = (x_bytes if normed or bits == 8 else 0) + (4 << 10)
+        extra = (x_bytes if normed else 0) + (4 << 10)
         return fitting_stages(tiles.num_stages, stage_bytes, tuning.shared_bytes - extra)
 
     # With fewer elements than threads, a tile of x would not be fetched ahead.
