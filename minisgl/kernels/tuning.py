@@ -51,6 +51,21 @@ class ManyTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightOnlyTiles:
+    """How a linear map with quantised weights and plain x is tiled, and over how many programs its
+    k is split."""
+
+    block_n: int  # rows of W in a program, of a gated map those of both halves
+    block_m: int  # rows of x at most
+    block_k: int
+    num_warps: int
+    num_stages: int  # tiles in flight, the one at work included
+    programs_per_sm: int  # that the splits of k aim to have running at once
+    # Elements of k to fetch into L2 before the wait, if the programs run at once.
+    prefetch: int = 512
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeTiles:
     """How a program of decode attention works, and over how many programs the keys are split."""
 
@@ -106,6 +121,31 @@ class DeviceTuning:
     # Rows up to which the largest value of a long row is found by several programs, in a launch of
     # its own; with more, one program has all of it.
     fp8_spread_rows: int = 32
+    # -- linear maps with quantised weights and plain x ----------------------------------------
+    # By rows, and by the elements of W. With more rows than all but the last entries have, twice
+    # the rows of x where that fills the device better.
+    weight_only_tiles: tuple[tuple[int, int, WeightOnlyTiles], ...] = (
+        (8, 1 << 26, WeightOnlyTiles(128, 8, 128, 4, 4, programs_per_sm=2, prefetch=0)),
+        (8, 1 << 27, WeightOnlyTiles(128, 8, 256, 4, 3, programs_per_sm=2, prefetch=0)),
+        (8, NO_LIMIT, WeightOnlyTiles(128, 8, 256, 4, 3, programs_per_sm=5)),
+        (16, 1 << 27, WeightOnlyTiles(128, 16, 256, 4, 3, programs_per_sm=2)),
+        (16, NO_LIMIT, WeightOnlyTiles(128, 16, 256, 4, 3, programs_per_sm=5)),
+        (32, 1 << 27, WeightOnlyTiles(64, 32, 128, 4, 4, programs_per_sm=4)),
+        (32, NO_LIMIT, WeightOnlyTiles(128, 32, 128, 4, 3, programs_per_sm=5)),
+        (64, 1 << 27, WeightOnlyTiles(128, 64, 128, 8, 4, programs_per_sm=2)),
+        (64, NO_LIMIT, WeightOnlyTiles(128, 64, 128, 4, 3, programs_per_sm=3)),
+        (
+            NO_LIMIT,
+            NO_LIMIT,
+            WeightOnlyTiles(128, 128, 128, 8, 4, programs_per_sm=1),
+        ),
+    )
+    # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
+    weight_only_rows: int = 2048
+    # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
+    # addition to the residual stream is part of a GEMM.
+    weight_only_gated_rows: int = 64
+    weight_only_add_rows: int = 128
 
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()

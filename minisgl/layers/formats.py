@@ -16,10 +16,9 @@ from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import (
     CHUNK,
     Fp8Weights,
-    Int4Product,
     Int4Weights,
 )
-from minisgl.kernels.linear.select import fp8_product
+from minisgl.kernels.linear.select import fp8_product, int4_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
 from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
 from minisgl.shards import Shard, whole
@@ -93,7 +92,7 @@ class QuantizedFormat:
             return DenseFormat(self.dtype).product(parts, inputs, bias=bias)
         b = torch.empty(num_rows(parts), dtype=self.dtype) if bias else None
         if self.scheme.bits == 4:
-            return Int4Product(self._int4(names[0], num_rows(parts), inputs), b)
+            return int4_product(self._int4(names[0], num_rows(parts), inputs), b)
         static = self.activations == Activations.STATIC
         return fp8_product(
             self._fp8(list(parts.values()), inputs),

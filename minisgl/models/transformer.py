@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from minisgl.attention.base import Attention, ForwardBatch, LayerKV
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
-from minisgl.kernels.linear.dense import DenseProduct, tune
+from minisgl.kernels.linear import select
+from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.linear.select import share_kernels
 from minisgl.kernels.residual import Residual
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.formats import DenseFormat, WeightFormat
@@ -112,7 +112,8 @@ class CausalLM(nn.Module):
         self._head: Product = (
             DenseProduct(self.embed_tokens.weight) if self.lm_head is None else self.lm_head.product
         )
-        share_kernels(self._products())
+        select.share_kernels(self._products(), dtype, device)
+        self._dtype = dtype
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
@@ -132,10 +133,10 @@ class CausalLM(nn.Module):
         rank's part of the vocabulary with its padding."""
         return self._head(hidden)
 
-    def tune(self) -> None:
-        """Choose the GEMMs of steps with few rows on a GPU, by trying. Call it before anything is
-        captured."""
-        tune(self._products())
+    def prepare(self) -> None:
+        """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
+        with few rows on a GPU by trying. Call it before anything is captured."""
+        select.prepare(self._products(), self._dtype)
 
     def _products(self) -> list[Product]:
         linears = [module for module in self.layers.modules() if isinstance(module, Linear)]

@@ -63,7 +63,7 @@ def load_runner(
     free_at_start = free_bytes(device)
     model = _load_model(config, model_config, folder, report, device, free_at_start, ranks)
     report("tuning GEMMs", 0.0)
-    model.tune()
+    model.prepare()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)

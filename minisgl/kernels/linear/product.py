@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from minisgl.kernels.dispatch import silu_mul
@@ -71,3 +72,7 @@ class Product(ABC):
         Returns what adds up the summands of all ranks; no other exchange may come between.
         """
         return None
+
+    def prepare(self, dtype: torch.dtype) -> None:  # noqa: B027 - most have nothing to do
+        """Make what a kernel reads of the weights, once a checkpoint has filled them. dtype: of x.
+        Must come before a graph is captured."""

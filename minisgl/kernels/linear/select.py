@@ -3,15 +3,16 @@ products of a model the memory that their kernels need."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear import dense
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights
+from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product, Int4Weights
 
 
 def fp8_product(
@@ -22,19 +23,43 @@ def fp8_product(
     input_scale: Tensor | None = None,
 ) -> Fp8Product:
     """A product with FP8 weights; the arguments are those of Fp8Product."""
-    kind = Fp8Product
-    if activations != Activations.NONE and runs_triton(weight.data.device):
-        from minisgl.kernels.linear.fp8.product import TensorCoreProduct
+    if not runs_triton(weight.data.device):
+        return Fp8Product(weight, bias, activations=activations, input_scale=input_scale)
+    if activations == Activations.NONE:
+        from minisgl.kernels.linear.weight_only.product import WeightOnlyFp8Product
 
-        kind = TensorCoreProduct
-    return kind(weight, bias, activations=activations, input_scale=input_scale)
+        return WeightOnlyFp8Product(weight, bias)
+    from minisgl.kernels.linear.fp8.product import TensorCoreProduct
+
+    return TensorCoreProduct(weight, bias, activations=activations, input_scale=input_scale)
 
 
-def share_kernels(products: Iterable[Product]) -> None:
-    """Give these products, which run one at a time, their kernels and the memory of these."""
-    products = list(products)
+def int4_product(weight: Int4Weights, bias: Tensor | None) -> Int4Product:
+    """A product with INT4 weights; the arguments are those of Int4Product."""
+    if not runs_triton(weight.data.device):
+        return Int4Product(weight, bias)
+    from minisgl.kernels.linear.weight_only.product import WeightOnlyInt4Product
+
+    return WeightOnlyInt4Product(weight, bias)
+
+
+def share_kernels(products: Sequence[Product], dtype: torch.dtype, device: torch.device) -> None:
+    """Give these products, which run one at a time, their kernels and the memory of these.
+
+    dtype: of x.
+    """
     dense.share_kernels(products)
-    if runs_triton(next(iter(products[0].weights.values())).device):
-        from minisgl.kernels.linear.fp8.product import share_kernels
+    if runs_triton(device):
+        from minisgl.kernels.linear.fp8 import product as fp8
+        from minisgl.kernels.linear.weight_only import product as weight_only
 
-        share_kernels(products)
+        fp8.share_kernels(products)
+        weight_only.share_kernels(products, dtype, device)
+
+
+def prepare(products: Sequence[Product], dtype: torch.dtype) -> None:
+    """Make what the kernels read of the weights that a checkpoint has filled, and choose GEMMs by
+    trying. Must come before anything is captured."""
+    dense.tune(products)
+    for product in products:
+        product.prepare(dtype)

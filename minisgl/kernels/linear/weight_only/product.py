@@ -1,0 +1,233 @@
+"""Products with quantised weights and plain x on a GPU."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minisgl.config import Activations
+from minisgl.kernels.dispatch import runs_triton
+from minisgl.kernels.launch import compiles_gated_norm
+from minisgl.kernels.linear.product import Product
+from minisgl.kernels.linear.quantized import CHUNK, Fp8Product, Fp8Weights, Int4Product, Int4Weights
+from minisgl.kernels.linear.weight_only.weights import (
+    WeightWords,
+    e4m3_span,
+    e4m3_words,
+    int4_words,
+)
+from minisgl.kernels.residual import NormWeights, PendingNorm, Residual, norm
+from minisgl.kernels.tuning import DeviceTuning, tuning_of
+
+if TYPE_CHECKING:  # not every platform has Triton
+    from minisgl.kernels.comm.mailbox import Mailbox
+    from minisgl.kernels.linear.config import LinearWorkspace
+
+
+class WeightOnlyKernels(NamedTuple):
+    """The memory and the tuning that the products of a model share; one product runs at a time."""
+
+    tuning: DeviceTuning
+    workspace: LinearWorkspace
+    dequantized: Tensor  # room for the largest W, of x's dtype
+
+
+class WeightOnlyProduct(Product):
+    """W is quantised, x is not. A subclass says what W is made of."""
+
+    def __init__(self, bias: Tensor | None) -> None:
+        """bias: [n], of x's dtype."""
+        self.bias = bias
+        self.kernels: WeightOnlyKernels | None = None  # see share_kernels
+        self._words: WeightWords | None = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """n and k."""
+        ...
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """4 or 8."""
+        ...
+
+    @property
+    @abstractmethod
+    def span(self) -> int | None:
+        """That of the words, or None if the kernels cannot take these weights."""
+        ...
+
+    @abstractmethod
+    def make_words(self, dtype: torch.dtype) -> WeightWords:
+        """The weights as the kernels read them, for x of this dtype."""
+        ...
+
+    @abstractmethod
+    def reference(self, x: Tensor) -> Tensor:
+        """y without the kernels."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernels = self.kernels
+        if kernels is None:
+            return self.reference(x)
+        from minisgl.kernels.linear.weight_only import launch
+
+        words = self._prepared(x.dtype)
+        if x.shape[0] <= kernels.tuning.weight_only_rows:
+            return launch.linear(x, words, self.bias, workspace=kernels.workspace)
+        return F.linear(x, launch.dequantize(words, kernels.dequantized), self.bias)
+
+    def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
+        kernels, rows, squares = self.kernels, residual.rows, residual.squares
+        if kernels is not None and squares is not None:
+            from minisgl.kernels.linear.launch import FusedNorm
+            from minisgl.kernels.linear.weight_only import config, launch
+
+            if config.should_fuse_norm(kernels.tuning, *rows.shape):
+                fused = FusedNorm(weights.weight, weights.eps, squares)
+                words = self._prepared(rows.dtype)
+                y = launch.linear(rows, words, self.bias, norm=fused, workspace=kernels.workspace)
+                return y, rows
+        return super().of_norm(residual, weights)
+
+    def silu_mul_of_norm(
+        self, residual: Residual, weights: NormWeights, after: Product
+    ) -> tuple[Any, Tensor]:
+        kernels, rows, squares = self.kernels, residual.rows, residual.squares
+        if kernels is None or self.bias is not None:
+            return super().silu_mul_of_norm(residual, weights, after)
+        from minisgl.kernels.linear.launch import FusedNorm
+        from minisgl.kernels.linear.weight_only import config, launch
+
+        words = self._prepared(rows.dtype)
+        if (
+            squares is not None
+            and config.should_fuse_norm(kernels.tuning, *rows.shape)
+            and compiles_gated_norm(rows.device)
+        ):
+            fused = FusedNorm(weights.weight, weights.eps, squares)
+            y = launch.linear_silu_mul(rows, words, norm=fused, workspace=kernels.workspace)
+            return y, rows
+        if not config.should_gate(kernels.tuning, rows.shape[0]):
+            return super().silu_mul_of_norm(residual, weights, after)
+        x, rows = norm(residual, weights)
+        return launch.linear_silu_mul(x, words, workspace=kernels.workspace), rows
+
+    def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        kernels = self.kernels
+        if kernels is None or x.shape[0] > kernels.tuning.weight_only_add_rows:
+            return super().add_to(x, rows)
+        from minisgl.kernels.linear.weight_only import launch
+
+        words = self._prepared(x.dtype)
+        squares = launch.linear_add(x, words, self.bias, rows, workspace=kernels.workspace)
+        return Residual(rows, squares=squares)
+
+    def send(self, x: Tensor, mailbox: Mailbox) -> PendingNorm | None:
+        kernels = self.kernels
+        if kernels is None or x.shape[0] > kernels.tuning.weight_only_add_rows:
+            return None
+        from minisgl.kernels.comm import one_shot
+        from minisgl.kernels.linear.weight_only import launch
+
+        words = self._prepared(x.dtype)
+        launch.linear_send(x, words, self.bias, mailbox, workspace=kernels.workspace)
+        return partial(one_shot.received_norm, mailbox=mailbox)
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Make what the kernels read of the weights that a checkpoint has filled, if there are
+        kernels. Must come before a graph is captured; otherwise the first call does it."""
+        if self.kernels is not None:
+            self._prepared(dtype)
+
+    def _prepared(self, dtype: torch.dtype) -> WeightWords:
+        if self._words is None:
+            self._words = self.make_words(dtype)
+        return self._words
+
+
+class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
+    """W in INT4."""
+
+    bits = 4
+
+    def __init__(self, weight: Int4Weights, bias: Tensor | None = None) -> None:
+        Int4Product.__init__(self, weight, bias)
+        WeightOnlyProduct.__init__(self, bias)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, quarters = self.weight.data.shape
+        return n, 4 * quarters
+
+    @property
+    def span(self) -> int:
+        return max(self.weight.group_size, CHUNK)
+
+    def make_words(self, dtype: torch.dtype) -> WeightWords:
+        return int4_words(*self.weight, dtype)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return Int4Product.__call__(self, x)
+
+
+class WeightOnlyFp8Product(WeightOnlyProduct, Fp8Product):
+    """W in FP8."""
+
+    bits = 8
+
+    def __init__(self, weight: Fp8Weights, bias: Tensor | None = None) -> None:
+        Fp8Product.__init__(self, weight, bias, activations=Activations.NONE)
+        WeightOnlyProduct.__init__(self, bias)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.weight.data.shape
+        return n, k
+
+    @property
+    def span(self) -> int | None:
+        return e4m3_span(self.shape[1], self.weight.block)
+
+    def make_words(self, dtype: torch.dtype) -> WeightWords:
+        words = e4m3_words(*self.weight, dtype)
+        assert words is not None, "without a span there are no kernels"
+        return words
+
+    def reference(self, x: Tensor) -> Tensor:
+        return Fp8Product.__call__(self, x)
+
+
+def share_kernels(products: Iterable[Product], dtype: torch.dtype, device: torch.device) -> None:
+    """Give the products among these with quantised weights, which run one at a time with x of this
+    dtype, the kernels and the memory that these need, where they run."""
+    if dtype == torch.float32 or not runs_triton(device):
+        return
+    taken = [
+        (product, span)
+        for product in products
+        if isinstance(product, WeightOnlyProduct) and (span := product.span) is not None
+    ]
+    if not taken:
+        return
+    from minisgl.kernels.linear.weight_only.config import allocate_workspace
+
+    largest = max(product.shape[0] * product.shape[1] for product, _ in taken)
+    kernels = WeightOnlyKernels(
+        tuning=tuning_of(device),
+        workspace=allocate_workspace(
+            {(*product.shape, span, product.bits) for product, span in taken}, device
+        ),
+        dequantized=torch.empty(largest, dtype=dtype, device=device),
+    )
+    for product, _ in taken:
+        product.kernels = kernels

@@ -1,0 +1,191 @@
+"""Products with quantised weights and plain x at the sizes of real models, against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from support.weight_only_cases import GivenWords, random_e4m3, random_int4
+
+from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear.launch import FusedNorm
+from minisgl.kernels.linear.weight_only import product as weight_only
+from minisgl.kernels.linear.weight_only.config import allocate_workspace
+from minisgl.kernels.linear.weight_only.launch import (
+    dequantize,
+    linear,
+    linear_add,
+    linear_silu_mul,
+)
+from minisgl.kernels.linear.weight_only.weights import WeightWords, values
+from minisgl.kernels.residual import Residual
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+SHAPES = [(7168, 5120), (5120, 17408), (1152, 896), (37, 1024), (200, 256)]  # n, k
+ROWS = [1, 9, 17, 50, 64, 65, 256, 300, 1536]
+DTYPES = [torch.bfloat16, torch.float16]
+KINDS = {
+    "int4, 128": partial(random_int4, group=128, symmetric=True),
+    "int4, 128, zeros": partial(random_int4, group=128, symmetric=False),
+    "int4, 64, zeros": partial(random_int4, group=64, symmetric=False),
+    "int4, 32": partial(random_int4, group=32, symmetric=True),
+    "int4, 32, zeros": partial(random_int4, group=32, symmetric=False),
+    "e4m3, rows": partial(random_e4m3, block=None),
+    "e4m3, blocks": partial(random_e4m3, block=(128, 128)),
+    "e4m3, small blocks": partial(random_e4m3, block=(64, 32)),
+}
+
+
+# Every shape and dtype with one kind, and every kind with one shape: each takes seconds to compile.
+CASES = [
+    *((n, k, "int4, 128", dtype) for n, k in SHAPES for dtype in DTYPES),
+    *((1152, 896, kind, torch.bfloat16) for kind in KINDS if kind != "int4, 128"),
+    *((200, 256, kind, torch.float16) for kind in ("int4, 32, zeros", "e4m3, small blocks")),
+]
+
+
+def make(kind: str, n: int, k: int, dtype: torch.dtype) -> tuple[WeightWords, Tensor]:
+    """The words, and W float64."""
+    return KINDS[kind](n, k, dtype=dtype, device=GPU)
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=GPU, dtype=dtype)
+
+
+def assert_rounded(out: Tensor, expected: Tensor) -> None:
+    """One rounding away from the exact result, but for the error of the float32 sums."""
+    error = (out.double() - expected).abs()
+    allowed = expected.abs() * torch.finfo(out.dtype).eps * 0.51 + expected.abs().mean() * 3e-4
+    assert bool((error <= allowed).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_values_and_dequantize_to_the_bit(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    weight, exact = make(kind, n, k, dtype)
+    assert torch.equal(values(weight, dtype).double(), exact)
+    room = torch.empty(n * k + 8, dtype=dtype, device=GPU)
+    assert torch.equal(dequantize(weight, room).double(), exact)
+
+
+@pytest.mark.parametrize(("n", "k", "kind", "dtype"), CASES)
+def test_linear(n: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    weight, exact = make(kind, n, k, dtype)
+    workspace = allocate_workspace([(n, k, weight.span, weight.bits)], GPU)
+    every_x, bias = random(max(ROWS), k, dtype=dtype), random(n, dtype=dtype)
+    expected = every_x.double() @ exact.T + bias.double()
+    for m in ROWS:
+        x = every_x[:m]
+        assert_rounded(linear(x, weight, bias, workspace=workspace), expected[:m])
+    assert not workspace.semaphores.any()
+
+
+def test_linear_without_overlapping_launches_or_splits() -> None:
+    n, k, dtype = 5120, 1024, torch.bfloat16
+    weight, exact = make("int4, 128", n, k, dtype)
+    workspace = allocate_workspace([(n, k, weight.span, weight.bits)], GPU)
+    for m in (1, 32, 128):
+        x = random(m, k, dtype=dtype)
+        out = linear(x, weight, workspace=workspace)
+        assert torch.equal(out, linear(x, weight, workspace=workspace, pdl=False))
+        assert_rounded(linear(x, weight), x.double() @ exact.T)
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "kind", "dtype"),
+    [
+        *((size, k, "int4, 128", torch.bfloat16) for size, k in ((17408, 1024), (37, 1024))),
+        (576, 896, "int4, 32, zeros", torch.float16),
+        (576, 896, "e4m3, rows", torch.float16),
+        (576, 896, "e4m3, blocks", torch.bfloat16),
+    ],
+)
+def test_gate_norm_and_add(size: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    weight, exact = make(kind, 2 * size, k, dtype)
+    workspace = allocate_workspace([(2 * size, k, weight.span, weight.bits)], GPU)
+    scale = random(k, dtype=dtype)
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    for m in (1, 17, 32, 128):
+        x = random(m, k, dtype=dtype)
+        norm = FusedNorm(scale, 1e-6, x.float().square().sum(1, keepdim=True))
+        normed = reference.rms_norm(x, scale, 1e-6)
+        gated = linear_silu_mul(x, weight, workspace=workspace)
+        expected = reference.silu_mul((x.double() @ exact.T).to(dtype))
+        torch.testing.assert_close(gated, expected, **tolerance)
+        gated = linear_silu_mul(x, weight, norm=norm, workspace=workspace)
+        expected = reference.silu_mul((normed.double() @ exact.T).to(dtype))
+        torch.testing.assert_close(gated, expected, rtol=0.02, atol=0.02)
+        out = linear(x, weight, norm=norm, workspace=workspace)
+        wide = normed.double() @ exact.T
+        torch.testing.assert_close(out.double(), wide, rtol=0.02, atol=0.02)
+        residual = random(m, 2 * size, dtype=dtype)
+        total = residual.double() + (x.double() @ exact.T).to(dtype).double()
+        squares = linear_add(x, weight, None, residual, workspace=workspace)
+        torch.testing.assert_close(residual.double(), total, **tolerance)
+        torch.testing.assert_close(
+            squares.sum(1), residual.float().square().sum(1), rtol=1e-4, atol=1e-2
+        )
+
+
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 128, zeros", "e4m3, blocks"])
+def test_a_product_at_any_number_of_rows(kind: str) -> None:
+    """1 to 16,384: the same values of W, so that rows do not depend on their company beyond the
+    order of sums."""
+    n, k = 2048, 1024
+    weight, exact = make(kind, n, k, torch.bfloat16)
+    owner = GivenWords(weight, torch.bfloat16)
+    weight_only.share_kernels([owner], torch.bfloat16, GPU)
+    assert owner.kernels is not None
+    every_x = random(16384, k, dtype=torch.bfloat16)
+    expected = every_x.double() @ exact.T
+    for m in (0, 1, 8, 128, 129, 1536, 1537, 8192, 16384):
+        assert_rounded(owner(every_x[:m]), expected[:m]) if m else owner(every_x[:0])
+    out = owner.add_to(every_x[:64], torch.zeros(64, n, device=GPU, dtype=torch.bfloat16))
+    assert_rounded(out.rows, expected[:64])
+
+
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows"])
+def test_a_captured_layer(kind: str) -> None:
+    """Two products in a row, few rows and many, replayed with other rows."""
+    size, dtype = 1024, torch.bfloat16
+    first, second = (GivenWords(make(kind, n, size, dtype)[0], dtype) for n in (2 * size, size))
+    weight_only.share_kernels([first, second], dtype, GPU)
+    norm = GivenNorm(random(size, dtype=dtype))
+
+    def layer(rows: Tensor) -> Tensor:
+        x, rows = first.silu_mul_of_norm(Residual(rows), norm)
+        left = second.add_to(x, rows)
+        return left.rows if left.delta is None else left.rows + left.delta
+
+    for m in (1, 32, 200, 1700):
+        held = random(m, size, dtype=dtype)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(held.clone())
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = layer(held.clone())
+        for _ in range(3):
+            held.copy_(random(m, size, dtype=dtype))
+            expected = layer(held.clone())
+            graph.replay()
+            assert torch.equal(out, expected)
+
+
+class GivenNorm:
+    """The parameters of an RMS norm."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.eps = 1e-6
