@@ -21,7 +21,8 @@ from minisgl.kernels.linear.quantized import (
 )
 from minisgl.kernels.linear.select import fp8_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
-from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
+from minisgl.kernels.moe.quantized import InputScales, Int4Experts
+from minisgl.kernels.moe.select import fp8_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -114,7 +115,7 @@ class QuantizedFormat:
             )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, num_experts, dtype=torch.float32)
-        return Fp8Experts(
+        return fp8_experts(
             self._fp8(gate_up, hidden, num_experts),
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,

@@ -246,26 +246,26 @@ def _write(
     wide = x.to(tl.float32)
     if group > 0:
         wide = tl.reshape(wide, (columns // group, group))
-        scale = _scale_of(tl.max(tl.abs(wide), 1))
+        scale = scale_of(tl.max(tl.abs(wide), 1))
         place = first // group + tl.arange(0, columns // group)
         exists = place * group < size
         tl.store(scales + row + place.to(tl.int64) * scale_stride, scale, mask=exists)
-        rounded = tl.reshape(_round(wide, scale[:, None]), (columns,))
+        rounded = tl.reshape(round_to_fp8(wide, scale[:, None]), (columns,))
     else:
-        scale = _scale_of(largest) if static is None else tl.load(static)
+        scale = scale_of(largest) if static is None else tl.load(static)
         if first == 0:
             tl.store(scales + row, scale)
-        rounded = _round(wide, scale)
+        rounded = round_to_fp8(wide, scale)
     tl.store(out + row * size + column, rounded, mask=column < size)
 
 
 @triton.jit
-def _scale_of(largest):
+def scale_of(largest):
     return tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
 
 
 @triton.jit
-def _round(x, scale):
+def round_to_fp8(x, scale):
     quotient = tl.div_rn(x, scale)
     inside = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return inside.to(tl.float8e4nv)
