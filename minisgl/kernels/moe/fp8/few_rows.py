@@ -154,7 +154,9 @@ def _few_inner(
         if by_group:
             by_x = scale_of(tl.max(tl.abs(part)))
         # All columns are alike; one is written.
-        rounded = round_to_fp8(part, by_x)[:, None].broadcast_to(w.shape[1], block_m)
+        rounded = round_to_fp8(part, by_x, static is not None)[:, None].broadcast_to(
+            w.shape[1], block_m
+        )
         if scale_rows > 0:
             ahead = tl.minimum(start + block_k, hidden_size - 1) // block_k
             gate += tl.dot(w, rounded) * (down(by_gate) * by_x)
@@ -250,7 +252,9 @@ def _few_outer(
         by_x = scale_of(largest)
     product = tl.zeros([places, block_n, block_k], tl.float32)
     for i in tl.static_range(pieces):
-        x = _rounded(rows[i], by_x, scales, i, by_group, places, block_k, scale_columns)
+        x = _rounded(
+            rows[i], by_x, scales, i, by_group, static is not None, places, block_k, scale_columns
+        )
         # Here x goes from the threads that rounded it to those that hold the weights.
         product += from_here(w[i], pdl).to(tl.float32) * from_here(x, pdl)[:, None, :]
     kind = out.dtype.element_ty
@@ -273,6 +277,7 @@ def _rounded(
     by_w,
     piece: tl.constexpr,
     by_group: tl.constexpr,
+    static: tl.constexpr,
     places: tl.constexpr,
     columns: tl.constexpr,
     width: tl.constexpr,
@@ -282,9 +287,9 @@ def _rounded(
     are by_x [places]."""
     wide = x.to(tl.float32)
     if width == 0:
-        return round_to_fp8(wide, by_x[:, None]).to(tl.float32) * by_x[:, None]
+        return round_to_fp8(wide, by_x[:, None], static).to(tl.float32) * by_x[:, None]
     else:
         wide = tl.reshape(wide, (places, columns // width, width))
         scale = scale_of(tl.max(tl.abs(wide), 2)) if by_group else by_x[:, None]
-        x8 = round_to_fp8(wide, scale[:, :, None]).to(tl.float32)
+        x8 = round_to_fp8(wide, scale[:, :, None], static).to(tl.float32)
         return tl.reshape(x8 * (scale * by_w[piece])[:, :, None], (places, columns))

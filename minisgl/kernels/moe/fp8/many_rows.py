@@ -139,7 +139,9 @@ def _round_pair(
     column = tl.program_id(1) * block + tl.arange(0, block)
     scale = tl.load(static + tl.load(chosen + pair))
     x = tl.load(source + pair // shared * size + column, mask=column < size, other=0.0)
-    tl.store(out + pair * size + column, round_to_fp8(x.to(tl.float32), scale), mask=column < size)
+    tl.store(
+        out + pair * size + column, round_to_fp8(x.to(tl.float32), scale, True), mask=column < size
+    )
     if tl.program_id(1) == 0:
         tl.store(scales + pair, scale)
 
