@@ -138,6 +138,15 @@ class DeviceTuning:
             ManyTiles(ExpertTiles(64, 128, 128, 4, 3, 8), ExpertTiles(128, 128, 128, 8, 4, 8)),
         ),
     )
+    # The same with INT4 weights, whose groups give the k of a tile. Not measured yet.
+    int4_many_tiles: tuple[tuple[float, ManyTiles], ...] = (
+        (8, ManyTiles(ExpertTiles(64, 16, 128, 4, 6), ExpertTiles(64, 16, 128, 4, 6))),
+        (24, ManyTiles(ExpertTiles(64, 32, 128, 4, 5), ExpertTiles(64, 32, 128, 4, 5))),
+        (
+            NO_LIMIT,
+            ManyTiles(ExpertTiles(64, 64, 128, 4, 3, 4), ExpertTiles(128, 64, 128, 8, 3, 4)),
+        ),
+    )
     # In float32, for tests.
     float32_tiles: ManyTiles = ManyTiles(
         ExpertTiles(32, 16, 32, num_warps=4, num_stages=2, places=2),

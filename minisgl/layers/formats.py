@@ -21,8 +21,8 @@ from minisgl.kernels.linear.quantized import (
 )
 from minisgl.kernels.linear.select import fp8_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
-from minisgl.kernels.moe.quantized import InputScales, Int4Experts
-from minisgl.kernels.moe.select import fp8_experts
+from minisgl.kernels.moe.quantized import InputScales
+from minisgl.kernels.moe.select import fp8_experts, int4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -109,7 +109,7 @@ class QuantizedFormat:
             return DenseFormat(self.dtype).experts(num_experts, hidden_size, inner)
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
-            return Int4Experts(
+            return int4_experts(
                 self._int4(names[0], 2 * inner.size, hidden, num_experts),
                 self._int4(names[2], hidden_size, inner, num_experts),
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
-from minisgl.kernels.linear.quantized import Fp8Weights
-from minisgl.kernels.moe.quantized import Fp8Experts, InputScales
+from minisgl.kernels.linear.quantized import Fp8Weights, Int4Weights
+from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
 
 
 def fp8_experts(
@@ -22,3 +22,13 @@ def fp8_experts(
 
         kind = TensorCoreExperts
     return kind(gate_up, down, activations=activations, input_scales=input_scales)
+
+
+def int4_experts(gate_up: Int4Weights, down: Int4Weights) -> Int4Experts:
+    """Experts in INT4; the arguments are those of Int4Experts."""
+    kind = Int4Experts
+    if runs_triton(gate_up.data.device):
+        from minisgl.kernels.moe.int4.product import WeightOnlyExperts
+
+        kind = WeightOnlyExperts
+    return kind(gate_up, down)
