@@ -26,8 +26,8 @@ from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
 from torch import Tensor
 
 from minisgl.config import Activations
-from minisgl.kernels.linear.quantized import E4M3, Fp8Weights
-from minisgl.kernels.moe.quantized import Fp8Experts
+from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
+from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
@@ -37,8 +37,9 @@ HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(top_k=8, normalize=True)
 MAX_FEW_ROWS = 8
 NUM_CALLS = 12
-FORMATS = ("bf16", "fp8-channel", "fp8-block")
-Weights = ExpertWeights | Fp8Experts
+GROUP = 128  # of INT4
+FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4")
+Weights = ExpertWeights | Fp8Experts | Int4Experts
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class ExpertsProblem:
         num_weights = 3 * HIDDEN_SIZE * SIZE
         chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
         is_fp8 = isinstance(self.weights, Fp8Experts)
-        num_bytes = sum(chosen) / len(chosen) * num_weights * (1 if is_fp8 else 2)
+        weight_bytes = {Fp8Experts: 1, Int4Experts: 0.5 + 2 / GROUP}.get(type(self.weights), 2)
+        num_bytes = sum(chosen) / len(chosen) * num_weights * weight_bytes
         num_bytes += 4 * self.num_rows * HIDDEN_SIZE
         operations = 2 * self.num_rows * ROUTING.top_k * num_weights
         rate = OPERATIONS_PER_S * (2 if is_fp8 else 1)
@@ -72,7 +74,10 @@ class ExpertsProblem:
     def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
         from minisgl.kernels.moe import launch
         from minisgl.kernels.moe.fp8 import launch as fp8
+        from minisgl.kernels.moe.int4 import launch as int4
 
+        if isinstance(self.weights, Int4Experts):
+            return int4.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
         if isinstance(self.weights, Fp8Experts):
             return fp8.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
         return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
@@ -91,6 +96,8 @@ class ExpertsProblem:
 
 
 def make_weights(format: str) -> Weights:
+    if format == "int4":
+        return Int4Experts(int4_weights(2 * SIZE, HIDDEN_SIZE), int4_weights(HIDDEN_SIZE, SIZE))
     if format != "bf16":
         blocks = format == "fp8-block"
         return Fp8Experts(
@@ -111,14 +118,23 @@ def fp8_weights(n: int, k: int, blocks: bool) -> Fp8Weights:
     return Fp8Weights(data, scale, (128, 128) if blocks else None)
 
 
+def int4_weights(n: int, k: int) -> Int4Weights:
+    data = torch.randint(-(1 << 15), 1 << 15, (NUM_EXPERTS, n, k // 4), device=DEVICE)
+    scale = (0.5 + torch.rand(NUM_EXPERTS, k // GROUP, n, device=DEVICE)) / (5 * k**0.5)
+    return Int4Weights(data.to(torch.int16), scale.half(), None)
+
+
 def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
     from minisgl.kernels.moe import config
     from minisgl.kernels.moe.fp8 import config as fp8
+    from minisgl.kernels.moe.int4 import config as int4
     from minisgl.kernels.tuning import tuning_of
 
     tuning = tuning_of(DEVICE)
     if isinstance(weights, Fp8Experts):
         return fp8.choose_tiles(num_rows, weights, ROUTING, tuning)
+    if isinstance(weights, Int4Experts):
+        return int4.choose_tiles(num_rows, weights, ROUTING, torch.bfloat16, tuning)
     return config.choose_tiles(num_rows, weights, ROUTING, tuning)
 
 
@@ -198,7 +214,7 @@ def tune(all_rows: list[int], format: str) -> None:
     weights = make_weights(format)
     choices: dict[int, list[FewTiles | ManyTiles]] = {
         num_rows: [
-            *(few_candidates(format) if num_rows <= MAX_FEW_ROWS else []),
+            *(few_candidates(format) if format != "int4" and num_rows <= MAX_FEW_ROWS else []),
             *many_variants(num_rows, weights, format),
         ]
         for num_rows in all_rows

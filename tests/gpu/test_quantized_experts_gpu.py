@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from support.expert_cases import random_logits
 from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
+from support.int4_expert_cases import check as check_int4
 
 from minisgl.config import Activations
 from minisgl.kernels.moe.fp8 import launch
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 TOKEN, GROUP, STATIC = Activations.TOKEN, Activations.GROUP, Activations.STATIC
 # num_experts, top_k, hidden_size, size
-A3B, SMALL = (128, 8, 2048, 768), (60, 4, 264, 96)
+A3B, SMALL, INT4_SMALL = (128, 8, 2048, 768), (60, 4, 264, 96), (60, 4, 320, 192)
 KINDS: dict[str, tuple[tuple[int, int, int, int], Blocks, Activations]] = {
     "channels": (A3B, None, TOKEN),
     "blocks": (A3B, ((128, 128), (128, 128)), GROUP),
@@ -92,3 +93,23 @@ def test_no_rows() -> None:
     experts = random_experts(60, 256, 96, None, TOKEN, GPU)
     x, logits = torch.randn(0, 256, device=GPU), torch.randn(0, 60, device=GPU)
     assert launch.fused_experts(x, logits, experts, Routing(4, normalize=True))[0].shape == x.shape
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 8, 40, 256, 3000])
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [(A3B, (128, 128)), ((128, 8, 2048, 192), (128, 64)), (INT4_SMALL, (32, 64))],
+)
+def test_int4_experts_match_the_reference(
+    sizes: tuple[int, int, int, int], groups: tuple[int, int], num_rows: int, symmetric: bool
+) -> None:
+    check_int4(
+        num_rows,
+        *sizes,
+        groups,
+        symmetric=symmetric,
+        dtype=torch.bfloat16,
+        device=GPU,
+        pdl=True,
+    )

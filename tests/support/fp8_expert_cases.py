@@ -55,14 +55,16 @@ def _weights(
 
 def ways(num_rows: int, experts: Fp8Experts, routing: Routing) -> list[FewTiles | ManyTiles]:
     """Tiles for this number of rows, for many and, where applicable, for few."""
-    group = experts.gate_up.group
-    few = FewTiles(
-        ExpertTiles(16, 16, group or 64, num_warps=4, num_stages=3), block_n=32, block_k=128
-    )
     tuning = tuning_of(experts.down.data.device)
+    chosen = choose_tiles(num_rows, experts, routing, tuning)
+    few = FewTiles(
+        ExpertTiles(16, 16, experts.gate_up.group or 64, num_warps=4, num_stages=3),
+        block_n=16,
+        block_k=128,
+    )
     return [
-        *([few] if num_rows <= MAX_FEW_ROWS else []),
-        choose_tiles(num_rows, experts, routing, tuning),
+        *([few] if num_rows <= MAX_FEW_ROWS and isinstance(chosen, ManyTiles) else []),
+        chosen,
         choose_tiles(max(num_rows, 1000), experts, routing, tuning),
     ]
 

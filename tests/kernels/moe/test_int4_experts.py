@@ -14,7 +14,9 @@ pytest.importorskip("triton")
 
 from support.int4_expert_cases import check, random_experts
 
+from minisgl.kernels.moe import select
 from minisgl.kernels.moe.int4 import launch
+from minisgl.kernels.moe.int4.product import WeightOnlyExperts
 from minisgl.kernels.moe.reference import Routing
 
 pytestmark = [
@@ -41,6 +43,16 @@ def test_a_nan_row_harms_no_other_row() -> None:
     x[1, 40], logits[2] = torch.nan, torch.nan
     out, _ = launch.fused_experts(x, logits, experts, routing, pdl=False)
     assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_kernels_are_selected_where_they_run(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "runs_triton", lambda device: on_gpu)
+    made = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
+    chosen = select.int4_experts(made.gate_up, made.down)
+    assert isinstance(chosen, WeightOnlyExperts) == on_gpu
 
 
 def test_no_rows() -> None:
