@@ -20,7 +20,8 @@ from minisgl.kernels.linear.quantized import (
 )
 from minisgl.kernels.linear.select import fp8_product, int4_product
 from minisgl.kernels.moe.product import DenseExperts, ExpertsProduct
-from minisgl.kernels.moe.quantized import Fp8Experts, InputScales, Int4Experts
+from minisgl.kernels.moe.quantized import InputScales
+from minisgl.kernels.moe.select import fp8_experts, int4_experts
 from minisgl.shards import Shard, whole
 
 EXPERT_MAPS = ("gate_proj", "up_proj", "down_proj")
@@ -107,13 +108,13 @@ class QuantizedFormat:
             return DenseFormat(self.dtype).experts(num_experts, hidden_size, inner)
         hidden, gate_up = whole(hidden_size), [inner, inner]
         if self.scheme.bits == 4:
-            return Int4Experts(
+            return int4_experts(
                 self._int4(names[0], 2 * inner.size, hidden, num_experts),
                 self._int4(names[2], hidden_size, inner, num_experts),
             )
         static = self.activations == Activations.STATIC
         scales = torch.zeros(2, num_experts, dtype=torch.float32)
-        return Fp8Experts(
+        return fp8_experts(
             self._fp8(gate_up, hidden, num_experts),
             self._fp8([hidden], inner, num_experts),
             activations=self.activations,

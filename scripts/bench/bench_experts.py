@@ -2,10 +2,12 @@
 
 python scripts/bench/bench_experts.py                 # the tiles in use
 python scripts/bench/bench_experts.py --tune          # candidates, too; the best three of each kind
+python scripts/bench/bench_experts.py --weights fp8-block
 
 Each figure is a median over replays of a CUDA graph of several calls, whose rows choose other
 experts, so that their weights come from memory as in a model. `limit` is the bytes of the experts
-that were chosen, and of the rows, at 4.28 TB/s or the operations at 800 TFLOP/s, the larger.
+that were chosen, and of the rows, at 4.28 TB/s or the operations at 800 TFLOP/s, in FP8 1,600, the
+larger.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import torch
 from bench_linear import BYTES_PER_S, DEVICE, OPERATIONS_PER_S, random, time_s
 from torch import Tensor
 
+from minisgl.config import Activations
+from minisgl.kernels.linear.quantized import E4M3, Fp8Weights, Int4Weights
+from minisgl.kernels.moe.quantized import Fp8Experts, Int4Experts
 from minisgl.kernels.moe.reference import ExpertWeights, Routing, topk_softmax
 
 if TYPE_CHECKING:  # --help works without Triton
@@ -32,18 +37,21 @@ HIDDEN_SIZE, SIZE, NUM_EXPERTS = 2048, 768, 128  # of Qwen3-30B-A3B
 ROUTING = Routing(top_k=8, normalize=True)
 MAX_FEW_ROWS = 8
 NUM_CALLS = 12
+GROUP = 128  # of INT4
+FORMATS = ("bf16", "fp8-channel", "fp8-block", "int4")
+Weights = ExpertWeights | Fp8Experts | Int4Experts
 
 
 @dataclass(frozen=True)
 class ExpertsProblem:
     """Several steps of so many rows."""
 
-    weights: ExpertWeights
+    weights: Weights
     rows: list[Tensor]
     logits: list[Tensor]
 
     @classmethod
-    def of(cls, num_rows: int, weights: ExpertWeights) -> ExpertsProblem:
+    def of(cls, num_rows: int, weights: Weights) -> ExpertsProblem:
         rows = [random(num_rows, HIDDEN_SIZE) for _ in range(NUM_CALLS)]
         return cls(weights, rows, [random(num_rows, NUM_EXPERTS) for _ in rows])
 
@@ -55,20 +63,30 @@ class ExpertsProblem:
     def limit_s(self) -> float:
         num_weights = 3 * HIDDEN_SIZE * SIZE
         chosen = [topk_softmax(logits, ROUTING)[0].unique().numel() for logits in self.logits]
-        num_bytes = 2 * (sum(chosen) / len(chosen) * num_weights + 2 * self.num_rows * HIDDEN_SIZE)
+        is_fp8 = isinstance(self.weights, Fp8Experts)
+        weight_bytes = {Fp8Experts: 1, Int4Experts: 0.5 + 2 / GROUP}.get(type(self.weights), 2)
+        num_bytes = sum(chosen) / len(chosen) * num_weights * weight_bytes
+        num_bytes += 4 * self.num_rows * HIDDEN_SIZE
         operations = 2 * self.num_rows * ROUTING.top_k * num_weights
-        return max(num_bytes / BYTES_PER_S, operations / OPERATIONS_PER_S)
+        rate = OPERATIONS_PER_S * (2 if is_fp8 else 1)
+        return max(num_bytes / BYTES_PER_S, operations / rate)
 
     def fused_experts(self, x: Tensor, logits: Tensor, how: FewTiles | ManyTiles | None) -> Tensor:
         from minisgl.kernels.moe import launch
+        from minisgl.kernels.moe.fp8 import launch as fp8
+        from minisgl.kernels.moe.int4 import launch as int4
 
+        if isinstance(self.weights, Int4Experts):
+            return int4.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
+        if isinstance(self.weights, Fp8Experts):
+            return fp8.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
         return launch.fused_experts(x, logits, self.weights, ROUTING, tiles=how)[0]
 
     def time_s(self, call: Callable[[Tensor, Tensor], object]) -> float:
         return time_s([partial(call, *pair) for pair in zip(self.rows, self.logits, strict=True)])
 
     def time_of(self, how: FewTiles | ManyTiles | None) -> float:
-        return self.time_s(partial(self.fused_experts, tiles=how))
+        return self.time_s(partial(self.fused_experts, how=how))
 
     def is_right(self, how: FewTiles | ManyTiles) -> bool:
         out, wanted = (
@@ -77,19 +95,65 @@ class ExpertsProblem:
         return bool((out - wanted).norm() < 0.01 * wanted.norm())
 
 
-def make_weights() -> ExpertWeights:
+def make_weights(format: str) -> Weights:
+    if format == "int4":
+        return Int4Experts(int4_weights(2 * SIZE, HIDDEN_SIZE), int4_weights(HIDDEN_SIZE, SIZE))
+    if format != "bf16":
+        blocks = format == "fp8-block"
+        return Fp8Experts(
+            fp8_weights(2 * SIZE, HIDDEN_SIZE, blocks),
+            fp8_weights(HIDDEN_SIZE, SIZE, blocks),
+            activations=Activations.GROUP if blocks else Activations.TOKEN,
+        )
     return ExpertWeights(
         random(NUM_EXPERTS, 2 * SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5,
         random(NUM_EXPERTS, HIDDEN_SIZE, SIZE) / SIZE**0.5,
     )
 
 
+def fp8_weights(n: int, k: int, blocks: bool) -> Fp8Weights:
+    shape = (-(-n // 128), -(-k // 128)) if blocks else (n,)
+    scale = (0.5 + torch.rand(NUM_EXPERTS, *shape, device=DEVICE)) / (64 * k**0.5)
+    data = (random(NUM_EXPERTS, n, k) * 64).to(E4M3)
+    return Fp8Weights(data, scale, (128, 128) if blocks else None)
+
+
+def int4_weights(n: int, k: int) -> Int4Weights:
+    data = torch.randint(-(1 << 15), 1 << 15, (NUM_EXPERTS, n, k // 4), device=DEVICE)
+    scale = (0.5 + torch.rand(NUM_EXPERTS, k // GROUP, n, device=DEVICE)) / (5 * k**0.5)
+    return Int4Weights(data.to(torch.int16), scale.half(), None)
+
+
+def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
+    from minisgl.kernels.moe import config
+    from minisgl.kernels.moe.fp8 import config as fp8
+    from minisgl.kernels.moe.int4 import config as int4
+    from minisgl.kernels.tuning import tuning_of
+
+    tuning = tuning_of(DEVICE)
+    if isinstance(weights, Fp8Experts):
+        return fp8.choose_tiles(num_rows, weights, ROUTING, tuning)
+    if isinstance(weights, Int4Experts):
+        return int4.choose_tiles(num_rows, weights, ROUTING, torch.bfloat16, tuning)
+    return config.choose_tiles(num_rows, weights, ROUTING, tuning)
+
+
 # -- the tuner -------------------------------------------------------------------------------------
 
 
-def few_candidates() -> Iterator[FewTiles]:
-    from minisgl.kernels.tuning import ExpertTiles, FewTiles
+def few_candidates(format: str) -> Iterator[FewTiles]:
+    from minisgl.kernels.tuning import H200, ExpertTiles, FewTiles
 
+    if format != "bf16":
+        plain = H200.fp8_few_tiles
+        yield plain
+        for block_n, num_stages in ((16, 6), (16, 8), (32, 4), (32, 8), (64, 4), (64, 6)):
+            yield replace(plain, inner=ExpertTiles(block_n, 16, 128, 4, num_stages))
+        for block_n, block_k, num_warps in (
+            (4, 128, 4), (8, 128, 4), (8, 256, 4), (8, 256, 8), (16, 256, 8), (16, 128, 16),
+        ):  # fmt: skip
+            yield replace(plain, block_n=block_n, block_k=block_k, num_warps=num_warps)
+        return
     plain = FewTiles()
     yield plain
     for block_n in (16, 32, 64):
@@ -100,8 +164,13 @@ def few_candidates() -> Iterator[FewTiles]:
         yield replace(plain, block_n=block_n, num_warps=num_warps)
 
 
-def many_candidates(num_rows: int) -> list[ExpertTiles]:
+def many_candidates(num_rows: int, format: str) -> list[ExpertTiles]:
     from minisgl.kernels.tuning import ExpertTiles
+
+    itemsize = 2 if format == "bf16" else 1
+    depths = ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4))
+    if format != "bf16":
+        depths = ((128, 3), (128, 4), (128, 6))
 
     pairs = num_rows * ROUTING.top_k / NUM_EXPERTS
     sizes = [16, 32] if pairs < 8 else [16, 32, 64, 128] if pairs < 96 else [64, 128, 256]
@@ -109,34 +178,31 @@ def many_candidates(num_rows: int) -> list[ExpertTiles]:
     for block_m in sizes:
         for block_n in (64, 128):
             warps = 8 if block_n * block_m >= 1 << 14 else 4
-            for block_k, num_stages in ((64, 3), (64, 4), (64, 6), (128, 3), (128, 4)):
+            for block_k, num_stages in depths:
                 # The gated product has two tiles of W in flight.
-                if (2 * block_n + block_m) * block_k * 2 * num_stages <= 220 << 10:
+                if (2 * block_n + block_m) * block_k * itemsize * num_stages <= 220 << 10:
                     places = 1 if pairs <= 16 else 2 if pairs <= 96 else 8
                     found.append(ExpertTiles(block_n, block_m, block_k, warps, num_stages, places))
     return found
 
 
-def many_variants(num_rows: int, weights: ExpertWeights) -> list[ManyTiles]:
+def many_variants(num_rows: int, weights: Weights, format: str) -> list[ManyTiles]:
     """The tiles in use with those of one of both products changed."""
-    from minisgl.kernels.moe.config import choose_tiles
-    from minisgl.kernels.tuning import ManyTiles, tuning_of
+    from minisgl.kernels.tuning import ManyTiles
 
-    found = many_candidates(num_rows)
-    now = choose_tiles(num_rows, weights, ROUTING, tuning_of(weights.down.device))
+    found = many_candidates(num_rows, format)
+    now = choose(num_rows, weights)
     if not isinstance(now, ManyTiles):
         now = ManyTiles(found[0], found[0])
     return [now, *(replace(now, inner=t) for t in found), *(replace(now, outer=t) for t in found)]
 
 
-def compile_variant(how: FewTiles | ManyTiles) -> str:
+def compile_variant(how: FewTiles | ManyTiles, format: str) -> str:
     """Runs in a process of its own; what it compiles stays in Triton's cache."""
-    weights = ExpertWeights(
-        torch.zeros(NUM_EXPERTS, 2 * SIZE, HIDDEN_SIZE, device=DEVICE, dtype=torch.bfloat16),
-        torch.zeros(NUM_EXPERTS, HIDDEN_SIZE, SIZE, device=DEVICE, dtype=torch.bfloat16),
-    )
     try:
-        problem = ExpertsProblem(weights, [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)])
+        problem = ExpertsProblem(
+            make_weights(format), [random(2, HIDDEN_SIZE)], [random(2, NUM_EXPERTS)]
+        )
         problem.fused_experts(problem.rows[0], problem.logits[0], how)
         torch.cuda.synchronize()
     except Exception as error:  # too much shared memory, most likely; the case is left out
@@ -144,20 +210,21 @@ def compile_variant(how: FewTiles | ManyTiles) -> str:
     return ""
 
 
-def tune(all_rows: list[int]) -> None:
-    weights = make_weights()
+def tune(all_rows: list[int], format: str) -> None:
+    weights = make_weights(format)
     choices: dict[int, list[FewTiles | ManyTiles]] = {
         num_rows: [
-            *(few_candidates() if num_rows <= MAX_FEW_ROWS else []),
-            *many_variants(num_rows, weights),
+            *(few_candidates(format) if format != "int4" and num_rows <= MAX_FEW_ROWS else []),
+            *many_variants(num_rows, weights, format),
         ]
         for num_rows in all_rows
     }
     began = time.monotonic()
     variants = list(dict.fromkeys(how for hows in choices.values() for how in hows))
+    compile = partial(compile_variant, format=format)
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(len(os.sched_getaffinity(0)), 16)) as pool:
-        failures = [text for text in pool.imap_unordered(compile_variant, variants) if text]
+        failures = [text for text in pool.imap_unordered(compile, variants) if text]
     print(f"{len(variants)} variants compiled in {time.monotonic() - began:.0f} s", *failures)
     for num_rows, hows in choices.items():
         problem = ExpertsProblem.of(num_rows, weights)
@@ -172,7 +239,7 @@ def tune(all_rows: list[int]) -> None:
                     print("  wrong:", how)
             except Exception as error:
                 print("  not:", how, str(error)[:80])
-        for kind, changed in kinds_of(times):
+        for kind, changed in kinds_of(times, format):
             for took_s, how in sorted(changed, key=lambda pair: pair[0])[:3]:
                 print(f"  {kind} {took_s * 1e6:7.1f} {spelled(how, kind)}", flush=True)
 
@@ -180,13 +247,13 @@ def tune(all_rows: list[int]) -> None:
 Timed = list[tuple[float, "FewTiles | ManyTiles"]]
 
 
-def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
-    from minisgl.kernels.tuning import FewTiles, ManyTiles
+def kinds_of(times: Timed, format: str) -> Iterator[tuple[str, Timed]]:
+    from minisgl.kernels.tuning import H200, FewTiles, ManyTiles
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
     if few:
-        plain = FewTiles()
+        plain = FewTiles() if format == "bf16" else H200.fp8_few_tiles
         yield "few inner", [(t, how) for t, how in few if replace(plain, inner=how.inner) == how]
         yield "few outer", [(t, how) for t, how in few if how.inner == plain.inner]
     if many:
@@ -209,8 +276,8 @@ def spelled(how: FewTiles | ManyTiles, kind: str) -> str:
 # -- what is in use --------------------------------------------------------------------------------
 
 
-def compare(all_rows: list[int]) -> None:
-    weights = make_weights()
+def compare(all_rows: list[int], format: str) -> None:
+    weights = make_weights(format)
     for num_rows in all_rows:
         problem = ExpertsProblem.of(num_rows, weights)
         limit_s, took_s = problem.limit_s, problem.time_of(None)
@@ -226,16 +293,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="+", type=int)
+    parser.add_argument("--weights", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--tune", action="store_true")
     args = parser.parse_args()
 
     torch.set_grad_enabled(False)
     print(torch.cuda.get_device_name())
-    if args.tune:
-        tune(args.rows or [1, 2, 4, 8, 32, 256, 1024, 4096, 16384])
-    else:
-        rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
-        compare(args.rows or rows)
+    for format in args.weights:
+        print(format)
+        if args.tune:
+            tune(args.rows or [1, 2, 4, 8, 32, 256, 1024, 4096, 16384], format)
+        else:
+            rows = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384]
+            compare(args.rows or rows, format)
 
 
 if __name__ == "__main__":

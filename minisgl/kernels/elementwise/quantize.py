@@ -312,13 +312,13 @@ def _write(
     wide = x.to(tl.float32)
     if group > 0:
         wide = tl.reshape(wide, (columns // group, group))
-        scale = _scale_of(tl.max(tl.abs(wide), 1))
+        scale = scale_of(tl.max(tl.abs(wide), 1))
         place = first // group + tl.arange(0, columns // group)
         exists = place * group < size
         tl.store(scales + row + place.to(tl.int64) * scale_stride, scale, mask=exists)
         quotient = tl.reshape(_divide(wide, scale[:, None]), (columns,))
     elif static is None:
-        scale = _scale_of(largest)
+        scale = scale_of(largest)
         if first == 0:
             tl.store(scales + row, scale)
         quotient = _divide(wide, scale)
@@ -326,15 +326,28 @@ def _write(
         scale = tl.load(static)
         if first == 0:
             tl.store(scales + row, scale)
-        beyond = tl.abs(wide) >= 512 * scale  # there may be no finite quotient to correct
-        quotient = tl.where(beyond, wide * float("inf"), _divide(wide, scale))
-        quotient = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        quotient = _divide_static(wide, scale)
     tl.store(out + row * size + column, quotient.to(tl.float8e4nv), mask=column < size)
 
 
 @triton.jit
-def _scale_of(largest):
+def scale_of(largest):
     return tl.where(largest == 0, 1.0, tl.div_rn(largest, 448.0))
+
+
+@triton.jit
+def round_to_fp8(x, scale, static: tl.constexpr):
+    """x (float32) as e4m3 numbers. The scale follows from the largest of x, or is `static`."""
+    quotient = _divide_static(x, scale) if static else _divide(x, scale)
+    return quotient.to(tl.float8e4nv)
+
+
+@triton.jit
+def _divide_static(x, scale):
+    """x / scale, and ±448 beyond these."""
+    beyond = tl.abs(x) >= 512 * scale  # there may be no finite quotient to correct
+    quotient = tl.where(beyond, x * float("inf"), _divide(x, scale))
+    return tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

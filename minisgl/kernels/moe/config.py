@@ -31,19 +31,19 @@ def choose_tiles(
         held *= few.block_k
         if held <= tuning.few_weights:
             block_n = min(1 << (tuning.few_weights // held).bit_length() - 1, few.block_n)
-            inner = _fitting(few.inner, 2, itemsize, shared_bytes)
+            inner = fitting(few.inner, 2, itemsize, shared_bytes)
             return replace(few, inner=inner, block_n=block_n)
     if experts.down.dtype == torch.float32:
         return tuning.float32_tiles
     pairs = num_pairs / num_experts
     many = next(tiles for most, tiles in tuning.many_tiles if pairs <= most)
     return ManyTiles(
-        inner=_fitting(many.inner, 2, itemsize, shared_bytes),
-        outer=_fitting(many.outer, 1, itemsize, shared_bytes),
+        inner=fitting(many.inner, 2, itemsize, shared_bytes),
+        outer=fitting(many.outer, 1, itemsize, shared_bytes),
     )
 
 
-def _fitting(tiles: ExpertTiles, halves: int, itemsize: int, shared_bytes: int) -> ExpertTiles:
+def fitting(tiles: ExpertTiles, halves: int, itemsize: int, shared_bytes: int) -> ExpertTiles:
     """As many tiles in flight as there is room for. halves: 2 of the gated GEMM, else 1."""
     stage_bytes = (tiles.block_n * halves + tiles.block_m) * tiles.block_k * itemsize
     return replace(tiles, num_stages=fitting_stages(tiles.num_stages, stage_bytes, shared_bytes))

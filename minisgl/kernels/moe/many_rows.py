@@ -29,20 +29,7 @@ def many_rows_experts(
     num_experts, _, size = experts.down.shape
     top_k, options = routing.top_k, pdl_options(x.device, pdl)
     chosen, weights = topk_softmax(logits, routing, pdl=pdl)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
-    # An expert is chosen once by a row at most.
-    lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
-    block = min(triton.next_power_of_2(chosen.numel()), _MAX_LISTED)
-    _list_pairs[(num_experts,)](
-        chosen,
-        counts,
-        lists,
-        chosen.numel(),
-        num_rows,
-        block=block,
-        num_warps=warps_for(block, 8),
-        **options,
-    )
+    counts, lists = list_pairs(chosen, num_experts, pdl=pdl)
     inner = x.new_empty((chosen.numel(), size))
     outputs = x.new_empty((chosen.numel(), hidden_size))
     for source, weight, target, product in (
@@ -72,6 +59,36 @@ def many_rows_experts(
             num_stages=product.num_stages,
             **options,
         )
+    return add_outputs(outputs, x, residual, top_k, pdl=pdl)
+
+
+def list_pairs(chosen: Tensor, num_experts: int, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """The number of each expert's pairs [num_experts], and a list of them [num_experts, num_rows],
+    both int32. chosen: [num_rows, top_k] int32 contiguous; pair p is chosen.flatten()[p]."""
+    num_rows, device = len(chosen), chosen.device
+    counts = torch.empty(num_experts, dtype=torch.int32, device=device)
+    # An expert is chosen once by a row at most.
+    lists = torch.empty((num_experts, num_rows), dtype=torch.int32, device=device)
+    block = min(triton.next_power_of_2(chosen.numel()), _MAX_LISTED)
+    _list_pairs[(num_experts,)](
+        chosen,
+        counts,
+        lists,
+        chosen.numel(),
+        num_rows,
+        block=block,
+        num_warps=warps_for(block, 8),
+        **pdl_options(device, pdl),
+    )
+    return counts, lists
+
+
+def add_outputs(
+    outputs: Tensor, x: Tensor, residual: Tensor | None, top_k: int, *, pdl: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Adds up the weighted outputs of each row's pairs [num_rows · top_k, hidden_size]; returns
+    what fused_experts does."""
+    num_rows, hidden_size = x.shape
     block = min(triton.next_power_of_2(hidden_size), 1024)
     num_blocks = triton.cdiv(hidden_size, block)
     out, squares = place_for_sum(x, residual, num_blocks)
@@ -84,7 +101,7 @@ def many_rows_experts(
         top_k=top_k,
         block=block,
         num_warps=warps_for(block, 8),
-        **options,
+        **pdl_options(x.device, pdl),
     )
     return out, squares
 

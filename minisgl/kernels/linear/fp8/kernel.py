@@ -10,7 +10,7 @@ from minisgl.kernels.linear.device import add_up, fetch, finish, load, next_exch
 
 
 @triton.jit
-def _scale_row(n_tile, w_row, block_n: tl.constexpr, scale_rows: tl.constexpr):
+def scale_row(n_tile, w_row, block_n: tl.constexpr, scale_rows: tl.constexpr):
     """The row of scales of each row of a tile of W: one number if they share it."""
     if scale_rows % block_n == 0:
         return n_tile * block_n // scale_rows
@@ -19,7 +19,7 @@ def _scale_row(n_tile, w_row, block_n: tl.constexpr, scale_rows: tl.constexpr):
 
 
 @triton.jit
-def _down(scale):
+def down(scale):
     """Scales of the rows of a tile, or their common one, in a shape that broadcasts."""
     if scale.type.is_block():
         return scale[:, None]
@@ -91,7 +91,7 @@ def fp8_kernel(
     x_row = tl.minimum(row, num_rows - 1)  # as above
     x_place = x_row.to(tl.int64)[:, None] * k + columns
     if scale_rows > 0:
-        w_scale += _scale_row(n_tile, w_row, block_n, scale_rows) * tl.cdiv(k, block_k)
+        w_scale += scale_row(n_tile, w_row, block_n, scale_rows) * tl.cdiv(k, block_k)
         by_w = tl.load(w_scale + first // block_k)
     acc = tl.zeros((block_n, block_m), tl.float32)
     for start in tl.range(first, end, block_k, num_stages=stages):
@@ -103,7 +103,7 @@ def fp8_kernel(
             ahead = tl.minimum(start + block_k, end - 1) // block_k
             by_x_at = x_scale + start // block_k * scale_stride + row
             by_x = load(by_x_at, row < num_rows, whole_m)
-            acc += tl.dot(w, tl.trans(rows)) * (_down(by_w) * by_x[None, :])
+            acc += tl.dot(w, tl.trans(rows)) * (down(by_w) * by_x[None, :])
             by_w = tl.load(w_scale + ahead)
         else:
             acc = tl.dot(w, tl.trans(rows), acc, max_num_imprecise_acc=exact_k)

@@ -1,0 +1,113 @@
+"""The kernels for experts in FP8 at awkward sizes: on a GPU if there is one, or else in the
+interpreter."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton")
+
+from support.fp8_expert_cases import Blocks, check, check_nan, random_experts
+from support.interpreter import mend_fp8
+
+from minisgl.config import Activations
+from minisgl.kernels.linear.quantized import Fp8Weights
+from minisgl.kernels.moe import select
+from minisgl.kernels.moe.fp8 import launch
+from minisgl.kernels.moe.fp8.config import choose_tiles
+from minisgl.kernels.moe.fp8.product import TensorCoreExperts
+from minisgl.kernels.moe.quantized import Fp8Experts
+from minisgl.kernels.moe.reference import Routing
+from minisgl.kernels.tuning import H200, FewTiles, ManyTiles
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOKEN, GROUP, STATIC = Activations.TOKEN, Activations.GROUP, Activations.STATIC
+# hidden_size and size, the blocks of gate_up and down, and how x is rounded
+KINDS: dict[str, tuple[int, int, Blocks, Activations]] = {
+    "channels": (72, 40, None, TOKEN),
+    "channels, static": (64, 48, None, STATIC),
+    "blocks": (160, 136, ((8, 128), (128, 128)), GROUP),  # both k end inside a block
+    "blocks that ranks cut": (160, 192, ((64, 128), (128, 64)), GROUP),
+    "narrow blocks": (128, 48, ((16, 128), (128, 16)), GROUP),
+    "blocks, static": (128, 64, ((64, 128), (128, 64)), STATIC),
+    "blocks, tokens": (160, 96, ((32, 128), (128, 32)), TOKEN),
+}
+
+
+@pytest.fixture(autouse=True)
+def _mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        mend_fp8(monkeypatch.setattr)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_fused_experts_match_the_reference(num_rows: int, kind: str) -> None:
+    dtype = torch.float32 if num_rows == 2 else torch.float16
+    check(num_rows, 4, 2, *KINDS[kind], dtype=dtype, device=DEVICE, pdl=False)
+
+
+@pytest.mark.parametrize("kind", ["channels", "blocks that ranks cut", "blocks, static"])
+def test_a_nan_row_harms_no_other_row(kind: str) -> None:
+    _, _, blocks, activations = KINDS[kind]
+    check_nan(blocks, activations, device=DEVICE, pdl=False)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_kernels_are_selected_where_they_run(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "runs_triton", lambda device: on_gpu)
+    made = random_experts(4, 64, 32, None, TOKEN, DEVICE)
+    chosen = select.fp8_experts(made.gate_up, made.down, activations=TOKEN)
+    assert isinstance(chosen, TensorCoreExperts) == on_gpu
+    as_it_is = select.fp8_experts(made.gate_up, made.down, activations=Activations.NONE)
+    assert not isinstance(as_it_is, TensorCoreExperts)
+
+
+def test_no_rows() -> None:
+    experts = random_experts(4, 64, 32, None, TOKEN, DEVICE)
+    x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
+    out, _ = launch.fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    assert out.shape == (0, 64)
+
+
+@pytest.mark.parametrize("shared_bytes", [99 << 10, H200.shared_bytes])
+@pytest.mark.parametrize("size", [768, 384, 192])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_tiles_fit_into_shared_memory(in_blocks: bool, size: int, shared_bytes: int) -> None:
+    """Of Qwen3-30B-A3B, on one, two or four ranks. A tile of k is a block."""
+    width = min(size & -size, 128)
+    blocks = ((width, 128), (128, width)) if in_blocks else (None, None)
+    weights = [
+        Fp8Weights(torch.empty(128, *shape, device="meta"), torch.empty(0), block)
+        for shape, block in zip([(2 * size, 2048), (2048, size)], blocks, strict=True)
+    ]
+    experts = Fp8Experts(*weights, activations=GROUP if in_blocks else TOKEN)
+    tuning, routing = replace(H200, shared_bytes=shared_bytes), Routing(8, normalize=True)
+    kinds = set()
+    for num_rows in (1, 2, 8, 32, 64, 128, 256, 384, 768, 1024, 6144, 8192, 16384):
+        how = choose_tiles(num_rows, experts, routing, tuning)
+        products = [(how.inner, 2, 128)]
+        if isinstance(how, ManyTiles):
+            products.append((how.outer, 1, width if in_blocks else 128))
+        else:
+            assert num_rows == 1 and isinstance(how, FewTiles)
+        for product, halves, block_k in products:
+            tile = (product.block_n * halves + product.block_m) * block_k + 4 * product.block_m
+            assert product.block_k == block_k
+            assert product.num_stages >= 2 and tile * product.num_stages <= shared_bytes
+        kinds.add(how)
+    assert len(kinds) == 6

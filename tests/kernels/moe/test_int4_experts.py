@@ -1,0 +1,62 @@
+"""The kernels for experts in INT4 at awkward sizes: on a GPU if there is one, or else in the
+interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton")
+
+from support.int4_expert_cases import check, random_experts
+
+from minisgl.kernels.moe import select
+from minisgl.kernels.moe.int4 import launch
+from minisgl.kernels.moe.int4.product import WeightOnlyExperts
+from minisgl.kernels.moe.reference import Routing
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
+]
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("groups", [(128, 64), (64, 32), (32, 64)])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_fused_experts_match_the_reference(symmetric: bool, groups: tuple[int, int]) -> None:
+    dtype = torch.float32 if symmetric else torch.float16
+    check(3, 4, 2, 128, 64, groups, symmetric=symmetric, dtype=dtype, device=DEVICE, pdl=False)
+
+
+def test_a_nan_row_harms_no_other_row() -> None:
+    experts = random_experts(4, 64, 64, (64, 64), symmetric=False, device=DEVICE)
+    routing = Routing(2, normalize=True)
+    x, logits = torch.randn(3, 64, device=DEVICE), torch.randn(3, 4, device=DEVICE)
+    clean, _ = launch.fused_experts(x, logits, experts, routing, pdl=False)
+    x[1, 40], logits[2] = torch.nan, torch.nan
+    out, _ = launch.fused_experts(x, logits, experts, routing, pdl=False)
+    assert torch.equal(out[0], clean[0]) and bool(out[1:].isnan().all())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_kernels_are_selected_where_they_run(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "runs_triton", lambda device: on_gpu)
+    made = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
+    chosen = select.int4_experts(made.gate_up, made.down)
+    assert isinstance(chosen, WeightOnlyExperts) == on_gpu
+
+
+def test_no_rows() -> None:
+    experts = random_experts(4, 64, 64, (64, 64), symmetric=True, device=DEVICE)
+    x, logits = torch.randn(0, 64, device=DEVICE), torch.randn(0, 4, device=DEVICE)
+    out, _ = launch.fused_experts(x, logits, experts, Routing(2, normalize=True), pdl=False)
+    assert out.shape == (0, 64)
