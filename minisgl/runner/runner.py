@@ -9,6 +9,7 @@ in launch order.
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from minisgl.runner.step_outputs import StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # Maximum size of the float32 logits of prompt rows that are scored together.
+logger = logging.getLogger(__name__)
+
 MAX_SCORED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -141,7 +144,8 @@ class ModelRunner:
         """Capture more steps, in the order of `keys`; `progress` gets the number done.
 
         Must be called while no step is in flight. A step that does not fit into memory is skipped
-        and will run eagerly; with several ranks OutOfMemoryError is raised instead.
+        and will run eagerly, as does a masked step that cannot be captured; with several ranks the
+        error is raised instead.
         """
         if any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
             self._sampler.allocate_history()
@@ -150,9 +154,12 @@ class ModelRunner:
             progress(done)
             try:
                 steps.append(self._capture_masked(key) if key.masked else self._capture(key))
-            except torch.OutOfMemoryError:
-                if self._ranks.size > 1:  # other ranks may wait for this one in the same step
-                    raise
+            except RuntimeError as error:
+                out_of_memory = isinstance(error, torch.OutOfMemoryError)
+                if not (out_of_memory or key.masked) or self._ranks.size > 1:
+                    raise  # other ranks may wait for this one in the same step
+                if not out_of_memory:
+                    logger.warning("A masked step of %s runs without a graph: %s", key.shape, error)
                 self._recount()
         progress(len(keys))
         self.lanes.synchronize()
