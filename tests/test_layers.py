@@ -16,8 +16,8 @@ from support.folders import ROOT
 
 ROWS = (
     (
-        *("errors", "events", "request", "shards", "config", "keys", "progress", "printable"),
-        *("matcher", "subprocesses"),
+        *("errors", "events", "matcher", "request", "shards", "config", "keys", "progress"),
+        *("printable", "subprocesses"),
     ),
     ("text", "kvcache"),
     ("grammar", "scheduler", "client"),
