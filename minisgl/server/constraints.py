@@ -149,10 +149,10 @@ def _response_format(format: ResponseFormat) -> Iterator[StructuredOutput]:
             else:
                 yield StructuredOutput(json_object=True, field=name)
         case JsonSchemaFormat(json_schema=named, schema=schema):
-            if named is None and not _given(schema):
+            given = named or NamedSchema(schema=schema)
+            field = f"{name}.json_schema.schema" if named else f"{name}.schema"
+            if not (named or _given(schema)):
                 raise InvalidRequestError(f"{name}.json_schema", "is missing.")
-            given = NamedSchema(schema=schema) if named is None else named
-            field = f"{name}.schema" if named is None else f"{name}.json_schema.schema"
             if _given(given.schema):
                 text, strict = _schema(given.schema, field), bool(given.strict)
                 yield StructuredOutput(json_schema=text, strict=strict, field=field)
@@ -193,7 +193,7 @@ def _structured_outputs(given: StructuredFields) -> StructuredOutput:
 
 
 def _given(raw: Raw | None) -> bool:
-    return raw is not None and bytes(raw) != b"null"
+    return bytes(raw or b"null") != b"null"
 
 
 def _schema(raw: Raw | None, field: str) -> str | bool:
