@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -12,6 +11,7 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
+from support.http_server import until
 from support.parsed_answers import MISTRAL_TOKENS
 from support.scripted_engine import (
     DEAF_TEMPLATE,
@@ -132,8 +132,9 @@ def test_every_format_is_parsed_by_its_name(
     parser: str, answer: str, call: tuple[str, Any] | None
 ) -> None:
     name, arguments = call or ("get_weather", {"city": "Köln"})
-    with scripted(qwen(PLAIN_TEMPLATE, "[TOOL_CALLS]"), tool_parser=parser) as server:
-        found = ask(server, server.openai(), answer)
+    tokenizer = qwen(PLAIN_TEMPLATE, "[TOOL_CALLS]")
+    with scripted(tokenizer, tool_parser=parser) as server, server.openai() as client:
+        found = ask(server, client, answer)
     [made] = found.made
     assert (made[0], json.loads(made[1])) == (name, arguments)
     assert (found.content, found.finish_reason) == (None, "tool_calls")
@@ -194,7 +195,7 @@ def test_results_of_tools_reach_the_template(
     assert second.choices[0].finish_reason == "stop"
     text = server.engine.texts[-1]
     # As the model has written it, so that the prefix is found in the cache.
-    assert f"assistant\n\n{CALL}\n{hermes('clock', {})}<|im_end|>" in text
+    assert f"assistant\n{CALL}\n{hermes('clock', {})}<|im_end|>" in text
     assert "<tool_response>rain</tool_response>" in text
     assert text.index("rain") < text.index("noon")
 
@@ -407,8 +408,8 @@ def test_what_is_wrong_with_tools_is_named(
 
 
 def test_a_template_without_tools_refuses_them() -> None:
-    with scripted(qwen(DEAF_TEMPLATE), tool_parser="hermes") as server:
-        client = server.openai()
+    tokenizer = qwen(DEAF_TEMPLATE)
+    with scripted(tokenizer, tool_parser="hermes") as server, server.openai() as client:
         server.engine.answers = ["Yes."]
         create: Any = client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="chat template") as caught:
@@ -427,12 +428,12 @@ def test_a_template_without_tools_refuses_them() -> None:
 
 def test_a_template_of_unknown_format_asks_for_the_option() -> None:
     template = PLAIN_TEMPLATE.replace("tool_call>", "call>")
-    with scripted(qwen(template)) as server:
+    with scripted(qwen(template)) as server, server.openai() as client:
         with pytest.raises(openai.BadRequestError, match="--tool-parser") as caught:
-            server.openai().chat.completions.create(model="fake", messages=QUESTION, tools=[CLOCK])
+            client.chat.completions.create(model="fake", messages=QUESTION, tools=[CLOCK])
         assert caught.value.param == "tools"
-    with scripted(qwen(template), tool_parser="none") as server:
-        found = ask(server, server.openai(), CALL)
+    with scripted(qwen(template), tool_parser="none") as server, server.openai() as client:
+        found = ask(server, client, CALL)
         assert (found.content, found.calls) == (CALL, [])
 
 
@@ -450,8 +451,8 @@ MISTRAL_TEMPLATE = """\
 
 
 def test_ids_have_nine_letters_where_the_template_asks_for_it() -> None:
-    with scripted(qwen(MISTRAL_TEMPLATE, *MISTRAL_TOKENS[:1])) as server:
-        client = server.openai()
+    tokenizer = qwen(MISTRAL_TEMPLATE, *MISTRAL_TOKENS[:1])
+    with scripted(tokenizer) as server, server.openai() as client:
         answer = '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Köln"}}]'
         found = ask(server, client, answer)
         assert re.fullmatch("[a-zA-Z0-9]{9}", found.calls[0]["id"])
@@ -510,8 +511,7 @@ async def test_a_client_that_leaves_ends_its_answer(server: Served[ScriptedEngin
         async for _ in stream:
             break
         await stream.close()
-    while not server.engine.streams[-1].aborted:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.engine.streams[-1].aborted)
 
 
 def test_a_plain_chat_has_no_parser(server: Served[ScriptedEngine], client: openai.OpenAI) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from support.fake_engine import FakeEngine
 from support.toy_tokenizers import with_tokens
 
-from minisgl.errors import GrammarError
+from minisgl.errors import GrammarError, InvalidRequestError
 from minisgl.events import Event, joined
 from minisgl.grammar.compiler import Compiled, Grammars
 from minisgl.matcher import WORD_BITS, Matcher, mask_words
@@ -52,9 +52,9 @@ QWEN_TEMPLATE = """\
 
 {% endif %}{{ message.content }}
 {%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
+{{- '\\n' if not loop.first else '' }}{{ '<tool_call>\\n{"name": "' + call.function.name }}
+{{- '", "arguments": ' }}{{ call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor %}
 {%- endif %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -216,7 +216,10 @@ class ScriptedEngine(FakeEngine):
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         call = encode_call(self.tokenizer.template_call(messages, **options))
-        return render(msgspec.json.decode(call))
+        try:
+            return render(msgspec.json.decode(call))
+        except Exception as error:  # a template may raise anything
+            raise InvalidRequestError("messages", f"the chat template refuses: {error}") from error
 
     async def template_facts(self) -> TemplateFacts:
         if self._facts is None:
