@@ -130,6 +130,10 @@ class Message(Struct):
                 ]
             return message
         self._check_said(path)
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise InvalidRequestError(
+                f"{path}.tool_call_id", "is only allowed in a message of the role tool."
+            )
         if self.role == "tool":
             self._check_taken(fitting.facts.takes_results, f"{path}.role", "results of tools")
             if self.tool_call_id is None:
