@@ -963,7 +963,7 @@ def test_token_ids_outside_of_the_vocabulary_are_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "allowed"),
     [
-        ({"messages": [{"role": "tool", "content": "x"}]}, ("system", "developer", "user")),
+        ({"messages": [{"role": "function", "content": "x"}]}, ("system", "developer", "user")),
         ({"reasoning_effort": "extreme"}, ("minimal", "low", "max")),
         ({"response_format": {"type": "xml"}}, ("text", "json_object", "json_schema")),
         ({"tool_choice": "any"}, ("none", "auto", "required")),

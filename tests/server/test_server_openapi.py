@@ -30,6 +30,7 @@ from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server import schemas
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.constraints import ConstraintFields
 from minisgl.server.engine_state import EngineState
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import SAMPLER_DETAILS
@@ -286,6 +287,9 @@ def test_requests_forbidden_by_the_schema_are_refused(
     assert statuses == {400}
 
 
+CONSTRAINTS = [name for name in ConstraintFields.__dict__ if not name.startswith("_")]
+
+
 def sharpened() -> dict[str, Any]:
     """The description with what binds several fields, or depends on the model: most of what it
     allows is answered, so that the engine meets it."""
@@ -295,7 +299,9 @@ def sharpened() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1, "maxLength": 20}
     ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": 20}
     schemas["Message"]["required"] = ["role", "content"]
-    schemas["Message"]["properties"]["refusal"] = {"type": "null"}
+    for field in ("refusal", "tool_calls", "tool_call_id"):
+        schemas["Message"]["properties"][field] = {"type": "null"}
+    schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     parts = {"type": "array", "items": {"$ref": "#/components/schemas/ContentPart"}}
     schemas["Message"]["properties"]["content"] = {
         "anyOf": [text, {**parts, "minItems": 1, "maxItems": 2}]
@@ -326,9 +332,13 @@ def sharpened() -> dict[str, Any]:
         useless = (
             *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
             *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
+            # What schemas cannot say: the syntax of grammars; and the model has neither.
+            *("tools", "tool_choice", "thinking_token_budget", *CONSTRAINTS),
         )
         for field in (*useless, *(field for group in SAMPLER_DETAILS.values() for field in group)):
             fields.pop(field, None)
+    for name in ("tools", "tool_choice"):
+        del schemas["TokenizeRequest"]["properties"][name]
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False

@@ -51,7 +51,7 @@ def image() -> list[dict[str, Any]]:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages.0.tool_calls"),
         ({"temperature": "hot"}, "temperature"),
