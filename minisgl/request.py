@@ -56,7 +56,7 @@ class StructuredOutput:
         if not self.field:
             object.__setattr__(self, "field", f"structured.{kind}")
         value = getattr(self, kind)
-        types, said = CONSTRAINTS_TYPES[kind]
+        types, said = CONSTRAINT_TYPES[kind]
         if not isinstance(value, types):
             raise InvalidRequestError(self.field, f"must be {said}.")
         if kind == "choice":
@@ -81,7 +81,7 @@ CONSTRAINTS = (
     *("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"),
     "tool_calls",
 )
-CONSTRAINTS_TYPES: Mapping[str, tuple[Any, str]] = {
+CONSTRAINT_TYPES: Mapping[str, tuple[Any, str]] = {
     "json_schema": (Mapping | str | bool, "a JSON schema: an object, or its JSON text"),
     "json_object": (bool, "true or false"),
     "regex": (str, "a text"),

@@ -12,8 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
-from minisgl import LLM, RequestOutput, SamplingParams
+from minisgl import LLM, RequestOutput, SamplingParams, StructuredOutput
 from minisgl.errors import ConfigError, ContextLengthError, EngineStoppedError, InvalidRequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -229,3 +230,44 @@ def test_an_unclosed_llm_exits_quietly_and_a_forked_one_is_refused() -> None:
     assert len(refusals) == 4
     assert all("of which this one is a fork" in refusal for refusal in refusals)
     assert answer == "300"
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+@pytest.mark.parametrize("response_format", [City, City.model_json_schema()])
+def test_the_reply_to_a_response_format_is_parsed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, response_format: Any
+) -> None:
+    asked: list[SamplingParams] = []
+
+    def reply(prompts: Any, params: SamplingParams, **_: Any) -> list[RequestOutput]:
+        asked.append(params)
+        return [RequestOutput([], [], "", "stop", parsed={"name": "Rome", "people": 3})]
+
+    monkeypatch.setattr(llm, "generate", reply)
+    city = llm.chat([{"role": "user", "content": "A city?"}], response_format=response_format)
+    expected = City(name="Rome", people=3)
+    assert city.parsed == (expected if response_format is City else expected.model_dump())
+    [params] = asked
+    assert params.structured is not None
+    assert params.structured.json_schema == City.model_json_schema()
+
+
+def test_of_a_reply_that_was_cut_nothing_is_parsed(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1)
+    [question] = ({"role": "user", "content": "A city?"},)
+    assert llm.chat([question], params, response_format=City).parsed is None
+
+
+def test_a_response_format_that_is_wrong_is_refused(llm: LLM) -> None:
+    question = [{"role": "user", "content": "A city?"}]
+    with pytest.raises(InvalidRequestError, match="response_format: must be a JSON schema"):
+        llm.chat(question, response_format="json")
+    with pytest.raises(InvalidRequestError, match="response_format: at /type: Invalid type"):
+        llm.chat(question, response_format={"type": "town"})
+    params = SamplingParams(structured=StructuredOutput(json_object=True))
+    with pytest.raises(InvalidRequestError, match="is not allowed with `structured`"):
+        llm.chat(question, params, response_format=City)

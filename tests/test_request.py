@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl.errors import InvalidRequestError
-from minisgl.request import MAX_LOGIT_BIAS, SamplingParams
+from minisgl.request import MAX_LOGIT_BIAS, SamplingParams, StructuredOutput
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,26 @@ def test_later_changes_of_the_callers_objects_have_no_effect() -> None:
     bias[1], stop[0] = 99.0, "y"
     assert params.logit_bias == {1: 1.0} and params.stop == ("x",)
     assert SamplingParams(stop="END").stop == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "structured: takes one of json_schema, .*; none was given"),
+        ({"regex": "a", "choice": ["b"]}, "2 were given: regex, choice"),
+        (
+            {"json_schema": {}, "json_object": True, "field": "guided_json"},
+            "guided_json: takes one",
+        ),
+        ({"json_schema": [1]}, "structured.json_schema: must be a JSON schema"),
+        ({"regex": 5}, "structured.regex: must be a text"),
+        ({"choice": []}, "structured.choice: must be a list of one or more texts"),
+        ({"choice": "ab"}, "structured.choice: must be a list of one or more texts"),
+        ({"choice": ["a", 1]}, "structured.choice: must be a list of one or more texts"),
+        ({"json_object": 1}, "structured.json_object: must be true or false"),
+        ({"json_object": True, "whitespace_pattern": 1}, "whitespace_pattern: must be a text"),
+    ],
+)
+def test_a_constraint_is_exactly_one_and_of_its_type(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        StructuredOutput(**fields)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from minisgl.subprocesses import limit_memory, receive, send
 # Seconds of a grammar on the clock, for a process that gets nothing of a processor.
 CLOCK_SECONDS = 30.0
 MEMORY_BYTES = 1 << 30
+# The stack of a thread where the system sets no limit; otherwise the limit is its size.
+THREAD_STACK_BYTES = 2 << 20
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
 TOO_LARGE = "it is too large or nested too deeply to compile."
 CLOSED = "The engine was closed before the grammar was compiled."
@@ -137,17 +140,27 @@ def serve(processor_seconds: float) -> None:
         return
     tokenizer = sketch(msgspec.json.decode(outline, type=Outline))
     limit_memory(MEMORY_BYTES)
+    _limit_stack()
     send(answers, b"")  # no grammar is sent before, so that none has been read when it forks
     while True:
         child = os.fork()
         if child == 0:
             _serve(tokenizer, sources, answers, processor_seconds)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code == 0:
-            os._exit(0)  # skip the flush of stdout
+        if code >= 0:  # the engine has gone, or this is broken
+            os._exit(code)  # skip the flush of stdout
         is_slow = -code in TIME_IS_UP
-        with contextlib.suppress(BrokenPipeError):
+        try:
             send(answers, msgspec.json.encode(Checked(reason=TOO_LARGE, is_slow=is_slow)))
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def _limit_stack() -> None:
+    """Leave this process half the stack of the thread in which the grammar is compiled next."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    of_thread = THREAD_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_STACK, (of_thread // 2, hard))
 
 
 def _serve(
@@ -177,6 +190,8 @@ def check(tokenizer: LLTokenizer, source: Source) -> Checked:
         text = grammar_text(source)
     except (ValueError, RecursionError) as error:
         return Checked(reason=f"{tidy(str(error))}.")
+    except MemoryError:
+        return Checked(reason=TOO_LARGE)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -166,7 +166,7 @@ class _Line:
 
     def close(self) -> None:
         self._checker.close()
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False)  # what is queued finds the process closed
 
     def join(self) -> None:
         self.threads.shutdown()

@@ -58,7 +58,7 @@ def explain(message: str, schema: object, strict: bool) -> str:
                         "it is not supported, so it cannot be enforced; leave it out, or do "
                         "without strict, which ignores it"
                     )
-                return f"at {place}/{_escaped(keyword)}: {reason}."
+                return f"at {place}/{escaped(keyword)}: {reason}."
     return f"{reason}."
 
 
@@ -94,12 +94,13 @@ def _parts(schema: object, place: str) -> Iterator[tuple[str, Schema]]:
         for keyword in NAMED:
             if isinstance(named := part.get(keyword), dict):
                 inside += [
-                    (f"{place}/{keyword}/{_escaped(name)}", each) for name, each in named.items()
+                    (f"{place}/{keyword}/{escaped(name)}", each) for name, each in named.items()
                 ]
         waiting += reversed(inside)
 
 
-def _escaped(name: str) -> str:
+def escaped(name: str) -> str:
+    """A name as a step of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 

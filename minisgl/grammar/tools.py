@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.errors import InvalidRequestError
+from minisgl.grammar.schema import escaped
 from minisgl.grammar.source import (
     OPTIONS,
     grammar_text,
@@ -224,7 +225,7 @@ class _Arguments:
         if tool.regex is not None:
             return f"{inline_regex(tool.regex)} {string(END_OF_VALUE)}"
         types = types_of(schema, self._root)
-        if types and "string" not in types:
+        if (types or tool.strict) and "string" not in types:
             return f"{self._schema_of(key, {})} {string(END_OF_VALUE)}"
         constants = _constants(schema)
         if constants:
@@ -233,6 +234,12 @@ class _Arguments:
                 for value in constants
             )
             return f"({' | '.join(map(string, texts))}) {string(END_OF_VALUE)}"
+        if tool.strict and "format" in schema:
+            raise InvalidRequestError(
+                tool.field,
+                f"at /properties/{escaped(key)}/format: cannot be enforced, for the model writes "
+                "strings in calls as plain text; leave it out, or do without strict.",
+            )
         return self._raw_text(f"{name}_value", _text_regex(schema))
 
     def _raw_text(self, name: str, regex: str) -> str:
@@ -265,7 +272,7 @@ class _Arguments:
         """The schema of a property, with all that its references may name."""
         schema: dict[str, Any] = {
             "$defs": {"tool": _moved(self._root, "#/$defs/tool")},
-            "$ref": f"#/$defs/tool/properties/{key.replace('~', '~0').replace('/', '~1')}",
+            "$ref": f"#/$defs/tool/properties/{escaped(key)}",
         }
         return inline_schema(schema, {**schema_options(strict=self._tool.strict), **options})
 

@@ -100,8 +100,12 @@ class DeviceTuning:
 
     # -- linear maps in FP8 --------------------------------------------------------------------
     # Rows up to which our kernel is taken, with scales of rows and of groups; then torch's.
-    fp8_rows: int = 128
-    fp8_group_rows: int = 256
+    fp8_rows: int = 64
+    fp8_group_rows: int = 64
+
+    # Rows up to which the largest value of a long row is found by several programs, in a launch of
+    # its own; with more, one program has all of it.
+    fp8_spread_rows: int = 32
 
     # -- experts -------------------------------------------------------------------------------
     few_tiles: FewTiles = FewTiles()

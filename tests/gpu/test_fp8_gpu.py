@@ -34,11 +34,15 @@ from minisgl.kernels.rows import room
 pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda", 0)
-SHAPES = [  # n, k
+LARGE = [  # n, k
     (7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408), (10240, 5120), (5120, 8192),
-    (4096, 1024), (1024, 3072), (1000, 896), (48, 160), (37, 100),
 ]  # fmt: skip
-BLOCKS = [None, (128, 128), (64, 64), (32, 16)]
+SMALL = [(4096, 1024), (1024, 3072), (1000, 896), (48, 160), (37, 100)]
+USUAL: list[tuple[int, int] | None] = [None, (128, 128)]
+CASES = [
+    *((*shape, block) for shape in LARGE for block in USUAL),
+    *((*shape, block) for shape in SMALL for block in (*USUAL, (64, 64), (32, 16))),
+]
 ROWS = [1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256]
 MANY = [257, 1000, 4096, 16384]
 
@@ -51,7 +55,8 @@ def weights(n: int, k: int, block: tuple[int, int] | None) -> Fp8Weights:
     """Of sizes such that y is some 1."""
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     scale = (0.5 + torch.rand(shape, device=GPU)) / (100 * k**0.5)
-    return Fp8Weights((random(n, k) * 100).to(E4M3), scale, block)
+    # Past 448 torch writes NaN.
+    return Fp8Weights((random(n, k) * 100).clamp(-448, 448).to(E4M3), scale, block)
 
 
 def workspace(w: Fp8Weights) -> LinearWorkspace:
@@ -84,13 +89,13 @@ def test_rounding(size: int, group: int | None) -> None:
                 differ = (bits(found.data) != bits(x8)).float().mean()
                 if i in (0, 2):
                     assert differ == 0 and torch.equal(found.scale, scale)
-                else:  # sums of squares in another order may round a value, or the largest, up
+                else:  # sums of squares in another order may turn either rounding of a value
                     assert differ < 0.02 + 1.01 / m
-                    torch.testing.assert_close(found.scale, scale, rtol=2**-7, atol=0)
+                    torch.testing.assert_close(found.scale, scale, rtol=2**-6, atol=0)
+                    assert (found.scale != scale).float().mean() < 0.02 + 1.01 / m
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k", "block"), CASES)
 def test_our_kernel(n: int, k: int, block: tuple[int, int] | None) -> None:
     w, bias = weights(n, k, block), random(n)
     place, every_x = workspace(w), random(max(ROWS), k)
@@ -146,7 +151,8 @@ def test_sums_are_exact_where_tensor_cores_lose_bits(block: tuple[int, int] | No
 
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_a_row_is_the_same_alone_and_in_company(block: tuple[int, int] | None) -> None:
-    """Rounded alike: what differs is the order of float32 sums."""
+    """Rounded alike: sums differ by their order and what tensor cores cut off, and so a few results
+    by a step of bfloat16."""
     w = weights(5120, 5120, block)
     product = TensorCoreProduct(w, activations=activations_of(block))
     share_kernels([product])
@@ -155,7 +161,7 @@ def test_a_row_is_the_same_alone_and_in_company(block: tuple[int, int] | None) -
     alone, _ = product.of_norm(Residual(x[:1]), weight)
     for m in (8, 128, 129, 8192):
         y, _ = product.of_norm(Residual(x[:m]), weight)
-        torch.testing.assert_close(y[0], alone[0], rtol=2**-8, atol=2e-3)
+        torch.testing.assert_close(y[0], alone[0], rtol=2**-7, atol=2e-3)
         assert (y[0] == alone[0]).float().mean() > 0.9
 
 

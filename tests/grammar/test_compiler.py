@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from support.grammars import GrammarBench
 
@@ -18,6 +19,7 @@ from minisgl.grammar.checking import Checker
 from minisgl.grammar.compiler import Grammars
 from minisgl.grammar.source import MAX_BYTES, Source
 from minisgl.request import StructuredOutput
+from minisgl.subprocesses import send
 
 FIELD = "response_format.json_schema.schema"
 
@@ -219,7 +221,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 async def test_pathological_constraints_are_refused_and_the_loop_goes_on(
     bench: GrammarBench, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minisgl.grammar.compiler.SLOW_SECONDS", 0.4)
+    monkeypatch.setattr("minisgl.grammar.compiler.QUICK_SECONDS", 0.1)
+    monkeypatch.setattr("minisgl.grammar.compiler.SLOW_SECONDS", 0.2)
     grammars = Grammars(bench.tokenizer, bench.size, bench.eos)
     ticks = 0
 
@@ -323,3 +326,15 @@ def test_a_process_that_was_killed_from_outside_is_started_again(bench: GrammarB
     assert checker.check(Source("regex", "a")).reason == ""
     checker.close()
     checker.wait()
+
+
+def test_the_process_ends_with_the_engine_even_if_that_was_killed(bench: GrammarBench) -> None:
+    checker = Checker(bench.grammars._vocabulary.outline, 0.1)
+    assert checker.check(Source("regex", "a")).reason == ""
+    process = checker._process
+    assert process is not None and process.stdin is not None and process.stdout is not None
+    source = Source("json_schema", json.dumps(REFUSED["intersection"]["json_schema"]))
+    send(process.stdin, msgspec.json.encode(source))
+    process.stdin.close()
+    process.stdout.close()  # nobody is there to hear that it was too slow
+    assert process.wait(60) == 0

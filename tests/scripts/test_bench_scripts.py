@@ -117,3 +117,14 @@ def test_a_benchmark_script_refuses_an_invalid_value(
     assert result.returncode == 2
     assert said in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:
+    done = run_script("bench_grammar.py", "--vocab-size", 2000)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2000 tokens; the first grammar after ")
+    assert len(lines) == 1 + 1 + 20 + 1 + 2
+    for summary in lines[-2:]:
+        middle, at_90, most = map(float, summary.split()[-3:])
+        assert 0 < middle <= at_90 <= most

@@ -35,7 +35,7 @@ def weights(n: int, k: int, block: tuple[int, int] | None, device: torch.device)
         shape, device=device
     )
     scale.view(-1)[-1] = 0
-    data = (torch.randn(n, k, device=device) * 100).to(E4M3)
+    data = (torch.randn(n, k, device=device) * 100).clamp(-448, 448).to(E4M3)
     return Fp8Weights(data, scale, block)
 
 
@@ -67,12 +67,19 @@ def expected_product(x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None
 
 
 def assert_product(y: Tensor, x: Fp8Rows, weights: Fp8Weights, bias: Tensor | None = None) -> None:
-    """One rounding away from the exact result, but for the sums: in float32 those of 128 products,
-    whose tensor cores keep 14 bits of the largest one."""
+    """One rounding away from the exact result, but for the sums of the tensor cores.
+
+    Hopper's add 32 products at a time, each cut off at 2^-13 of the largest of them and of the sum
+    so far: at half of that on average, so that 32 of one sign lose 2^-9 of it. What steps lose is
+    independent, as random data are, and grows as the root of the sum of squares of the products:
+    2^-8 of this is allowed. 2^-10.2 was the most in millions of results on an H200.
+    """
     expected = expected_product(x, weights, bias)
-    sizes = wide_rows(x, weights.group).abs() @ wide_weights(weights).abs().T
-    allowed = expected.abs() * torch.finfo(y.dtype).eps * 0.51 + sizes * 2.0**-12
+    wide_x, wide_w = wide_rows(x, weights.group), wide_weights(weights)
+    size = (wide_x.square() @ wide_w.square().T).sqrt()
+    allowed = expected.abs() * torch.finfo(y.dtype).eps * 0.51 + size * 2.0**-8
     assert y.dtype == x.dtype
+    assert not y.isnan().any()
     assert bool(((y.double() - expected).abs() <= allowed).all())
 
 

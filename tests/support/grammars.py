@@ -51,12 +51,12 @@ class GrammarBench:
         return asyncio.run(self.grammars.compile(structured))
 
     def allowed(self, matcher: Matcher) -> set[int]:
-        """The ids that the mask allows, those outside of the vocabulary as well."""
+        """The ids that the mask allows, those without a token as well."""
         words = np.zeros(mask_words(self.size), np.uint32)
         matcher.fill(words)
         assert matcher.error is None
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        return {int(token_id) for token_id in np.flatnonzero(bits)}
+        return {int(token_id) for token_id in np.flatnonzero(bits[: self.size])}
 
     def bytes_of(self, token_ids: list[int]) -> bytes:
         return b"".join(self.tokenizer.token_bytes(token_id) for token_id in token_ids)

@@ -3,7 +3,7 @@
 A row's scale s is the largest magnitude in it / 448, of a group of columns the largest in the
 group, and 1 if all are 0; or it is given (static). The row becomes e4m3(clamp(x / s, ±448)), where
 x is what the kernels of norm.py and activation.py would have written, rounded as they round it. A
-row gets the same bits whatever the other rows and their number: each is one program's.
+row gets the same bits whatever the other rows and their number: its sums are one program's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from minisgl.kernels import device
 from minisgl.kernels.device import apply_norm, rms_scale
 from minisgl.kernels.launch import pdl_options, warps_for
 from minisgl.kernels.rows import Fp8Rows, room
+from minisgl.kernels.tuning import tuning_of
 
-# Columns that a program has at work at a time: of a whole row, or as a part of one.
-_WHOLE, _PART = 4096, 1024
+_COLUMNS = 1024  # of a row that a program has at work at a time
+_WIDE = 4096  # in one that has all of a long row
+_SHORT = 8192  # columns of a row that one program takes, be there few rows or many
 
 
 def quantize(
@@ -77,24 +79,36 @@ def _quantize(
     out = _allocate(num_rows, size, group, x)
     if num_rows == 0:
         return out
-    # Only the scale of a whole row takes a program that has all of it.
+    # The scale of a whole row takes a program that has all of it, or a launch that finds it first.
     whole = group is None and static is None
-    columns = _WHOLE if whole else _PART
-    pieces = triton.cdiv(size, columns)
-    _quantize_rows[(num_rows * (1 if whole else pieces),)](
+    spread = whole and size > _SHORT and num_rows <= tuning_of(x.device).fp8_spread_rows
+    columns = _COLUMNS
+    if whole and not spread:
+        columns = 2 * _COLUMNS if size <= _SHORT else _WIDE
+    across = triton.cdiv(size, columns)
+    pieces = across if whole and not spread else 1
+    grid = (num_rows * across // pieces,)
+    options = {"num_warps": warps_for(columns, 8), **pdl_options(x.device, pdl)}
+    parts = None
+    if spread:
+        parts = torch.empty((num_rows, across), dtype=torch.float32, device=x.device)
+        _largest_of_parts[grid](
+            parts, x, x.stride(0), size=size, columns=columns, gated=gated, **options
+        )
+    _quantize_rows[grid](
         out.data,
         out.scale,
         x,
+        parts,
         static,
         x.stride(0),
         out.scale.stride(-1),
         size=size,
         group=group or 0,
         columns=columns,
-        pieces=pieces if whole else 1,
+        pieces=pieces,
         gated=gated,
-        num_warps=warps_for(columns, 8),
-        **pdl_options(x.device, pdl),
+        **options,
     )
     return out
 
@@ -114,7 +128,6 @@ def _norm(
     out = _allocate(num_rows, size, group, residual)
     if num_rows == 0:
         return out
-    block = max(triton.next_power_of_2(size), group or 1)
     _norm_and_quantize_rows[(num_rows,)](
         out.data,
         out.scale,
@@ -126,8 +139,9 @@ def _norm(
         out.scale.stride(-1),
         size=size,
         group=group or 0,
-        block=block,
-        num_warps=warps_for(block, 8),
+        columns=_COLUMNS,
+        pieces=triton.cdiv(size, _COLUMNS),
+        num_warps=warps_for(_COLUMNS, 8),
         **pdl_options(residual.device, pdl),
     )
     return out
@@ -142,10 +156,43 @@ def _allocate(num_rows: int, size: int, group: int | None, like: Tensor) -> Fp8R
 
 
 @triton.jit
+def _load(x, column, size: tl.constexpr, gated: tl.constexpr):
+    """Columns of a row of x, or of silu_mul(x) if `gated`."""
+    found = tl.load(x + column, mask=column < size, other=0.0)
+    if gated:
+        up = tl.load(x + size + column, mask=column < size, other=0.0)
+        found = device.silu_mul(found, up, found.dtype)
+    return found
+
+
+@triton.jit
+def _largest_of_parts(
+    parts,
+    x,
+    x_stride,
+    size: tl.constexpr,
+    columns: tl.constexpr,
+    gated: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """The largest magnitude in each `columns` of a row."""
+    across: tl.constexpr = (size + columns - 1) // columns
+    row = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * columns + tl.arange(0, columns)
+    if pdl:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    found = _load(x + row * x_stride, column, size, gated)
+    tl.store(parts + tl.program_id(0), tl.max(tl.abs(found.to(tl.float32))))
+
+
+@triton.jit
 def _quantize_rows(
     out,
     scales,
     x,
+    parts,
     static,
     x_stride,
     scale_stride,
@@ -156,8 +203,8 @@ def _quantize_rows(
     gated: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """`pieces` times `columns` of a row: all of it, or a part if the scale is not that of a row.
-    x is the input of silu_mul if `gated`."""
+    """`pieces` times `columns` of a row: all of it, or a part if the scale is not that of a row, or
+    `parts` has the largest magnitudes of each. x is the input of silu_mul if `gated`."""
     across: tl.constexpr = (size + columns * pieces - 1) // (columns * pieces)
     row = (tl.program_id(0) // across).to(tl.int64)
     first = tl.program_id(0) % across * columns * pieces
@@ -169,13 +216,12 @@ def _quantize_rows(
 
     loaded, largest = (), 0.0
     for i in tl.static_range(pieces):
-        column = lane + i * columns
-        found = tl.load(x + column, mask=column < size, other=0.0)
-        if gated:
-            up = tl.load(x + size + column, mask=column < size, other=0.0)
-            found = device.silu_mul(found, up, found.dtype)
-        loaded += (found,)
-    if static is None and group == 0:
+        loaded += (_load(x, lane + i * columns, size, gated),)
+    if parts is not None:
+        part = tl.arange(0, triton.next_power_of_2(across))
+        found = tl.load(parts + row * across + part, mask=part < across, other=0.0)
+        largest = tl.max(found)
+    elif static is None and group == 0:
         for i in tl.static_range(pieces):
             largest = tl.maximum(largest, tl.max(tl.abs(loaded[i].to(tl.float32))))
     for i in tl.static_range(pieces):
@@ -198,32 +244,52 @@ def _norm_and_quantize_rows(
     scale_stride,
     size: tl.constexpr,
     group: tl.constexpr,
-    block: tl.constexpr,
+    columns: tl.constexpr,
+    pieces: tl.constexpr,
     pdl: tl.constexpr,
 ):
-    """A row a program, as norm.py has it."""
-    column = tl.arange(0, block)
-    inside = column < size
-    factor = tl.load(weight + column, mask=inside, other=0.0)
+    """A row a program, held in registers as `pieces` times `columns`."""
+    factors, loaded, normed = (), (), ()
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        factors += (tl.load(weight + column, mask=column < size, other=0.0),)
     if pdl:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     row = tl.program_id(0).to(tl.int64)
-    place = residual + row * size + column
-    x = tl.load(place, mask=inside, other=0.0)
-    if delta is not None:
-        added = tl.load(delta + row * size + column, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-        tl.store(place, x, mask=inside)
-    wide = x.to(tl.float32)
-    normed = apply_norm(x, rms_scale(tl.sum(wide * wide), size, eps), factor)
-    largest = 0.0
+    residual += row * size
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        x = tl.load(residual + column, mask=column < size, other=0.0)
+        if delta is not None:
+            added = tl.load(delta + row * size + column, mask=column < size, other=0.0)
+            x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        loaded += (x,)
+    squares = tl.zeros((columns,), tl.float32)
+    for i in tl.static_range(pieces):
+        squares += _squared(loaded[i])
+    by = rms_scale(tl.sum(squares), size, eps)
+    largest = tl.zeros((columns,), tl.float32)
+    for i in tl.static_range(pieces):
+        column = i * columns + tl.arange(0, columns)
+        if delta is not None:
+            tl.store(residual + column, loaded[i], mask=column < size)
+        normed += (apply_norm(loaded[i], by, factors[i]),)
+        largest = tl.maximum(largest, tl.abs(normed[i].to(tl.float32)))
     if static is None and group == 0:
-        largest = tl.max(tl.abs(normed.to(tl.float32)))
-    _write(
-        out, scales, normed, largest, static, row, 0, scale_stride, size, group, block
-    )  # fmt: skip
+        largest = tl.max(largest)
+    for i in tl.static_range(pieces):
+        _write(
+            out, scales, normed[i], largest, static, row, i * columns, scale_stride,
+            size, group, columns,
+        )  # fmt: skip
+
+
+@triton.jit
+def _squared(x):
+    wide = x.to(tl.float32)
+    return wide * wide
 
 
 @triton.jit
@@ -250,13 +316,20 @@ def _write(
         place = first // group + tl.arange(0, columns // group)
         exists = place * group < size
         tl.store(scales + row + place.to(tl.int64) * scale_stride, scale, mask=exists)
-        rounded = tl.reshape(_round(wide, scale[:, None]), (columns,))
-    else:
-        scale = _scale_of(largest) if static is None else tl.load(static)
+        quotient = tl.reshape(_divide(wide, scale[:, None]), (columns,))
+    elif static is None:
+        scale = _scale_of(largest)
         if first == 0:
             tl.store(scales + row, scale)
-        rounded = _round(wide, scale)
-    tl.store(out + row * size + column, rounded, mask=column < size)
+        quotient = _divide(wide, scale)
+    else:
+        scale = tl.load(static)
+        if first == 0:
+            tl.store(scales + row, scale)
+        beyond = tl.abs(wide) >= 512 * scale  # there may be no finite quotient to correct
+        quotient = tl.where(beyond, wide * float("inf"), _divide(wide, scale))
+        quotient = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + row * size + column, quotient.to(tl.float8e4nv), mask=column < size)
 
 
 @triton.jit
@@ -265,7 +338,19 @@ def _scale_of(largest):
 
 
 @triton.jit
-def _round(x, scale):
-    quotient = tl.div_rn(x, scale)
-    inside = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return inside.to(tl.float8e4nv)
+def _divide(x, scale):
+    """x / scale as IEEE 754 rounds it, where that is below 512 and not so small that e4m3 has 0.
+
+    A product with the reciprocal, corrected twice by its exact remainder (Markstein, Computation of
+    elementary functions on the IBM RISC System/6000 processor, 1990): the same for all x, where
+    tl.div_rn branches, and in steps that overlap.
+    """
+    # By a power of two, so that no remainder is subnormal; and negated, for the sign of zeros.
+    by = tl.where(scale < 2.0**-40, 2.0**80, tl.where(scale > 2.0**40, 2.0**-80, 1.0))
+    x *= by * -1.0
+    scale *= by
+    inverse = tl.div_rn(-1.0, scale)
+    scale = tl.where(inverse == 0, 1.0, scale)  # finite / inf is 0, not NaN
+    quotient = x * inverse
+    quotient = tl.fma(tl.fma(quotient, scale, x), inverse, quotient)
+    return tl.fma(tl.fma(quotient, scale, x), inverse, quotient)

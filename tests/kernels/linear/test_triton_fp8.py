@@ -77,7 +77,7 @@ def test_the_tiles_in_use(block: tuple[int, int] | None) -> None:
     n, k = 40, 13 * (block[1] if block else 128)
     w = weights(n, k, block, DEVICE)
     place = allocate_workspace([(n, k, w.group)], DEVICE)
-    for m in (1, 70):
+    for m in (1, 9, 70):
         x = quantize(torch.randn(m, k, device=DEVICE).half(), w.group)
         assert_product(linear(x, w, None, workspace=place), x, w)
 
@@ -166,7 +166,7 @@ def test_tiles_fit_into_shared_memory_and_workspace(
     tuning = replace(H200, shared_bytes=shared_bytes)
     monkeypatch.setattr(config, "tuning_of", lambda device: tuning)
     place = allocate_workspace([(n, k, group)], torch.device("meta"))
-    for m in (1, 16, 17, 33, 64, 65, 128, 129, 200, 256, 300, 1000, 5000, 16384):
+    for m in (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 200, 256, 300, 1000, 5000, 16384):
         how = choose_tiles(m, n, k, tuning, group=group)
         assert how.block_k == group or group is None
         tile = (how.block_n + how.block_m) * max(how.block_k, 32) + 4 * how.block_m

@@ -1,0 +1,181 @@
+"""Answers that begin with reasoning: the grammar holds for what follows it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+from support.grammars import GrammarBench
+
+from minisgl.grammar.reasoning import CROSSED, GatedMatcher, ReasoningGate
+from minisgl.request import StructuredOutput
+
+CHOICE = StructuredOutput(choice=["fox", "dog"])
+
+
+@pytest.fixture(scope="module")
+def by_token(bench: GrammarBench) -> ReasoningGate:
+    """A block that the prompt opens; the vocabulary's marker stands for the closing one."""
+    [close] = bench.encode("<think>")
+    return ReasoningGate("<think>", (close,), is_open=True)
+
+
+@pytest.fixture(scope="module")
+def by_text(bench: GrammarBench) -> ReasoningGate:
+    marker = "</end>"
+    return ReasoningGate(marker, tuple(bench.encode(marker)), is_open=True)
+
+
+def gated(
+    bench: GrammarBench, gate: ReasoningGate, structured: StructuredOutput = CHOICE
+) -> GatedMatcher:
+    matcher = bench.compile(structured).matcher(gate)
+    assert isinstance(matcher, GatedMatcher)
+    return matcher
+
+
+def after(bench: GrammarBench, matcher: GatedMatcher, text: str) -> set[int]:
+    """What is allowed once the tokens of `text` have been accepted, one by one."""
+    for token_id in bench.encode(text):
+        assert token_id in bench.allowed(matcher)
+        matcher.accept([token_id])
+    return bench.allowed(matcher)
+
+
+def first_tokens(bench: GrammarBench) -> set[int]:
+    """Of CHOICE alone."""
+    return bench.allowed(bench.compile(CHOICE).matcher())
+
+
+def line_breaks(bench: GrammarBench, *texts: str) -> set[int]:
+    words = {bench.tokenizer.token_bytes(id).decode("utf-8", "replace"): id for id in range(450)}
+    return {words[text] for text in texts if text in words}
+
+
+def test_inside_everything_is_allowed_but_the_end_of_the_answer(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    matcher = gated(bench, by_token)
+    allowed = after(bench, matcher, "The fox is {not} JSON\n")
+    assert allowed >= {*range(bench.size)} - bench.eos
+    assert not allowed & bench.eos
+    assert not matcher.finished
+
+
+def test_the_grammar_begins_after_the_marker_and_up_to_two_line_breaks(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    matcher = gated(bench, by_token)
+    both = line_breaks(bench, "\n", "\n\n")
+    assert after(bench, matcher, "hm<think>") == first_tokens(bench) | both
+    one = matcher.copy()
+    assert after(bench, one, "\n") == first_tokens(bench) | line_breaks(bench, "\n")
+    assert after(bench, matcher, "\n\n") == first_tokens(bench)
+    assert after(bench, matcher, "fox") == bench.eos
+    assert matcher.finished
+
+
+def test_a_marker_of_several_tokens_ends_the_reasoning_too(
+    bench: GrammarBench, by_text: ReasoningGate
+) -> None:
+    matcher = gated(bench, by_text)
+    assert not after(bench, matcher, "</en no </end") & bench.eos
+    assert after(bench, matcher, ">") >= first_tokens(bench)
+    after(bench, matcher, "dog")
+    assert matcher.finished
+
+
+def test_no_token_joins_a_marker_in_text_with_the_answer(bench: GrammarBench) -> None:
+    """Such as the last letter of the marker and a word after it."""
+    words = {id: bench.tokenizer.token_bytes(id) for id in range(bench.tokenizer.vocab_size)}
+    joined = {id for id, text in words.items() if text.startswith(b"q") and text[1:].strip()}
+    assert joined
+    gate = ReasoningGate("=q", tuple(bench.encode("=")) + tuple(bench.encode("q")), is_open=True)
+    matcher = gated(bench, gate)
+    assert after(bench, matcher, "a") >= joined
+    assert not after(bench, matcher, "=") & joined
+    matcher.accept([min(joined)])
+    assert matcher.error == CROSSED
+
+
+def test_a_model_that_opens_the_block_itself_may_also_answer_at_once(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    [opening] = bench.encode("<s>")
+    gate = replace(by_token, is_open=False, opening_id=opening)
+    at_once, thinking = gated(bench, gate), gated(bench, gate)
+    assert bench.allowed(at_once) == first_tokens(bench) | {opening}
+    after(bench, at_once, "fox")
+    assert at_once.finished
+    thinking.accept([opening])
+    assert after(bench, thinking, "hm") >= {*range(bench.size)} - bench.eos
+    assert after(bench, thinking, "<think>") >= first_tokens(bench)
+
+
+@pytest.mark.parametrize("kind", ["by_token", "by_text"])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_at_the_budget_the_marker_is_forced(
+    bench: GrammarBench, kind: str, budget: int, request: pytest.FixtureRequest
+) -> None:
+    gate: ReasoningGate = replace(request.getfixturevalue(kind), budget=budget)
+    matcher = gated(bench, gate)
+    [word] = bench.encode("!")
+    for _ in range(budget):
+        assert word in bench.allowed(matcher)
+        matcher.accept([word])
+    for token_id in gate.closing_ids:
+        assert bench.allowed(matcher) == {token_id}
+        matcher.accept([token_id])
+    assert bench.allowed(matcher) >= first_tokens(bench)
+
+
+def test_with_a_budget_of_zero_no_block_is_opened(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    gate = replace(by_token, is_open=False, opening_id=bench.encode("<s>")[0], budget=0)
+    assert bench.allowed(gated(bench, gate)) == first_tokens(bench)
+
+
+def test_a_budget_alone_constrains_nothing_else(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    compiled = asyncio.run(bench.grammars.unconstrained())
+    matcher = compiled.matcher(replace(by_token, budget=2))
+    everything = {*range(bench.size)}
+    assert bench.allowed(matcher) >= everything
+    matcher.accept(bench.encode("hm"))
+    assert bench.allowed(matcher) == {*by_token.closing_ids}
+    matcher.accept(by_token.closing_ids)
+    assert bench.allowed(matcher) >= everything
+    matcher.accept(bench.encode("any answer"))
+    assert not matcher.finished
+    with pytest.raises(ValueError, match="reasoning"):
+        compiled.matcher()
+
+
+def test_a_copy_goes_its_own_way(bench: GrammarBench, by_token: ReasoningGate) -> None:
+    matcher = gated(bench, by_token)
+    copied = matcher.copy()
+    matcher.accept([*by_token.closing_ids, *bench.encode("fox")])
+    assert matcher.finished
+    assert not copied.finished
+    assert bench.allowed(copied) >= {*by_token.closing_ids}
+
+
+def test_an_answer_that_breaks_the_grammar_fails_the_matcher(
+    bench: GrammarBench, by_token: ReasoningGate
+) -> None:
+    matcher = gated(bench, by_token)
+    matcher.accept([*by_token.closing_ids, *bench.encode("lazy")])
+    assert matcher.error is not None
+
+
+def test_random_tokens_with_a_budget_end_in_an_answer(
+    bench: GrammarBench, by_text: ReasoningGate
+) -> None:
+    for seed in range(5):
+        matcher = gated(bench, replace(by_text, budget=10))
+        *_, (taken, _) = bench.walk(matcher, random.Random(seed))
+        assert bench.bytes_of(taken).split(b"</end>")[-1].strip() in (b"fox", b"dog")

@@ -1,0 +1,273 @@
+"""Grammars of tool calls accept exactly the calls of the offered tools, in the model's format."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+from support.grammars import ByteMatcher, GrammarBench
+
+from minisgl.errors import InvalidRequestError
+from minisgl.grammar.tools import Tool, tool_calls
+from minisgl.text.parsing import formats
+from minisgl.text.parsing.formats import CallSpelling
+
+HERMES = formats.HERMES.spelling
+QWEN3_CODER = formats.QWEN3_CODER.spelling
+LLAMA3_JSON = formats.LLAMA3_JSON.spelling
+PYTHONIC = formats.PYTHONIC.spelling
+MISTRAL_LIST = formats.MISTRAL_LIST.spelling
+MISTRAL = formats.MISTRAL.spelling
+MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
+WEATHER = Tool(
+    name="get-weather",
+    parameters={
+        "type": "object",
+        "properties": {
+            "city": {"$ref": "#/$defs/city"},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7},
+            "now": {"type": "boolean"},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"city": {"type": "string"}},
+    },
+    strict=True,
+)
+CLOCK = Tool(name="clock")
+
+# Of each format: a call of each tool, two calls, and what almost is one.
+HERMES_WEATHER = (
+    '<tool_call>\n{"name": "get-weather", "arguments": {"city": "a\\"}b", "days": 3}}\n</tool_call>'
+)
+HERMES_CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+XML_WEATHER = (
+    '<tool_call>\n<function=get-weather>\n<parameter=city>\na<b>\n"c\n</parameter>\n'
+    "<parameter=days>\n3\n</parameter>\n<parameter=now>\ntrue\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+XML_CLOCK = "<tool_call>\n<function=clock>\n</function>\n</tool_call>"
+LLAMA_WEATHER = '{"name": "get-weather", "parameters": {"city": "x", "now": true}}'
+LLAMA_CLOCK = '{"name": "clock", "parameters": {}}'
+MISTRAL_WEATHER = '[TOOL_CALLS]get-weather[ARGS]{"city": "x"}'
+MISTRAL_CLOCK = "[TOOL_CALLS]clock[ARGS]{}"
+CASES: dict[str, tuple[CallSpelling, str, str, str]] = {
+    "hermes": (HERMES, HERMES_WEATHER, HERMES_CLOCK, f"{HERMES_WEATHER}\n{HERMES_CLOCK}"),
+    "qwen3_coder": (QWEN3_CODER, XML_WEATHER, XML_CLOCK, f"{XML_CLOCK}\n{XML_WEATHER}"),
+    "llama3_json": (LLAMA3_JSON, LLAMA_WEATHER, LLAMA_CLOCK, f"{LLAMA_CLOCK}; {LLAMA_WEATHER}"),
+    "pythonic": (
+        PYTHONIC,
+        '[get-weather(city="x\\n", days=3, now=True)]',
+        "[clock()]",
+        '[clock(), get-weather(city="x", now=False)]',
+    ),
+    "mistral": (MISTRAL, MISTRAL_WEATHER, MISTRAL_CLOCK, MISTRAL_WEATHER + MISTRAL_CLOCK),
+    "mistral_list": (
+        MISTRAL_LIST,
+        '[TOOL_CALLS][{"name": "get-weather", "arguments": {"city": "x"}}]',
+        '[TOOL_CALLS][{"name": "clock", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {}}]',
+    ),
+}
+BARE = ("llama3_json", "pythonic")  # calls without an opening
+
+
+@pytest.mark.parametrize("markers", [MARKERS, {}], ids=["tokens", "texts"])
+@pytest.mark.parametrize("case", CASES)
+def test_required_accepts_calls_and_nothing_else(case: str, markers: dict[str, int]) -> None:
+    spelling, weather, clock, both = CASES[case]
+    structured = tool_calls([WEATHER, CLOCK], spelling, markers, required=True)
+    matcher = ByteMatcher(structured, markers)
+    for answer in (weather, clock, both):
+        assert matcher.accepts(answer)
+        assert not matcher.accepts(f"{answer}x")
+        assert not matcher.accepts(f"Well. {answer}")
+        assert not matcher.accepts(answer[:-1])
+    assert not matcher.accepts("")
+    for wrong in ("town", "cit"):
+        assert not matcher.accepts(weather.replace("city", wrong))
+    assert not matcher.accepts(clock.replace("clock", "watch"))
+    assert not matcher.accepts(weather.replace("3", "9")) or "3" not in weather
+    assert not matcher.accepts(clock.replace("clock", "get-weather"))  # without its city
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_parallel_calls_there_is_one(case: str) -> None:
+    spelling, weather, clock, both = CASES[case]
+    for required in (True, False):
+        structured = tool_calls(
+            [WEATHER, CLOCK], spelling, MARKERS, required=required, parallel=False
+        )
+        matcher = ByteMatcher(structured, MARKERS)
+        assert matcher.accepts(weather)
+        assert matcher.accepts(clock)
+        assert not matcher.accepts(both)
+
+
+@pytest.mark.parametrize("markers", [MARKERS, {}], ids=["tokens", "texts"])
+@pytest.mark.parametrize("case", CASES)
+def test_optional_calls_may_follow_a_text_and_are_held_to_their_tools(
+    case: str, markers: dict[str, int]
+) -> None:
+    spelling, weather, clock, both = CASES[case]
+    structured = tool_calls([WEATHER, CLOCK], spelling, markers, required=False)
+    matcher = ByteMatcher(structured, markers)
+    for answer in (weather, clock, both, "", "No call. Why?\n"):
+        assert matcher.accepts(answer)
+    for wrong in (
+        weather.replace("city", "town"),
+        clock.replace("clock", "watch"),
+        f"{clock} and more",
+    ):
+        assert not matcher.accepts(wrong)
+        if case not in BARE:
+            assert not matcher.accepts(f"Let me see.\n{wrong}")
+    if case not in BARE:
+        assert matcher.accepts(f"Let me see.\n{both}")
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    structured = tool_calls([CLOCK], HERMES, MARKERS, required=True, parallel=False)
+    matcher = ByteMatcher(structured, MARKERS)
+    assert matcher.accepts(HERMES_CLOCK)
+    assert not matcher.accepts(HERMES_WEATHER)
+
+
+def test_references_of_several_tools_do_not_meet() -> None:
+    def tool(name: str, kind: str) -> Tool:
+        item = {"anyOf": [{"type": kind}, {"type": "array", "items": {"$ref": "#/$defs/x"}}]}
+        parameters = {
+            "properties": {"x": {"$ref": "#/$defs/x"}, "all": {"$ref": "#/properties/x"}},
+            "required": ["x"],
+            "$defs": {"x": item},
+        }
+        return Tool(name=name, parameters=parameters, strict=True)
+
+    tools = [tool("a", "integer"), tool("b", "boolean")]
+    structured = tool_calls(tools, LLAMA3_JSON, {}, required=True)
+    matcher = ByteMatcher(structured)
+    assert matcher.accepts('{"name": "a", "parameters": {"x": [[1], 2]}}')
+    assert matcher.accepts('{"name": "b", "parameters": {"x": [[true]], "all": false}}')
+    assert not matcher.accepts('{"name": "b", "parameters": {"x": [[1]]}}')
+    python = ByteMatcher(tool_calls(tools, PYTHONIC, {}, required=True))
+    assert python.accepts("[a(x=[[1], 2], all=3)]")
+    assert not python.accepts("[b(x=[[1]])]")
+    xml = ByteMatcher(tool_calls(tools, QWEN3_CODER, MARKERS, required=True), MARKERS)
+    call = (
+        "<tool_call>\n<function=a>\n<parameter=x>\n[[1]]\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert xml.accepts(call)
+    assert not xml.accepts(call.replace("=a>", "=b>"))
+
+
+def xml_value(schema: dict[str, Any], value: str) -> bool:
+    tool = Tool(name="f", parameters={"properties": {"v": schema}, "required": ["v"]})
+    matcher = ByteMatcher(tool_calls([tool], QWEN3_CODER, MARKERS, required=True), MARKERS)
+    return matcher.accepts(
+        f"<tool_call>\n<function=f>\n<parameter=v>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    )
+
+
+def test_xml_strings_are_plain_and_other_values_are_json() -> None:
+    assert xml_value({"type": "string"}, 'x "y" </x> {\n')
+    assert xml_value({"type": "string"}, "")
+    assert xml_value({"enum": ["red", "blue"]}, "red")
+    assert not xml_value({"enum": ["red", "blue"]}, "green")
+    assert xml_value({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, "abc")
+    assert not xml_value({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, "abcd")
+    assert not xml_value({"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}, "a1")
+    assert xml_value({"type": "string", "pattern": "b/c"}, "ab/cd")
+    assert xml_value({"type": ["integer", "null"]}, "null")
+    assert not xml_value({"type": ["integer", "null"]}, "none")
+    assert xml_value({"type": "array", "items": {"type": "string"}}, '["a"]')
+    assert xml_value({}, "anything at all")
+
+
+CUSTOM = "<tool_call>\n<function=f>\n<parameter=input>\n{}\n</parameter>\n</function>\n</tool_call>"
+
+
+def test_a_custom_tool_is_held_to_its_regex_in_every_style() -> None:
+    tool = Tool(name="f", custom=True, regex='a"b\n[0-9]/', field="tools.0.custom.format")
+    xml = ByteMatcher(tool_calls([tool], QWEN3_CODER, MARKERS, required=True), MARKERS)
+    assert xml.accepts(CUSTOM.format('a"b\n1/'))
+    assert not xml.accepts(CUSTOM.format('a"b 1/'))
+    as_json = ByteMatcher(tool_calls([tool], LLAMA3_JSON, {}, required=True))
+    assert as_json.accepts('{"name": "f", "parameters": {"input": "a\\"b\\n1/"}}')
+    assert not as_json.accepts('{"name": "f", "parameters": {"input": "a\\"b\\nx/"}}')
+    python = ByteMatcher(tool_calls([tool], PYTHONIC, {}, required=True))
+    assert python.accepts('[f(input="a\\"b\\n1/")]')
+
+
+def test_a_custom_tool_is_held_to_its_lark_grammar_where_its_input_is_plain() -> None:
+    lark = 'start: "begin\\n" line+ "end"\nline: /[a-z<]+/ "\\n"'
+    tool = Tool(name="f", custom=True, lark=lark, field="tools.0.custom.format")
+    matcher = ByteMatcher(tool_calls([tool], QWEN3_CODER, MARKERS, required=True), MARKERS)
+    assert matcher.accepts(CUSTOM.format("begin\nab\n<c\nend"))
+    assert not matcher.accepts(CUSTOM.format("begin\nend"))
+    with pytest.raises(InvalidRequestError, match=r"tools\.0\.custom\.format: cannot be enforced"):
+        tool_calls([tool], HERMES, MARKERS, required=True)
+
+
+def test_strict_refuses_what_plain_text_cannot_be_held_to() -> None:
+    parameters = {"properties": {"x/y": {"type": "string", "format": "date"}}}
+    tool = Tool(name="f", parameters=parameters, strict=True, field="tools.0")
+    with pytest.raises(InvalidRequestError, match=r"tools\.0: at /properties/x~1y/format: "):
+        tool_calls([tool], QWEN3_CODER, MARKERS, required=True)
+    tool_calls([tool], HERMES, MARKERS, required=True)
+    tool_calls([replace(tool, strict=False)], QWEN3_CODER, MARKERS, required=True)
+
+
+def test_a_custom_tool_without_a_grammar_takes_any_text() -> None:
+    tool = Tool(name="f", custom=True)
+    matcher = ByteMatcher(tool_calls([tool], HERMES, MARKERS, required=True), MARKERS)
+    call = '<tool_call>\n{"name": "f", "arguments": {"input": "any \\n{\\"é"}}\n</tool_call>'
+    assert matcher.accepts(call)
+
+
+def test_the_tool_that_is_wrong_is_named(bench: GrammarBench) -> None:
+    parameters = {"properties": {"a": {"items": {"uniqueItems": True}}}}
+    tools = [
+        Tool(name="a", parameters={"properties": {}}, strict=True, field="tools.0"),
+        Tool(name="b", parameters=parameters, strict=True, field="tools.1.function.parameters"),
+    ]
+    place = r"tools\.1\.function\.parameters: at /properties/a/items/uniqueItems: "
+    for spelling in (HERMES, QWEN3_CODER, PYTHONIC):
+        with pytest.raises(InvalidRequestError, match=place):
+            bench.compile(tool_calls(tools, spelling, {}, required=True))
+
+
+def test_a_tool_that_is_not_strict_ignores_what_cannot_be_enforced(bench: GrammarBench) -> None:
+    parameters = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = Tool(name="a", parameters=parameters)
+    compiled = bench.compile(tool_calls([tool], HERMES, {}, required=True))
+    assert compiled.ignored_keywords == ("uniqueItems",)
+
+
+def test_no_tools_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="no tool"):
+        tool_calls([], HERMES, MARKERS, required=True)
+
+
+def test_random_calls_have_valid_arguments(bench: GrammarBench) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 8},
+            "days": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = Tool(name="weather", parameters=parameters, strict=True)
+    structured = tool_calls([tool], HERMES, {}, required=True, parallel=False)
+    for seed in range(5):
+        matcher = bench.compile(structured).matcher()
+        *_, (taken, _) = bench.walk(matcher, random.Random(seed))
+        body = bench.bytes_of(taken).decode()
+        call = json.loads(body.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert call["name"] == "weather"
+        jsonschema.validate(call["arguments"], parameters)
