@@ -241,16 +241,6 @@ class Intake:
             text = await self._render(call)
             return await self._encode(text, "messages", False, any_length)
 
-    async def _render(self, call: bytes) -> str:
-        def render(renderer: Renderer) -> str:
-            return renderer.render(call)
-
-        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
-        try:
-            return await line.run(render, len(call))
-        except EndlessTemplateError:
-            return await self._slow_renderings.run(render, len(call))
-
     async def template_facts(self) -> TemplateFacts:
         """What the chat template does, found out once. Raises EngineStoppedError."""
 
@@ -261,9 +251,20 @@ class Intake:
                 )
             )
 
-        if self._facts is None or (self._facts.done() and self._facts.exception()):
-            self._facts = asyncio.ensure_future(self._slow_renderings.run(look, 0))
-        return await asyncio.shield(self._facts)
+        found = self._facts
+        if found is None or (found.done() and (found.cancelled() or found.exception())):
+            self._facts = found = asyncio.ensure_future(self._slow_renderings.run(look, 0))
+        return await asyncio.shield(found)
+
+    async def _render(self, call: bytes) -> str:
+        def render(renderer: Renderer) -> str:
+            return renderer.render(call)
+
+        line = self._short if len(call) <= SHORT_BYTES else self._long_renderings
+        try:
+            return await line.run(render, len(call))
+        except EndlessTemplateError:
+            return await self._slow_renderings.run(render, len(call))
 
     async def _encode(
         self, text: str, param: str, add_special_tokens: bool, any_length: bool

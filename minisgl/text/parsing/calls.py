@@ -112,6 +112,7 @@ def read_arguments(reader: Reader, put: Put) -> Reading[None]:
     try:
         value = json.loads(text)
         if isinstance(value, str) and isinstance(json.loads(value), dict):
+            value.encode()  # not where an escape has made a lone surrogate
             text = value
     except (ValueError, RecursionError):
         value = text

@@ -158,14 +158,16 @@ class Reader:
                 return scanner.is_scalar
 
     def string(self) -> Reading[str | None]:
-        """Read a JSON string; None where there is none, or a broken one."""
+        """Read a JSON string; None where there is none, or one that is broken or no text."""
         parts: list[str] = []
         if not (yield from self.starts('"')) or not (yield from self.value(parts.append)):
             return None
         try:
-            return str(json.loads("".join(parts), strict=False))
+            text = str(json.loads("".join(parts), strict=False))
+            text.encode()  # an escape may stand for a lone surrogate, as a mark does
         except ValueError:
             return None
+        return text
 
     def _pass_on(self, end: int, put: Put) -> None:
         if end > self._at:

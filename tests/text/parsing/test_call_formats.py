@@ -18,6 +18,8 @@ from support.parsed_answers import (
     parsed,
     replay,
 )
+from support.toy_tokenizers import spelled_backend, wrap
+from tokenizers import Tokenizer as Backend
 
 from minisgl.text.tokenizer import Tokenizer
 
@@ -87,6 +89,7 @@ def call(name: str, arguments: str) -> str:
         ('<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>', "",
          [("no_such_tool", "{}")]),
         # No calls.
+        ('<tool_call>{"name": "\\ud800"}', '<tool_call>{"name": "\\ud800"}', []),
         ("<tool_call> is a tag", "<tool_call> is a tag", []),
         ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
@@ -99,6 +102,14 @@ def test_hermes_answers(
     tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert parse(tokenizer, "hermes", answer) == Parsed("", content, calls, len(calls))
+
+
+def test_an_escaped_lone_surrogate_stays_an_escape() -> None:
+    inside = '{"a": "\\ud800"}'
+    for arguments in (inside, json.dumps(json.loads(inside), ensure_ascii=True)):
+        assert parse(QWEN, "hermes", call("f", arguments)).calls == [("f", inside)]
+    broken = '"{\\"a\\": \\"\\ud800\\"}"'
+    assert parse(QWEN, "hermes", call("f", broken)).calls == [("f", broken)]
 
 
 def test_a_call_that_is_cut_keeps_what_the_model_wrote() -> None:
@@ -396,3 +407,12 @@ def test_mistral_answers(
 def test_a_control_token_that_announces_no_call_has_no_text() -> None:
     assert parse(MISTRAL, "mistral", "a[TOOL_CALLS] b").content == "a b"
     assert parse(PLAIN, "mistral", "a[TOOL_CALLS] b").content == "a[TOOL_CALLS] b"
+
+
+def test_calls_are_found_in_the_tokens_of_sentencepiece() -> None:
+    """A word begins with a space there, also behind a marker."""
+    backend = Backend.from_str(spelled_backend().to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    tokenizer = Tokenizer(wrap(backend), "toy")
+    got = parse(tokenizer, "mistral", 'Ünïcödé 👍 [TOOL_CALLS]f[ARGS]{"a": "ö 👍"}')
+    assert got == Parsed("", "Ünïcödé 👍", [("f", '{"a": "ö 👍"}')], 1)
