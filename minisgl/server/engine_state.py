@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.config import ServerConfig
 from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
+
+logger = logging.getLogger(__name__)
 
 UNPARSED = AnswerFormat(None, None)
 
@@ -30,6 +34,7 @@ class EngineState:
 
     def start(self, engine: ServedEngine) -> None:
         self._engine = engine
+        logger.info("Parsing answers: %s", self.answer_format())
 
     def drain(self) -> None:
         self._draining = True

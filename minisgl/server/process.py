@@ -154,7 +154,6 @@ class ServerProcess:
         gc.freeze()
         place = _place(listener, self._config)
         logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
-        logger.info("Answers are parsed: %s", self._state.answer_format())
         logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)

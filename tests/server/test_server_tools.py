@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,7 +17,6 @@ from support.parsed_answers import MISTRAL_TOKENS
 from support.scripted_engine import (
     DEAF_TEMPLATE,
     PLAIN_TEMPLATE,
-    QWEN_TEMPLATE,
     ScriptedEngine,
     qwen,
 )
@@ -31,6 +31,9 @@ from support.tool_cases import (
     whole_answer,
 )
 
+from minisgl.errors import ConfigError
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import EngineState
 from minisgl.text.tokenizer import Tokenizer
 
 CALL = hermes("get_weather", {"city": "Köln", "days": 2})
@@ -519,4 +522,35 @@ def test_a_plain_chat_has_no_parser(server: Served[ScriptedEngine], client: open
     client.chat.completions.create(model="fake", messages=QUESTION)
     stream = server.engine.streams[-1]
     assert stream.parser is None and stream.matcher is None
-    assert QWEN_TEMPLATE != PLAIN_TEMPLATE
+
+
+def test_null_stands_for_a_field_that_is_not_given(
+    server: Served[ScriptedEngine], client: openai.OpenAI
+) -> None:
+    spec = {"name": "clock", "description": None, "parameters": None, "strict": None}
+    tools = [{"type": "function", "function": spec}]
+    answer = hermes("clock", {})
+    found = ask(server, client, answer, tools=tools, tool_choice=None, parallel_tool_calls=None)
+    assert found.made == [("clock", "{}")]
+    assert ask(server, client, answer, tools=tools, tool_choice="required").calls
+    result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]}
+    said = {"role": "assistant", "content": None, "tool_calls": None, "refusal": None}
+    ask(server, client, "Yes.", messages=[*QUESTION, said, result, *QUESTION])
+    assert "<tool_response>noon</tool_response>" in server.engine.texts[-1]
+
+
+@pytest.mark.parametrize("option", ["tool_parser", "reasoning_parser", "reasoning_field"])
+def test_an_unknown_parser_is_refused_with_the_names_of_all(option: str) -> None:
+    with pytest.raises(ConfigError, match="allowed: .* or (none|both)") as caught:
+        ServerConfig(**{option: "qwen"})
+    assert caught.value.param == "--" + option.replace("_", "-")
+
+
+def test_the_log_names_the_parsers_that_the_template_asks_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with scripted(qwen()) as server:
+        state = EngineState(ServerConfig())
+        server.on_loop(lambda: state.start(server.engine))
+    assert "tool calls hermes, reasoning think" in caplog.text
