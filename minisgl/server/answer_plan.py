@@ -14,7 +14,7 @@ from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
 from minisgl.server.call_ids import new_call_id, short_id
 from minisgl.server.constraints import constraint_of
-from minisgl.server.protocol import ChatRequest, CompletionRequest
+from minisgl.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from minisgl.server.served_engine import CompiledGrammar, ServedEngine
 from minisgl.server.tools import ToolUse, tool_use
 from minisgl.text.parsing.answer import AnswerParser
@@ -93,7 +93,11 @@ class Conversation:
 
 
 async def read_conversation(
-    engine: ServedEngine, body: Any, *, parallel: bool | None = None, any_length: bool = False
+    engine: ServedEngine,
+    body: ChatRequest | TokenizeRequest,
+    *,
+    parallel: bool | None = None,
+    any_length: bool = False,
 ) -> Conversation:
     """Tokenize the conversation of a request, with the tools that it offers.
 

@@ -541,7 +541,7 @@ def test_null_stands_for_a_field_that_is_not_given(
 
 @pytest.mark.parametrize("option", ["tool_parser", "reasoning_parser", "reasoning_field"])
 def test_an_unknown_parser_is_refused_with_the_names_of_all(option: str) -> None:
-    with pytest.raises(ConfigError, match="allowed: .* or (none|both)") as caught:
+    with pytest.raises(ConfigError, match=r"allowed: .* or (none|both)") as caught:
         ServerConfig(**{option: "qwen"})
     assert caught.value.param == "--" + option.replace("_", "-")
 
