@@ -12,13 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.formats import OPENINGS, ArgumentStyle, CallSpelling
 from minisgl.grammar.schema import escaped
-from minisgl.grammar.source import OPTIONS, inline_regex, inline_schema, schema_options
+from minisgl.grammar.source import (
+    OPTIONS,
+    grammar_text,
+    inline_regex,
+    inline_schema,
+    schema_options,
+    source_of,
+)
 from minisgl.request import StructuredOutput, ToolCallGrammar
+from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
+from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
+OPENINGS = (TOOL_CALL, TOOL_CALLS)
 ANY_TEXT = r"/(.|\n)*/"
 END_OF_VALUE = "\n</parameter>\n"
 # The escapes that mean the same in JSON and in Python.
@@ -76,6 +85,25 @@ def tool_calls(
         _optional_calls(grammar, beginning, calls)
     text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
     return StructuredOutput(tool_calls=text, field=field)
+
+
+def calls_or(calls: StructuredOutput, answer: StructuredOutput) -> StructuredOutput:
+    """A constraint for answers that either make calls, as `calls` says, or are like `answer`."""
+    assert calls.tool_calls is not None
+    text = calls.tool_calls.text
+    first, *others = json.loads(text)["grammars"] if text.startswith("{") else [_named("", text)]
+    parts = [
+        _named("", "start: @tool_calls | @answer"),
+        {**first, "name": "tool_calls"},
+        *others,
+        _named("answer", grammar_text(source_of(answer))),
+    ]
+    both = ToolCallGrammar(json.dumps({"grammars": parts}), (*calls.tool_calls.parts, answer))
+    return StructuredOutput(tool_calls=both, field=answer.field)
+
+
+def _named(name: str, lark: str) -> dict[str, str]:
+    return {"name": name, "lark_grammar": lark} if name else {"lark_grammar": lark}
 
 
 def _optional_calls(grammar: _Grammar, beginning: str, calls: str) -> None:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
-from minisgl.server import messages, protocol
+from minisgl.server import constraints, messages, protocol, tools
 from minisgl.server.metrics import Answered, Metrics
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ UNROUTED = "other"  # an unknown path, or refused before routing; the path itsel
 # Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for kind in (*vars(protocol).values(), *vars(messages).values())
+    for module in (protocol, messages, tools, constraints)
+    for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )

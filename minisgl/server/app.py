@@ -25,7 +25,7 @@ from minisgl.server.hosts import CheckHost, Hosts
 from minisgl.server.metrics import Metrics
 from minisgl.server.request_ids import HEADER, RequestIds
 from minisgl.server.root_path import RootPath
-from minisgl.server.routes import Routes
+from minisgl.server.routes import IGNORED_HEADER, Routes
 
 
 def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
@@ -51,7 +51,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", HEADER],
+            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))

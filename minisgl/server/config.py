@@ -7,10 +7,13 @@ import re
 from dataclasses import dataclass, fields
 
 from minisgl.config import check_types, option, refuse
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, one_of
 from minisgl.keys import check_key
+from minisgl.text.parsing.names import AUTO, REASONING_PARSERS, TOOL_PARSERS
 
 GROUP = "Server"
+REASONING_FIELDS = ("reasoning_content", "reasoning")
+BOTH = "both"
 # A name, or an IPv6 address with or without brackets.
 HOST = re.compile(r"[^/:\[\]]+|\[[^/\[\]]+\]|[^/\[\]]*:[^/\[\]]*:[^/\[\]]*")
 PATH = re.compile(r"(/[\w.~-]+)*", re.ASCII)
@@ -72,6 +75,22 @@ class ServerConfig:
         False, "Shorten max_tokens to the room left instead of rejecting the request.", group=GROUP
     )
     strict_fields: bool = option(False, "Reject unknown request fields.", group=GROUP)
+    tool_parser: str = option(
+        AUTO,
+        "Format of the model's tool calls: auto (by its chat template), hermes, qwen3_coder, "
+        "llama3_json, pythonic, mistral or none.",
+        group=GROUP,
+    )
+    reasoning_parser: str = option(
+        AUTO,
+        "Format of the model's reasoning: auto (by its chat template), think or none.",
+        group=GROUP,
+    )
+    reasoning_field: str = option(
+        "reasoning_content",
+        "Member of messages that has the reasoning: reasoning_content, reasoning or both.",
+        group=GROUP,
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -100,6 +119,19 @@ class ServerConfig:
                 raise ConfigError(
                     "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
                 )
+
+        for name, values in (
+            ("tool_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+            ("reasoning_field", (*REASONING_FIELDS, BOTH)),
+        ):
+            if getattr(self, name) not in values:
+                refuse(self, name, one_of(values))
+
+    @property
+    def reasoning_fields(self) -> tuple[str, ...]:
+        """The members that have the reasoning."""
+        return REASONING_FIELDS if self.reasoning_field == BOTH else (self.reasoning_field,)
 
     def _check_socket(self) -> None:
         """Refuse options of the listening socket that exclude each other."""

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.config import ServerConfig
 from minisgl.server.served_engine import ServedEngine
+from minisgl.text.parsing.selection import AnswerFormat, choose_format
+
+logger = logging.getLogger(__name__)
+
+UNPARSED = AnswerFormat(None, None)
 
 
 class NotReadyError(EngineStoppedError):
@@ -23,9 +30,11 @@ class EngineState:
         self.config = config
         self._engine = engine
         self._draining = False
+        self._answer_format: AnswerFormat | None = None
 
     def start(self, engine: ServedEngine) -> None:
         self._engine = engine
+        logger.info("Parsing answers: %s", self.answer_format())
 
     def drain(self) -> None:
         self._draining = True
@@ -39,6 +48,19 @@ class EngineState:
         if self._draining:
             raise NotReadyError("draining", "The server is shutting down.")
         return self._engine
+
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and calls; raises NotReadyError."""
+        if self._answer_format is None:
+            tokenizer = self.engine().tokenizer
+            self._answer_format = UNPARSED
+            if tokenizer is not None:
+                self._answer_format = choose_format(
+                    tokenizer,
+                    tool_parser=self.config.tool_parser,
+                    reasoning_parser=self.config.reasoning_parser,
+                )
+        return self._answer_format
 
     def stats(self) -> EngineStats | None:
         """Statistics of the engine in any phase; None while it is loading."""

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minisgl.errors import InvalidRequestError
+from minisgl.matcher import Matcher
 from minisgl.request import EVERYONE, MAX_INTEGER, SamplingParams, Tenant
+from minisgl.server.answer_plan import FREE, AnswerPlan, AnswerStyle
 from minisgl.server.protocol import ChatRequest, CompletionRequest
 from minisgl.server.served_engine import ServedEngine
+from minisgl.text.parsing.answer import AnswerParser
 
 MAX_SCORES = 1 << 19  # logprobs in an answer: one per token, and one per alternative
 SCORES_LIMIT = f"an answer holds at most {MAX_SCORES} logprobs, alternatives included"
@@ -28,6 +31,9 @@ class GenerationJob:
     prompt_logprobs: int | None = None  # to report; `params` may ask for more, to score an echo
     cache_salt: str | None = None
     tenant: Tenant = EVERYONE
+    matcher: Matcher | None = None  # of this answer alone, as is the parser
+    parser: AnswerParser | None = None
+    style: AnswerStyle | None = None  # of an answer that is parsed
 
 
 def jobs_of(
@@ -37,6 +43,7 @@ def jobs_of(
     *,
     tenant: Tenant,
     clamp: bool,
+    plan: AnswerPlan = FREE,
 ) -> list[GenerationJob]:
     """The jobs of `body`, whose prompts are `prompts`: `n` of each prompt, in order.
 
@@ -74,6 +81,9 @@ def jobs_of(
                     tenant=tenant,
                     return_token_ids=bool(body.return_token_ids),
                     prompt_logprobs=body.prompt_logprobs,
+                    matcher=plan.matcher(),
+                    parser=plan.parser(),
+                    style=plan.style,
                 )
             )
     return jobs

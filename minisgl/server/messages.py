@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
+import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
+from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.server.call_ids import short_id
+from minisgl.text.template_facts import TemplateFacts
 
 # Limits of what a chat template gets, because rendering it takes time.
 MAX_MESSAGES = 8192
@@ -23,6 +28,9 @@ Unsupported: TypeAlias = None
 TemplateOptions = Annotated[dict[str, Raw], Meta(max_length=MAX_TEMPLATE_OPTIONS)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+NO_FACTS = TemplateFacts()
+
 REFUSAL_IS_ANSWER = "a refusal is only allowed in a message of the assistant."
 
 
@@ -36,35 +44,137 @@ class RefusalPart(Struct, tag_field="type", tag="refusal", rename={"text": "refu
     text: str
 
 
+class CalledFunction(Struct):
+    name: str
+    arguments: str | dict[str, Raw] = ""  # JSON text, as OpenAI has it, or the object itself
+
+
+class CustomInput(Struct):
+    name: str
+    input: str = ""
+
+
+class ToolCall(Struct):
+    """A call that the assistant has made."""
+
+    id: str
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CustomInput | None = None
+
+    def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        """The call as a function's, which is all that templates know."""
+        called = self.function if self.type == "function" else self.custom
+        if called is None:
+            raise InvalidRequestError(f"{path}.{self.type}", "is missing.")
+        arguments: object
+        if isinstance(called, CustomInput):
+            arguments = {CUSTOM_ARGUMENT: called.input}
+        else:
+            arguments = _arguments(called.arguments, f"{path}.function.arguments")
+        if fitting.facts.wants_text_arguments:
+            arguments = msgspec.json.encode(arguments).decode()
+        fitting.names[self.id] = called.name
+        function = {"name": called.name, "arguments": arguments}
+        return {"id": fitting.id_of(self.id), "type": "function", "function": function}
+
+
+def _arguments(given: str | dict[str, Raw], path: str) -> dict[str, Raw]:
+    """Arguments as an object, whose values stay as they were written."""
+    if isinstance(given, dict):
+        return given
+    try:
+        return msgspec.json.decode(given or "{}", type=dict[str, Raw])
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(
+            path, "must be the JSON text of an object; send {} for a call that was cut."
+        ) from None
+
+
+@dataclass(slots=True)
+class Fitting:
+    """How messages are fitted to the chat template."""
+
+    facts: TemplateFacts
+    names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
+
+    def id_of(self, call_id: str) -> str:
+        """The id of a call as the template takes it: the same for the call and its result."""
+        return short_id(call_id) if self.facts.wants_short_ids else call_id
+
+
 class Message(Struct):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart | RefusalPart], Meta(min_length=1)] | None = None
     name: str | None = None
-    tool_calls: Unsupported = None
-    tool_call_id: Unsupported = None
+    tool_calls: list[ToolCall] | None = None  # of the assistant
+    tool_call_id: str | None = None  # of a tool's result
+    reasoning_content: str | None = None  # of the assistant; two names for the same
+    reasoning: str | None = None
     function_call: Unsupported = None
     audio: Unsupported = None
     refusal: str | None = None  # the text of an assistant that refused, in place of content
 
-    def for_template(self, path: str) -> dict[str, Any]:
-        named = {} if self.name is None else {"name": self.name}
-        if self.role != "assistant":
-            self._check_said(path)
-        return {"role": self.role, "content": self._text(), **named}
+    def for_template(self, path: str, fitting: Fitting) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.role == "assistant":
+            if reasoning := self.reasoning_content or self.reasoning:
+                message["reasoning_content"] = reasoning
+            if self.tool_calls:
+                self._check_taken(fitting.facts.takes_calls, f"{path}.tool_calls", "calls")
+                message["tool_calls"] = [
+                    call.for_template(f"{path}.tool_calls.{index}", fitting)
+                    for index, call in enumerate(self.tool_calls)
+                ]
+            return message
+        self._check_said(path)
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise InvalidRequestError(
+                f"{path}.tool_call_id", "is only allowed in a message of the role tool."
+            )
+        if self.role == "tool":
+            self._check_taken(fitting.facts.takes_results, f"{path}.role", "results of tools")
+            if self.tool_call_id is None:
+                raise InvalidRequestError(f"{path}.tool_call_id", "is missing.")
+            if self.name is None and self.tool_call_id in fitting.names:
+                message["name"] = fitting.names[self.tool_call_id]
+            message["tool_call_id"] = fitting.id_of(self.tool_call_id)
+        return message
 
     @property
     def num_parts(self) -> int:
-        return len(self.content) if isinstance(self.content, list) else 0
+        parts = len(self.content) if isinstance(self.content, list) else 0
+        return parts + len(self.tool_calls or ())
 
-    def _text(self) -> str:
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether it has calls, or the result of one."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    @property
+    def text(self) -> str:
+        """Its content, in one piece."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content or ())
         return text + (self.refusal or "")
 
+    @staticmethod
+    def _check_taken(taken: bool, path: str, what: str) -> None:
+        if not taken:
+            raise InvalidRequestError(
+                path, f"is not supported by this model: its chat template leaves {what} out."
+            )
+
     def _check_said(self, path: str) -> None:
-        """Raise InvalidRequestError for a refusal or an empty message of another role."""
+        """Raise InvalidRequestError for what only the assistant has, or an empty message."""
         if self.refusal is not None:
             raise InvalidRequestError(f"{path}.refusal", REFUSAL_IS_ANSWER)
+        if self.tool_calls:
+            raise InvalidRequestError(
+                f"{path}.tool_calls", "are only allowed in a message of the assistant."
+            )
         if self.content is None:
             raise InvalidRequestError(
                 f"{path}.content", "must be a text or at least one text part."
@@ -78,6 +188,15 @@ class Message(Struct):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
+class Reasoning(Struct):
+    """OpenRouter's form of reasoning_effort."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # from the answer
+    max_tokens: Unsupported = None
+
+
 class TemplateFields(Protocol):
     """The fields of a request that a chat template is rendered with."""
 
@@ -85,6 +204,8 @@ class TemplateFields(Protocol):
     def messages(self) -> Sequence[Message] | None: ...
     @property
     def reasoning_effort(self) -> str | None: ...
+    @property
+    def reasoning(self) -> Reasoning | None: ...
     @property
     def add_generation_prompt(self) -> bool | None: ...
     @property
@@ -101,23 +222,48 @@ class Templated:
 
     __slots__ = ()
 
-    def template_messages(self: TemplateFields) -> list[dict[str, Any]]:
-        """The messages as the template takes them; raises InvalidRequestError."""
+    def template_messages(
+        self: TemplateFields, facts: TemplateFacts = NO_FACTS
+    ) -> list[dict[str, Any]]:
+        """The messages as the template takes them; raises InvalidRequestError.
+
+        facts: what the template does, which matters where `has_tool_messages`.
+        """
         messages = self.messages or ()
         if sum(message.num_parts for message in messages) > MAX_PARTS:
             raise InvalidRequestError(
                 "messages", f"must have at most {MAX_PARTS} content parts in all."
             )
-        return [message.for_template(f"messages.{index}") for index, message in enumerate(messages)]
+        fitting = Fitting(facts)
+        return [
+            message.for_template(f"messages.{index}", fitting)
+            for index, message in enumerate(messages)
+        ]
+
+    @property
+    def has_tool_messages(self: TemplateFields) -> bool:
+        return any(message.is_about_tools for message in self.messages or ())
 
     def template_options(self: TemplateFields) -> dict[str, Any]:
-        """The variables of the template besides the messages; raises InvalidRequestError."""
+        """The variables of the template besides the messages; raises InvalidRequestError.
+
+        How much to think also decides whether, under both names that templates have for it, unless
+        the request chooses that itself.
+        """
         chosen: dict[str, Any] = {**(self.chat_template_kwargs or {})}
         for name in chosen.keys() & RESERVED_VARIABLES:
             raise InvalidRequestError("chat_template_kwargs", f"{name} cannot be set.")
+        effort, thinks = self.reasoning_effort, None
+        if self.reasoning is not None:
+            effort = effort or self.reasoning.effort
+            thinks = self.reasoning.enabled
+        if effort is not None and thinks is None:
+            thinks = effort != "none"
         fields = {
-            "reasoning_effort": self.reasoning_effort,
+            "reasoning_effort": effort,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message or None,
         }
+        if not any(name in chosen for name in THINKING_SWITCHES):
+            fields |= dict.fromkeys(THINKING_SWITCHES, thinks)
         return {name: value for name, value in fields.items() if value is not None} | chosen

@@ -40,10 +40,14 @@ class Metrics(Collector):
 
     def __init__(self, state: EngineState) -> None:
         self.responses: Counter[Answered] = Counter()
+        self.num_tool_calls = 0
         self._state = state
         # Not the library's global registry, which would add up the servers of a process.
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def count_tool_call(self) -> None:
+        self.num_tool_calls += 1
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -56,6 +60,9 @@ class Metrics(Collector):
         """Yield all metrics; called by the registry at each scrape."""
         yield self._info()
         yield self._responses()
+        yield CounterMetricFamily(
+            "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
+        )
         stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)

@@ -26,8 +26,17 @@ from minisgl.request import (
     SamplingParams,
     Tenant,
 )
-from minisgl.server.messages import Effort, Messages, Templated, TemplateOptions, Unsupported
+from minisgl.server.constraints import Choices, ResponseFormat, Schema, StructuredFields
+from minisgl.server.messages import (
+    Effort,
+    Messages,
+    Reasoning,
+    Templated,
+    TemplateOptions,
+    Unsupported,
+)
 from minisgl.server.served_engine import SamplingDefaults
+from minisgl.server.tools import OfferedTools, ToolChoice
 from minisgl.server.validation_errors import NOT_SUPPORTED
 
 MAX_N = 128
@@ -82,10 +91,6 @@ LogitBias = Annotated[
 ]
 
 
-class TextFormat(Struct):
-    type: Literal["text"]
-
-
 class StreamOptions(Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -120,23 +125,24 @@ class GenerationRequest(Struct, kw_only=True):
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
 
-    response_format: TextFormat | None = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    regex: Unsupported = None
-    ebnf: Unsupported = None
-    grammar: Unsupported = None
-    structural_tag: Unsupported = None
-    json_schema: Unsupported = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: Schema = NOT_GIVEN
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: Schema = NOT_GIVEN
+    structural_tag: Schema = NOT_GIVEN
     stop_regex: Unsupported = None
     bad_words: Unsupported = None
     allowed_token_ids: Unsupported = None
     length_penalty: Unsupported = None
     logprob_token_ids: Unsupported = None
-    thinking_token_budget: Unsupported = None
     prompt_embeds: Unsupported = None
     input_ids: Unsupported = None
     moderation: Unsupported = None
@@ -163,6 +169,7 @@ class GenerationRequest(Struct, kw_only=True):
     safety_identifier: Ignored = NOT_GIVEN
     prompt_cache_key: Ignored = NOT_GIVEN
     prompt_cache_retention: Ignored = NOT_GIVEN
+    guided_decoding_backend: Ignored = NOT_GIVEN
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -259,6 +266,11 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     top_logprobs: NumLogprobs | None = None
 
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: Annotated[bool, Meta(extra_json_schema={"const": True})] | None = None
+    thinking_token_budget: Count | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     chat_template: Unsupported = None
@@ -266,9 +278,9 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     continue_final_message: bool | None = None
     echo: bool | None = None
 
-    tools: Unsupported = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Ignored = NOT_GIVEN  # limits tool calls, which are never made
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Unsupported = None
     function_call: Literal["none"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -281,6 +293,19 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
         super().__post_init__()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true.")
+        if self.stream_reasoning is False:
+            raise InvalidRequestError("stream_reasoning", f"{NOT_SUPPORTED}.")
+
+    @property
+    def wants_reasoning(self) -> bool:
+        """Whether the answer has the reasoning."""
+        excluded = self.reasoning is not None and self.reasoning.exclude
+        return self.include_reasoning is not False and not excluded
+
+    @property
+    def separates_reasoning(self) -> bool:
+        """Whether reasoning is set apart from the content."""
+        return self.separate_reasoning is not False
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -294,11 +319,11 @@ class ChatRequest(GenerationRequest, Templated, kw_only=True):
     @property
     def echoed(self) -> str | None:
         """The text that the answer begins with: the last message, if of the same role."""
-        *_, last = self.template_messages()
-        same_role = last["role"] == "assistant" or self.add_generation_prompt is False
-        if self.echo and (same_role or self.continue_final_message):
-            return str(last["content"])
-        return None
+        if not self.echo:
+            return None
+        last = self.messages[-1]
+        same_role = last.role == "assistant" or self.add_generation_prompt is False
+        return last.text if same_role or self.continue_final_message else None
 
     def sampling(self, defaults: SamplingDefaults) -> SamplingParams:
         return defaults.sampling(
@@ -318,6 +343,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
     best_of: int | None = None
     suffix: Literal[""] | None = None
+    thinking_token_budget: Unsupported = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -373,9 +399,11 @@ class TokenizeRequest(Struct, Templated, kw_only=True):
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateOptions | None = None
     continue_final_message: bool | None = None
-    tools: Unsupported = None
+    tools: OfferedTools | None = None
+    tool_choice: ToolChoice | None = None
     chat_template: Unsupported = None
 
     def __post_init__(self) -> None:

@@ -68,6 +68,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._envelope = envelope
         self._continuous_usage = continuous_usage
@@ -126,7 +127,9 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
     def usage(self) -> Usage:
         """The usage of this choice so far."""
         num_prompt = len(self.job.prompt_token_ids)
-        return usage_of(num_prompt, self.num_cached_tokens, self.num_output_tokens)
+        return usage_of(
+            num_prompt, self.num_cached_tokens, self.num_output_tokens, self.num_reasoning_tokens
+        )
 
     @property
     def prompt_token_ids(self) -> list[int] | UnsetType:
@@ -305,15 +308,20 @@ class Reply(ABC, Generic[ChoiceT]):
             sum(len(choice.job.prompt_token_ids) for choice in firsts),
             sum(choice.num_cached_tokens for choice in firsts),
             sum(choice.num_output_tokens for choice in choices),
+            sum(choice.num_reasoning_tokens for choice in choices),
         )
 
 
-def usage_of(num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> Usage:
+def usage_of(
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    num_output_tokens: int,
+    num_reasoning_tokens: int,
+) -> Usage:
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
-        # Thinking is part of the answer, not reported apart from it.
-        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=0),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

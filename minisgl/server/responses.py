@@ -30,12 +30,18 @@ class ReplyResponse(ABC):
     """An ASGI response that generates the choices of `reply`."""
 
     def __init__(
-        self, engine: ServedEngine, reply: Reply[Any], *, limit_field: str = "max_tokens"
+        self,
+        engine: ServedEngine,
+        reply: Reply[Any],
+        *,
+        limit_field: str = "max_tokens",
+        headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
-        """`limit_field` is the client's name for max_tokens."""
+        """`limit_field` is the client's name for max_tokens. `headers`: besides the usual ones."""
         self._engine = engine
         self._reply = reply
         self._limit_field = limit_field
+        self._headers = headers
         self._left = False  # whether the client disconnected before its answer was complete
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +60,8 @@ class ReplyResponse(ABC):
                     request_id=id,
                     cache_salt=job.cache_salt,
                     tenant=job.tenant,
+                    parser=job.parser,
+                    matcher=job.matcher,
                 )
                 streams.append(stream)
                 if time.monotonic() - turn_began_s > MAX_TURN_S:
@@ -98,6 +106,7 @@ class WholeResponse(ReplyResponse):
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
+            *self._headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -113,7 +122,8 @@ class StreamedResponse(ReplyResponse):
     )
 
     async def _respond(self, streams: Sequence[ServedStream], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.HEADERS})
+        headers = [*self.HEADERS, *self._headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             choices = self._reply.choices
             await _all_or_none(map(_write, choices, streams, [send] * len(choices)))

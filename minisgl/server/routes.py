@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,13 @@ from starlette.types import ASGIApp
 from minisgl.errors import InvalidRequestError
 from minisgl.request import check_token_ids
 from minisgl.server import schemas
+from minisgl.server.access_log import request_id
+from minisgl.server.answer_plan import (
+    AnswerPlan,
+    ChatPlanner,
+    plan_completion,
+    read_conversation,
+)
 from minisgl.server.auth import OPEN_PATHS, client_of
 from minisgl.server.bodies import read_body
 from minisgl.server.chat_reply import ChatReply
@@ -25,6 +33,7 @@ from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
+from minisgl.server.parsed_reply import ParsedReply
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -40,6 +49,9 @@ from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-minisgl-ignored-keywords"
 MANY_TOKENS = 4096  # from which on texts are assembled in a thread
 
 Put = TypeVar("Put")
@@ -62,21 +74,29 @@ class Routes:
         engine = self._state.engine()
         body = await read_body(request, self._chat_request)
         model = self._state.model_name(body.model)
-        cut = body.truncate_prompt_tokens is not None
-        prompt = await engine.encode_chat(body.template_messages(), cut, **body.template_options())
-        jobs = self._jobs(request, engine, body, [prompt])
+        conversation = await read_conversation(
+            engine,
+            body,
+            parallel=body.parallel_tool_calls,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        plan = await self._planner().plan(engine, body, conversation)
+        prompt = conversation.prompt_token_ids
+        jobs = self._jobs(request, engine, body, [prompt], plan)
         echo = body.echoed
         for job in jobs:
             job.echo = echo
         for job in jobs[1:]:  # the prompt is reported once
             job.params = replace(job.params, prompt_logprobs=None)
-        return _answer(request, engine, body, model, ChatReply, jobs)
+        kind = ChatReply if plan.style is None else ParsedReply
+        return _answer(request, engine, body, model, kind, jobs, plan)
 
     async def completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         body = await read_body(request, self._completion_request)
         model = self._state.model_name(body.model)
         prompts = body.prompts()
+        plan = await plan_completion(engine, body)
         special = body.add_special_tokens is not False
         cut = body.truncate_prompt_tokens is not None
         token_ids = []
@@ -93,7 +113,7 @@ class Routes:
                     of = f" of prompt {index}"
                     check_token_ids("prompt", prompt, engine.vocab_size, of=of)
                 token_ids.append(prompt)
-        jobs = self._jobs(request, engine, body, token_ids)
+        jobs = self._jobs(request, engine, body, token_ids, plan)
         if body.echo:
             shown = _visible_text if body.skip_special_tokens is not False else _full_text
             for start, prompt in enumerate(prompts):
@@ -105,7 +125,7 @@ class Routes:
                     first.echo = await _text(engine, shown, ids)
                 for job in others:
                     job.echo = first.echo
-        return _answer(request, engine, body, model, CompletionReply, jobs)
+        return _answer(request, engine, body, model, CompletionReply, jobs, plan)
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._state.model_names()]
@@ -129,9 +149,8 @@ class Routes:
                 body.prompt, add_special_tokens=special, any_length=True
             )
         else:
-            token_ids = await engine.encode_chat(
-                body.template_messages(), True, **body.template_options()
-            )
+            conversation = await read_conversation(engine, body, any_length=True)
+            token_ids = conversation.prompt_token_ids
         answer = schemas.Tokens(token_ids, len(token_ids), engine.capacity.max_seq_len)
         if body.return_token_strs and engine.tokenizer is not None:
             answer.token_strs = await _put_together(_token_texts, engine.tokenizer, token_ids)
@@ -178,16 +197,26 @@ class Routes:
             vocab_size=engine.vocab_size,
         )
 
+    def _planner(self) -> ChatPlanner:
+        config = self._state.config
+        return ChatPlanner(
+            form=self._state.answer_format(),
+            tool_parser=config.tool_parser,
+            reasoning_fields=config.reasoning_fields,
+            count_call=self._metrics.count_tool_call,
+        )
+
     def _jobs(
         self,
         request: Request,
         engine: ServedEngine,
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[list[int]],
+        plan: AnswerPlan,
     ) -> list[GenerationJob]:
         tenant = body.tenant(client_of(request.scope))
         clamp = self._state.config.clamp_max_tokens
-        return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp)
+        return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp, plan=plan)
 
 
 def _answer(
@@ -197,6 +226,7 @@ def _answer(
     model: str,
     kind: type[Reply[Any]],
     jobs: Sequence[GenerationJob],
+    plan: AnswerPlan,
 ) -> ASGIApp:
     reply = kind(
         jobs,
@@ -207,7 +237,12 @@ def _answer(
         id=reply_id(request.scope),
     )
     answer = StreamedResponse if body.stream else WholeResponse
-    return answer(engine, reply, limit_field=body.limit_field)
+    headers = []
+    if ignored := plan.ignored_keywords:
+        names = ", ".join(ignored)
+        logger.info("request %s: not enforced in its schema: %s", request_id(request.scope), names)
+        headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
+    return answer(engine, reply, limit_field=body.limit_field, headers=headers)
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:

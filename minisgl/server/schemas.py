@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 from msgspec import UNSET, Struct, UnsetType
 
 EndReason: TypeAlias = Literal["stop", "length"]
+ChatEndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetails(Struct):
@@ -27,7 +28,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    reasoning_tokens: int  # always 0: thinking is part of the answer
+    reasoning_tokens: int  # of blocks that are set apart from the content, with their markers
 
 
 class Usage(Struct):
@@ -70,17 +71,40 @@ class ChatLogprobs(Struct):
     refusal: None
 
 
+class NamedArguments(Struct):
+    name: str
+    arguments: str  # as the model wrote them: JSON, if the answer was not cut
+
+
+class FunctionCall(Struct, tag_field="type", tag="function"):
+    id: str
+    function: NamedArguments
+
+
+class CustomCallInput(Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class CustomCall(Struct, tag_field="type", tag="custom"):
+    id: str
+    custom: CustomCallInput
+
+
 class AnswerMessage(Struct):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null: calls are all there is
     refusal: None
+    tool_calls: list[FunctionCall | CustomCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatAnswerChoice(Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: EndReason
+    finish_reason: ChatEndReason
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -95,16 +119,32 @@ class ChatCompletion(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
+class FunctionDelta(Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET  # in the first chunk of a call
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct, omit_defaults=True):
+    index: int  # counts the calls of the choice
+    id: str | UnsetType = UNSET  # with the type in the first chunk of a call
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomCallInput | UnsetType = UNSET
+
+
 class ChatDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: EndReason | None
+    finish_reason: ChatEndReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -7,7 +7,11 @@ from typing import Any, Protocol
 
 from minisgl.config import Capacity
 from minisgl.engine.stats import EngineStats
-from minisgl.request import EVERYONE, OutputDelta, SamplingParams, Tenant
+from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.matcher import Matcher
+from minisgl.request import EVERYONE, OutputDelta, SamplingParams, StructuredOutput, Tenant
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.template_facts import TemplateFacts
 
 
 class ServedTokenizer(Protocol):
@@ -17,6 +21,9 @@ class ServedTokenizer(Protocol):
     def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
     @property
     def drops_first_space(self) -> bool: ...
+    @property
+    def chat_template_text(self) -> str: ...
+    def added_token_id(self, text: str, /) -> int | None: ...
 
 
 class SamplingDefaults(Protocol):
@@ -26,6 +33,12 @@ class SamplingDefaults(Protocol):
 class ServedStream(Protocol):
     def __aiter__(self) -> AsyncIterator[OutputDelta]: ...
     def abort(self) -> None: ...
+
+
+class CompiledGrammar(Protocol):
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]: ...
+    def matcher(self, reasoning: ReasoningGate | None = None) -> Matcher: ...
 
 
 class ServedEngine(Protocol):
@@ -54,6 +67,8 @@ class ServedEngine(Protocol):
         /,
         **template_options: Any,
     ) -> list[int]: ...
+    async def template_facts(self) -> TemplateFacts: ...
+    async def compile(self, structured: StructuredOutput | None, /) -> CompiledGrammar: ...
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -62,6 +77,8 @@ class ServedEngine(Protocol):
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
+        matcher: Matcher | None = None,
     ) -> ServedStream: ...
     def stats(self) -> EngineStats: ...
     def warm(self) -> None: ...

@@ -31,10 +31,6 @@ TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`(, got `(?P<got>\w+)`)?")
 BOUND = re.compile(
     r"Expected `(?P<kind>\w+)` (?P<length>of length )?(?P<sign>[<>]=) (?P<bound>\S+)"
 )
-# Messages for common requests that a list of values would not explain.
-ENUM_WORDS = {
-    "response_format.type": "JSON mode and structured output are not supported; allowed: text"
-}
 
 
 def field_error(message: str, kind: type[Struct]) -> CallerError:
@@ -70,7 +66,7 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
         if values == [""]:
             return NOT_SUPPORTED
         _, _, value = what.partition("value ")
-        return ENUM_WORDS.get(".".join(path), f"cannot be {value}; {one_of(values)}")
+        return f"cannot be {value}; {one_of(values)}"
     return what[:1].lower() + what[1:]
 
 

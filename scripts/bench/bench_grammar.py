@@ -25,11 +25,11 @@ from dummy_tokenizer import make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from minisgl.grammar.compiler import Grammars
-from minisgl.grammar.formats import HERMES
 from minisgl.grammar.matching import GrammarMatcher
 from minisgl.grammar.tools import Tool, tool_calls
 from minisgl.matcher import WORD_BITS, mask_words
 from minisgl.request import StructuredOutput
+from minisgl.text.parsing.formats import HERMES
 from minisgl.text.tokenizer import Tokenizer
 
 TEXT = {"type": "string"}
@@ -124,7 +124,7 @@ async def measure(vocab_size: int) -> None:
     eos = tokenizer.eos_token_id
     assert eos is not None
     grammars = Grammars(tokenizer, vocab_size, [eos])
-    tools = tool_calls(TOOLS, HERMES, {}, required=True)
+    tools = tool_calls(TOOLS, HERMES.spelling, {}, required=True)
     cases = {**CASES, "15 tools": tools}
     try:
         began = time.perf_counter()

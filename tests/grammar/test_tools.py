@@ -12,17 +12,16 @@ import pytest
 from support.grammars import ByteMatcher, GrammarBench
 
 from minisgl.errors import InvalidRequestError
-from minisgl.grammar.formats import (
-    HERMES,
-    LLAMA3_JSON,
-    MISTRAL,
-    MISTRAL_LIST,
-    PYTHONIC,
-    QWEN3_CODER,
-    CallSpelling,
-)
 from minisgl.grammar.tools import Tool, tool_calls
+from minisgl.text.parsing import formats
+from minisgl.text.parsing.formats import CallSpelling
 
+HERMES = formats.HERMES.spelling
+QWEN3_CODER = formats.QWEN3_CODER.spelling
+LLAMA3_JSON = formats.LLAMA3_JSON.spelling
+PYTHONIC = formats.PYTHONIC.spelling
+MISTRAL_LIST = formats.MISTRAL_LIST.spelling
+MISTRAL = formats.MISTRAL.spelling
 MARKERS = {"<tool_call>": 400, "</tool_call>": 401, "[TOOL_CALLS]": 402, "[ARGS]": 403}
 WEATHER = Tool(
     name="get-weather",

@@ -19,7 +19,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 
 README = (ROOT / "minisgl/server/README.md").read_text()
-OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses"}
+OF_THE_SERVER = {"minisgl_info", "minisgl_http_responses", "minisgl_tool_calls"}
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

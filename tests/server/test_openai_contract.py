@@ -207,22 +207,6 @@ def test_temperature_0_is_greedy_whatever_seed_and_top_p(client: openai.OpenAI) 
     assert answers == {"17 + 25 = 42."}
 
 
-@pytest.mark.parametrize(
-    ("format", "param"),
-    [
-        ({"type": "json_object"}, "response_format.type"),
-        ({"type": "json_schema", "json_schema": {"name": "a"}}, "response_format.type"),
-    ],
-)
-def test_unsupported_response_formats_are_refused_by_name(
-    client: openai.OpenAI, format: Any, param: str
-) -> None:
-    """Neither format is supported."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="demo", messages=HELLO, response_format=format)
-    assert caught.value.param == param
-
-
 def test_tools_and_tool_calls_are_refused_by_name(client: openai.OpenAI) -> None:
     """Refused in the request and in the history."""
     tool: Any = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -212,7 +212,7 @@ async def test_errors_have_the_openai_envelope() -> None:
         chat = "/v1/chat/completions"
         cases: list[tuple[httpx.Response, int, str | None, str | None]] = [
             (await client.post(chat, json={}), 400, "messages", None),
-            (await client.post(chat, json={"messages": HELLO, "tools": []}), 400, "tools", None),
+            (await client.post(chat, json={"messages": HELLO, "tools": 3}), 400, "tools", None),
             (await client.post(chat, json=[]), 400, None, None),
             (await client.post(chat, content=b"{"), 400, None, None),
             (

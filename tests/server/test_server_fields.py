@@ -703,7 +703,12 @@ def test_chat_template_kwargs_reach_the_template(scripted: Served[FakeEngine]) -
 def test_reasoning_effort_reaches_the_template(scripted: Served[FakeEngine], effort: str) -> None:
     with scripted.openai() as client:
         chat(client, model="fake", reasoning_effort=effort)
-    assert scripted.engine.template_options == {"reasoning_effort": effort}
+    thinks = effort != "none"
+    assert scripted.engine.template_options == {
+        "reasoning_effort": effort,
+        "enable_thinking": thinks,
+        "thinking": thinks,
+    }
 
 
 # -- what is accepted and changes nothing ---------------------------------------------------------
@@ -723,6 +728,8 @@ HARMLESS: list[dict[str, Any]] = [
 ]
 HARMLESS_IN_CHAT: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": "none", "parallel_tool_calls": False},
+    {"tools": [], "tool_choice": "auto"},
+    {"include_reasoning": False, "separate_reasoning": True, "stream_reasoning": True},
     {"functions": None, "function_call": "none"},
     {"modalities": ["text"], "audio": None},
     {"echo": False, "continue_final_message": False, "add_generation_prompt": True},
@@ -804,20 +811,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 2**31}, "max_tokens"),
     ({"ignore_eos": 1}, "ignore_eos"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
-        "response_format.type",
-    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": "json"}, "response_format"),
     *(
         ({name: {}}, name)
         for name in (
-            *("structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-            *("guided_grammar", "regex", "ebnf", "json_schema", "bad_words", "allowed_token_ids"),
-            *("truncate_prompt_tokens", "length_penalty", "prompt_logprobs", "grammar"),
-            *("structural_tag", "stop_regex", "logprob_token_ids", "thinking_token_budget"),
+            *("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "regex"),
+            *("ebnf", "bad_words", "allowed_token_ids", "truncate_prompt_tokens"),
+            *("length_penalty", "prompt_logprobs", "grammar", "structural_tag"),
+            *("stop_regex", "logprob_token_ids", "thinking_token_budget"),
             *("prompt_embeds", "input_ids", "moderation", "prompt_cache_options"),
             *("mirostat_tau", "mirostat_eta", "xtc_threshold", "dry_base", "dry_allowed_length"),
             *("dry_penalty_last_n", "dry_sequence_breakers"),
@@ -842,10 +845,6 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "tool", "tool_call_id": "1", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages.0.role"),
-    (
-        {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": []}]},
-        "messages.1.tool_calls",
-    ),
     ({"messages": [{**HELLO[0], "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
@@ -861,9 +860,8 @@ REFUSED_IN_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": "all"}, "top_logprobs"),
-    ({"tools": []}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"functions": []}, "functions"),
     ({"function_call": "auto"}, "function_call"),
@@ -965,10 +963,10 @@ def test_token_ids_outside_of_the_vocabulary_are_refused_by_name(
 @pytest.mark.parametrize(
     ("fields", "allowed"),
     [
-        ({"messages": [{"role": "tool", "content": "x"}]}, ("system", "developer", "user")),
+        ({"messages": [{"role": "function", "content": "x"}]}, ("system", "developer", "user")),
         ({"reasoning_effort": "extreme"}, ("minimal", "low", "max")),
-        ({"response_format": {"type": "json_object"}}, ("text",)),
-        ({"tool_choice": "auto"}, ("none",)),
+        ({"response_format": {"type": "xml"}}, ("text", "json_object", "json_schema")),
+        ({"tool_choice": "any"}, ("none", "auto", "required")),
     ],
 )
 def test_refusals_state_the_allowed_values(

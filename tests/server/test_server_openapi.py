@@ -30,6 +30,7 @@ from minisgl.models.hub import DEMO_FOLDER
 from minisgl.server import schemas
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
+from minisgl.server.constraints import ConstraintFields
 from minisgl.server.engine_state import EngineState
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import SAMPLER_DETAILS
@@ -163,8 +164,10 @@ def test_described_bounds_equal_the_enforced_ones(
         response = http.post(path, json={**asked, "echo": echo(path, name), name: value})
         if response.status_code != 200:  # it is in bounds, and too much for this small model
             code = response.json()["error"]["code"]
-            assert name in ("max_tokens", "max_completion_tokens", "min_tokens")
-            assert code == "context_length_exceeded" or name == "min_tokens"
+            # The model does not reason either.
+            other = name in ("min_tokens", "thinking_token_budget")
+            assert other or name in ("max_tokens", "max_completion_tokens")
+            assert code == "context_length_exceeded" or other
     for value in (low - beyond, high + beyond):
         response = http.post(path, json={**asked, name: value})
         assert (response.status_code, response.json()["error"]["param"]) == (400, name)
@@ -286,6 +289,9 @@ def test_requests_forbidden_by_the_schema_are_refused(
     assert statuses == {400}
 
 
+CONSTRAINTS = [name for name in ConstraintFields.__dict__ if not name.startswith("_")]
+
+
 def sharpened() -> dict[str, Any]:
     """The description with what binds several fields, or depends on the model: most of what it
     allows is answered, so that the engine meets it."""
@@ -295,7 +301,9 @@ def sharpened() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1, "maxLength": 20}
     ids = {"type": "array", "items": token_id, "minItems": 1, "maxItems": 20}
     schemas["Message"]["required"] = ["role", "content"]
-    schemas["Message"]["properties"]["refusal"] = {"type": "null"}
+    for field in ("refusal", "tool_calls", "tool_call_id"):
+        schemas["Message"]["properties"][field] = {"type": "null"}
+    schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
     parts = {"type": "array", "items": {"$ref": "#/components/schemas/ContentPart"}}
     schemas["Message"]["properties"]["content"] = {
         "anyOf": [text, {**parts, "minItems": 1, "maxItems": 2}]
@@ -326,9 +334,13 @@ def sharpened() -> dict[str, Any]:
         useless = (
             *("best_of", "chat_template_kwargs", "max_completion_tokens", "suffix"),
             *("prompt_logprobs", "add_generation_prompt"),  # not with stream, or to continue
+            # What schemas cannot say: the syntax of grammars; and the model has neither.
+            *("tools", "tool_choice", "thinking_token_budget", *CONSTRAINTS),
         )
         for field in (*useless, *(field for group in SAMPLER_DETAILS.values() for field in group)):
             fields.pop(field, None)
+    for name in ("tools", "tool_choice"):
+        del schemas["TokenizeRequest"]["properties"][name]
     for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False

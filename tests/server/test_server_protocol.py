@@ -51,9 +51,9 @@ def image() -> list[dict[str, Any]]:
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages.0.tool_calls"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"n": 0}, "n"),
@@ -67,13 +67,15 @@ def image() -> list[dict[str, Any]]:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"stop": [1]}, "stop.0"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tool_choice": "any"}, "tool_choice"),
         ({"functions": []}, "functions"),
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"audio": {}}, "audio"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": {}}, "guided_regex"),
+        ({"bad_words": []}, "bad_words"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ],
 )
@@ -126,7 +128,7 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
         (b"{}", "prompt: is missing."),
         (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
         (b'{"prompt": "a", "suffix": "3"}', "suffix: is not supported; leave it out."),
-        (b'{"prompt": "a", "guided_json": {}}', "guided_json: is not supported; leave it out."),
+        (b'{"prompt": "a", "bad_words": []}', "bad_words: is not supported; leave it out."),
         (b'{"prompt": 5}', "prompt: must be a text or a list, not an integer."),
         (b'{"prompt": []}', "prompt: must not be empty."),
         (b'{"prompt": [1.5]}', "prompt.0: must be an integer or a text or a list."),
@@ -165,9 +167,9 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
             "stop: must have at most 16 entries.",
         ),
         (
-            b'{"prompt": "a", "response_format": {"type": "json_object"}}',
-            "response_format.type: JSON mode and structured output are not supported; "
-            "allowed: text.",
+            b'{"prompt": "a", "response_format": {"type": "xml"}}',
+            "response_format.type: cannot be 'xml'; allowed: text, json_object, json_schema or "
+            "structural_tag.",
         ),
     ],
 )
@@ -179,8 +181,9 @@ def test_error_messages_are_plain_sentences(body: bytes, message: str) -> None:
 
 def test_an_invalid_choice_is_refused_with_the_allowed_values() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(tool_choice="auto")
-    assert str(caught.value) == "tool_choice: cannot be 'auto'; allowed: none."
+        chat(tool_choice="any")
+    expected = "tool_choice: cannot be 'any'; allowed: auto, none or required."
+    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(
@@ -203,15 +206,14 @@ def test_the_invalid_entry_of_logit_bias_is_named(key: str, value: object, messa
 
 
 def test_an_unsupported_field_is_refused_before_its_content_is_checked() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
     for fields in (
-        {"tool_choice": "auto", "tools": [tool]},
-        {"tool_choice": {"type": "function"}, "temperature": "hot", "tools": [tool]},
-        {"messages": [{"role": "tool", "content": "x"}], "tools": [tool]},
+        {"tool_choice": "any", "functions": [{}]},
+        {"tool_choice": {"type": "function"}, "temperature": "hot", "functions": [{}]},
+        {"messages": [{"role": "function", "content": "x"}], "functions": [{}]},
     ):
         with pytest.raises(InvalidRequestError) as caught:
             chat(**fields)
-        assert str(caught.value) == "tools: is not supported; leave it out."
+        assert str(caught.value) == "functions: is not supported; leave it out."
     with pytest.raises(InvalidRequestError) as caught:
         chat(function_call="auto", functions=[{}], tools=None)
     assert caught.value.param == "functions"
@@ -246,7 +248,7 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
         ({"top_k": 2.0, "best_of": [1.0]}, "best_of"),
         ({"top_k": 2.0, "n": 500.0}, "n"),
         ({"top_k": 2.0, "unknown": 1}, "unknown"),
-        ({"top_k": 2.0, "regex": "a"}, "regex"),
+        ({"top_k": 2.0, "bad_words": ["a"]}, "bad_words"),
     ],
 )
 def test_an_error_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:

@@ -25,18 +25,23 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
+from minisgl.grammar.compiler import Compiled
+from minisgl.matcher import Matcher
 from minisgl.request import (
     EVERYONE,
     FinishReason,
     OutputDelta,
     SamplingParams,
+    StructuredOutput,
     Tenant,
     TokenLogprobs,
 )
 from minisgl.scheduler.scheduler import SchedulerCounters
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import ServerProcess
+from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.rendering import encode_call
+from minisgl.text.template_facts import TemplateFacts
 
 VOCAB_SIZE = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -54,6 +59,11 @@ class FakeTokenizer:
 
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
+
+    chat_template_text = ""
+
+    def added_token_id(self, text: str, /) -> int | None:
+        return None
 
     def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
         return {token_id: bytes([token_id]) for token_id in range(VOCAB_SIZE)}
@@ -191,6 +201,12 @@ class FakeEngine:
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return list(text.encode())
 
+    async def template_facts(self) -> TemplateFacts:
+        return TemplateFacts()
+
+    async def compile(self, structured: StructuredOutput | None, /) -> Compiled:
+        raise InvalidRequestError("structured", "the model has no tokenizer.")
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -199,6 +215,8 @@ class FakeEngine:
         request_id: str | None = None,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
+        parser: AnswerParser | None = None,
+        matcher: Matcher | None = None,
     ) -> FakeStream:
         if self.failure is not None or self.draining:
             raise EngineStoppedError("The engine takes no more work.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.formats import (
@@ -20,11 +20,8 @@ from minisgl.text.parsing.formats import (
     ReasoningFormat,
 )
 from minisgl.text.parsing.json_formats import ARGS, TOOL_CALLS
-from minisgl.text.tokenizer import Tokenizer
+from minisgl.text.parsing.names import AUTO, NONE, REASONING_PARSERS, TOOL_PARSERS
 
-AUTO, NONE = "auto", "none"
-TOOL_PARSERS = (AUTO, "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", NONE)
-REASONING_PARSERS = (AUTO, "think", NONE)
 _BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHONIC)}
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
@@ -38,6 +35,16 @@ _SIGNS = (
     ("pythonic", ("func_name1(", "<|python_start|>")),
     ("llama3_json", ("<|python_tag|>", '"parameters": ')),
 )
+
+
+class Vocabulary(Protocol):
+    """What of a Tokenizer tells how its model writes."""
+
+    @property
+    def chat_template_text(self) -> str: ...
+    def added_token_id(self, text: str, /) -> int | None: ...
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+    def byte_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class AnswerFormat:
             tools=tools,
         )
 
-    def opens_reasoning(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> bool:
+    def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of a reasoning block.
 
         Only what follows the last control token is looked at, which is the generation prompt and
@@ -101,7 +108,7 @@ class AnswerFormat:
 
 
 def choose_format(
-    tokenizer: Tokenizer, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
+    tokenizer: Vocabulary, *, tool_parser: str = AUTO, reasoning_parser: str = AUTO
 ) -> AnswerFormat:
     """The format that the named parsers read; `auto` goes by the chat template and the vocabulary.
 
@@ -125,7 +132,7 @@ def markers_of(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> l
     return [*block, *(calls.markers if calls else ())]
 
 
-def _call_format(name: str, template: str, tokenizer: Tokenizer) -> CallFormat | None:
+def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat | None:
     if name == AUTO:
         found = (name for name, signs in _SIGNS if any(sign in template for sign in signs))
         name = next(found, NONE) if "tools" in template else NONE
@@ -134,7 +141,7 @@ def _call_format(name: str, template: str, tokenizer: Tokenizer) -> CallFormat |
     return _BY_NAME.get(name)
 
 
-def _reasoning_format(name: str, template: str, tokenizer: Tokenizer) -> ReasoningFormat | None:
+def _reasoning_format(name: str, template: str, tokenizer: Vocabulary) -> ReasoningFormat | None:
     if name == NONE:
         return None
     for form in (THINK, MAGISTRAL):

@@ -1,0 +1,224 @@
+"""What the answers to one conversation are held to, and how they are parsed and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minisgl.errors import InvalidRequestError
+from minisgl.events import Event, joined
+from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.grammar.tools import calls_or
+from minisgl.matcher import Matcher
+from minisgl.request import StructuredOutput
+from minisgl.server.call_ids import new_call_id, short_id
+from minisgl.server.constraints import constraint_of
+from minisgl.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from minisgl.server.served_engine import CompiledGrammar, ServedEngine
+from minisgl.server.tools import ToolUse, tool_use
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.names import NONE
+from minisgl.text.parsing.selection import AnswerFormat
+from minisgl.text.template_facts import TemplateFacts
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerStyle:
+    """How a parsed answer is reported."""
+
+    reasoning_fields: tuple[str, ...]  # the members that have the reasoning; none: it is left out
+    custom_names: frozenset[str]  # of the tools whose input is a text
+    short_ids: bool  # calls have ids of 9 letters and digits
+    count_call: Callable[[], None]
+    echo: tuple[Event, ...] = ()  # what the answer begins with
+    reasoning_end: str = ""  # the closing markers
+    call_end: str = ""
+
+    def call_id(self) -> str:
+        """An id for a call, unlike all others."""
+        return short_id(new_call_id()) if self.short_ids else new_call_id()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlan:
+    """What the answers of one request have in common. Each gets a parser and a matcher."""
+
+    grammar: CompiledGrammar | None = None
+    gate: ReasoningGate | None = None
+    form: AnswerFormat | None = None  # to parse; None: the text is the answer
+    in_reasoning: bool = False
+    tools: Mapping[str, Any] | None = None  # schemas by name, where calls are parsed
+    skip_special_tokens: bool = True
+    style: AnswerStyle | None = None
+
+    @property
+    def ignored_keywords(self) -> tuple[str, ...]:
+        return () if self.grammar is None else self.grammar.ignored_keywords
+
+    def matcher(self) -> Matcher | None:
+        """A matcher for one answer."""
+        return None if self.grammar is None else self.grammar.matcher(self.gate)
+
+    def parser(self) -> AnswerParser | None:
+        """A parser for one answer."""
+        if self.form is None:
+            return None
+        return self.form.parser(
+            in_reasoning=self.in_reasoning,
+            tools=self.tools,
+            parse_calls=self.tools is not None,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+FREE = AnswerPlan()
+
+
+async def plan_completion(engine: ServedEngine, body: CompletionRequest) -> AnswerPlan:
+    """The plan of completions, which are not parsed. Raises InvalidRequestError."""
+    constraint = constraint_of(body)
+    return FREE if constraint is None else AnswerPlan(grammar=await engine.compile(constraint))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A conversation under the chat template."""
+
+    prompt_token_ids: list[int]
+    facts: TemplateFacts | None  # None: no tools are spoken of
+    tools: ToolUse | None
+
+
+async def read_conversation(
+    engine: ServedEngine,
+    body: ChatRequest | TokenizeRequest,
+    *,
+    parallel: bool | None = None,
+    any_length: bool = False,
+) -> Conversation:
+    """Tokenize the conversation of a request, with the tools that it offers.
+
+    Raises InvalidRequestError, and whatever `encode_chat` does.
+    """
+    tools = tool_use(body.tools, body.tool_choice, parallel)
+    facts = None
+    options = body.template_options()
+    if tools is not None or body.has_tool_messages:
+        facts = await engine.template_facts()
+    if tools is not None:
+        assert facts is not None
+        if not facts.offers_tools:
+            raise InvalidRequestError(
+                "tools",
+                "are not supported by this model: its chat template leaves them out. Leave them "
+                'out as well, or set tool_choice to "none".',
+            )
+        options["tools"] = tools.for_template()
+    messages = body.template_messages(facts) if facts else body.template_messages()
+    prompt = await engine.encode_chat(messages, any_length, **options)
+    return Conversation(prompt_token_ids=prompt, facts=facts, tools=tools)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlanner:
+    """Plans the answers to conversations."""
+
+    form: AnswerFormat  # of the model
+    tool_parser: str  # as the option says
+    reasoning_fields: tuple[str, ...]
+    count_call: Callable[[], None]
+
+    async def plan(
+        self, engine: ServedEngine, body: ChatRequest, conversation: Conversation
+    ) -> AnswerPlan:
+        """The plan of one conversation. Raises InvalidRequestError."""
+        tools = conversation.tools
+        if tools is not None and self.form.calls is None and self.tool_parser != NONE:
+            raise InvalidRequestError(
+                "tools",
+                "are not supported: the chat template does not show in which format this model "
+                "writes calls. Start the server with --tool-parser.",
+            )
+        constraint = self._constraint(body, tools)
+        budget = body.thinking_token_budget
+        if budget is not None and self.form.reasoning is None:
+            raise InvalidRequestError(
+                "thinking_token_budget", "is not supported: this model's reasoning is not parsed."
+            )
+        grammar = None
+        if constraint is not None or budget is not None:
+            grammar = await engine.compile(constraint)
+        form = self.form if body.separates_reasoning else replace(self.form, reasoning=None)
+        parses_calls = tools is not None and form.calls is not None
+        parsed = form.reasoning is not None or parses_calls
+        if not parsed and grammar is None:
+            return FREE
+        prompt, tokenizer = conversation.prompt_token_ids, engine.tokenizer
+        is_open = tokenizer is not None and self.form.opens_reasoning(tokenizer, prompt)
+        gate = None
+        if grammar is not None:
+            gate = await self._gate(engine, is_open=is_open, budget=budget)
+        if not parsed:
+            return AnswerPlan(grammar=grammar, gate=gate)
+        facts = conversation.facts
+        return AnswerPlan(
+            grammar=grammar,
+            gate=gate,
+            form=form,
+            in_reasoning=is_open and form.reasoning is not None,
+            tools=tools.schemas if tools is not None and parses_calls else None,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            style=AnswerStyle(
+                reasoning_fields=self.reasoning_fields if body.wants_reasoning else (),
+                custom_names=tools.custom_names if tools is not None else frozenset(),
+                short_ids=facts is not None and facts.wants_short_ids,
+                count_call=self.count_call,
+                echo=_events_of(body.echoed, form),
+                reasoning_end=form.reasoning.close if form.reasoning else "",
+                call_end=form.calls.closing if form.calls else "",
+            ),
+        )
+
+    def _constraint(self, body: ChatRequest, tools: ToolUse | None) -> StructuredOutput | None:
+        """What the answer is held to: the tools, a constraint of the request, or either."""
+        constraint = constraint_of(body)
+        if tools is None:
+            return constraint
+        if constraint is None:
+            return tools.grammar(self.form)
+        if tools.required:
+            raise InvalidRequestError(
+                constraint.field,
+                'is not allowed with a tool_choice that asks for a call; allowed: "auto" or '
+                '"none".',
+            )
+        calls = tools.grammar(self.form, only_calls=True)
+        return constraint if calls is None else calls_or(calls, constraint)
+
+    async def _gate(
+        self, engine: ServedEngine, *, is_open: bool, budget: int | None
+    ) -> ReasoningGate | None:
+        """What lets an answer begin with reasoning."""
+        form = self.form.reasoning
+        if form is None:
+            return None
+        closing = self.form.marker_ids.get(form.close)
+        ids = [closing] if closing is not None else None
+        return ReasoningGate(
+            closing=form.close,
+            closing_ids=tuple(ids or await engine.encode(form.close, add_special_tokens=False)),
+            opening_id=self.form.marker_ids.get(form.open),
+            is_open=is_open,
+            budget=budget,
+        )
+
+
+def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:
+    """What a text is that the answer goes on with: reasoning too, if it has a block."""
+    if not text:
+        return ()
+    parser = AnswerParser(None, form.reasoning, marker_ids={})
+    return (*joined([*parser.feed([(NO_TOKEN, text)]), *parser.finish(natural=False)]),)

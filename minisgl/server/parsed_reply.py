@@ -1,0 +1,225 @@
+"""Answers to POST /v1/chat/completions that are parsed: content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
+from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.request import OutputDelta
+from minisgl.server.alignment import PlacedToken
+from minisgl.server.answer_plan import AnswerStyle
+from minisgl.server.chat_reply import ChatChoice, ChatReply
+from minisgl.server.content_alignment import ContentAlignment
+from minisgl.server.encoding import encode, event
+from minisgl.server.schemas import (
+    AnswerMessage,
+    CallDelta,
+    ChatAnswerChoice,
+    ChatDelta,
+    ChatEndReason,
+    CustomCall,
+    CustomCallInput,
+    FunctionCall,
+    FunctionDelta,
+    NamedArguments,
+)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of the answer, as far as it has come."""
+
+    id: str
+    name: str
+    custom: bool
+    arguments: list[str] = field(default_factory=list)
+
+    @property
+    def input(self) -> str:
+        """The text that a custom tool is given; the model may have written something else."""
+        text = "".join(self.arguments)
+        try:
+            return msgspec.json.decode(text, type=dict[str, str])[CUSTOM_ARGUMENT]
+        except (ValueError, KeyError, RecursionError):
+            return text
+
+    def whole(self) -> FunctionCall | CustomCall:
+        if self.custom:
+            return CustomCall(id=self.id, custom=CustomCallInput(self.name, self.input))
+        return FunctionCall(id=self.id, function=NamedArguments(self.name, "".join(self.arguments)))
+
+
+class ParsedChoice(ChatChoice):
+    """A message of the assistant that may have reasoning and calls."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert self.job.style is not None
+        self._style: AnswerStyle = self.job.style
+        self._calls: list[_Call] = []
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._placed: list[PlacedToken] = []  # tokens of the content that are not yet reported
+        self._content_alignment: ContentAlignment | None = None
+        # The frequent events are encoded once, and cut where their text is.
+        self._reasoning_head = self._reasoning_tail = b""
+        if len(self._style.reasoning_fields) == 1:
+            empty = self._chunk_of(self._thought(""))
+            self._reasoning_head, _, self._reasoning_tail = event(empty).rpartition(b'""')
+
+    def events(self, delta: OutputDelta) -> bytes:
+        parts = [] if self._started else [self._opening()]
+        token_ids: Sequence[int] = delta.token_ids if self.job.return_token_ids else ()
+        for found in self._parse(delta):
+            parts.append(self._event_of(found, token_ids))
+            if parts[-1]:
+                token_ids = ()
+        if token_ids or (self._placed and self._finish_reason is not None):
+            parts.append(event(self._chunk_of(ChatDelta(), self._shown(), token_ids=token_ids)))
+        if self._finish_reason is not None:
+            parts.append(event(self._chunk_of(ChatDelta(), finish_reason=self._end_reason())))
+        return b"".join(parts)
+
+    def keep(self, delta: OutputDelta) -> None:
+        for found in self._parse(delta):
+            match found:
+                case ContentText(text):
+                    self._content.append(text)
+                case ReasoningText(text):
+                    self._reasoning.append(text)
+        self._token_ids += delta.token_ids
+        self._prompt_logprobs += delta.prompt_logprobs
+
+    def whole(self) -> ChatAnswerChoice:
+        content = "".join(self._content)
+        message = AnswerMessage(
+            role="assistant",
+            content=None if self._calls and not content else content,
+            refusal=None,
+            tool_calls=[call.whole() for call in self._calls] or UNSET,
+        )
+        if reasoning := "".join(self._reasoning):
+            for name in self._style.reasoning_fields:
+                setattr(message, name, reasoning)
+        return ChatAnswerChoice(
+            index=self.job.index,
+            message=message,
+            logprobs=self._show(self._placed) if self._scored else None,
+            finish_reason=self._end_reason(),
+            token_ids=self._whole_token_ids(),
+        )
+
+    @property
+    def num_scored(self) -> int:
+        return len(self._placed) + len(self._prompt_logprobs)
+
+    def _end_reason(self) -> ChatEndReason:
+        """Calls are complete only where the model has ended the answer by itself."""
+        reason = self.check_finished()
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    def _parse(self, delta: OutputDelta) -> list[Event]:
+        """The events of `delta`, in order, the first time with those of the echo."""
+        began = self._started
+        self._take(delta)
+        self.num_reasoning_tokens = delta.num_reasoning_tokens
+        found: list[Event] = [*([] if began else self._style.echo), *delta.events]
+        for each in found:
+            match each:
+                case CallStart(name=name):
+                    custom = name in self._style.custom_names
+                    self._calls.append(_Call(self._style.call_id(), name, custom))
+                    self._style.count_call()
+                case CallArguments(index, text):
+                    self._calls[index].arguments.append(text)
+        if self._scored:
+            self._align(delta)
+        return found
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _event_of(self, found: Event, token_ids: Sequence[int]) -> bytes:
+        match found:
+            case ContentText(text):
+                if self._plain:
+                    return self._head + encode(text) + self._tail
+                chunk = self._chunk_of(ChatDelta(content=text), self._shown(), token_ids=token_ids)
+                return event(chunk)
+            case ReasoningText(text):
+                if not self._style.reasoning_fields:
+                    return b""
+                if self._plain and self._reasoning_head:
+                    return self._reasoning_head + encode(text) + self._reasoning_tail
+                delta = self._thought(text)
+            case CallStart(index):
+                delta = self._start_of(index)
+            case CallArguments(index, text):
+                if self._calls[index].custom:
+                    return b""
+                call = CallDelta(index=index, function=FunctionDelta(arguments=text))
+                delta = ChatDelta(tool_calls=[call])
+            case CallEnd(index):
+                if not self._calls[index].custom:
+                    return b""
+                input = CustomCallInput(input=self._calls[index].input)
+                delta = ChatDelta(tool_calls=[CallDelta(index=index, custom=input)])
+        return event(self._chunk_of(delta, token_ids=token_ids))
+
+    def _thought(self, text: str) -> ChatDelta:
+        delta = ChatDelta()
+        for name in self._style.reasoning_fields:
+            setattr(delta, name, text)
+        return delta
+
+    def _start_of(self, index: int) -> ChatDelta:
+        call = self._calls[index]
+        if call.custom:
+            custom = CallDelta(
+                index=index, id=call.id, type="custom", custom=CustomCallInput(call.name, "")
+            )
+            return ChatDelta(tool_calls=[custom])
+        function = FunctionDelta(name=call.name, arguments="")
+        begun = CallDelta(index=index, id=call.id, type="function", function=function)
+        return ChatDelta(tool_calls=[begun])
+
+    # -- logprobs ----------------------------------------------------------------------------------
+
+    def _shown(self) -> Any:
+        """The logprobs of the tokens of content that have become complete."""
+        placed, self._placed = self._placed, []
+        return self._show(placed) if placed else None
+
+    def _align(self, delta: OutputDelta) -> None:
+        job, tokenizer = self.job, self._tokenizer
+        if tokenizer is None or job.parser is None:
+            return
+        table = tokenizer.byte_table(skip_special_tokens=job.params.skip_special_tokens)
+        if self._content_alignment is None:
+            drops = tokenizer.drops_first_space
+            self._content_alignment = ContentAlignment(
+                reasoning_end=self._style.reasoning_end,
+                call_end=self._style.call_end,
+                drops_first_space=drops and not any(table[id] for id in job.prompt_token_ids),
+            )
+        alignment = self._content_alignment
+        scored = delta.logprobs
+        for token in scored[:-1] if self._token_ended else scored:
+            is_marker = token.token_id in job.parser.marker_ids
+            data = tokenizer.token_bytes(token.token_id) if is_marker else table[token.token_id]
+            alignment.add(token, data)
+        for each in delta.events:
+            self._placed += alignment.read(each)
+        if self._finish_reason is not None:
+            self._placed += alignment.finish()
+
+
+class ParsedReply(ChatReply):
+    """The answer to a conversation whose choices are parsed."""
+
+    choice_type = ParsedChoice
