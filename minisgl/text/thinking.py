@@ -1,11 +1,16 @@
-"""Separates a model's thinking, `<think>…</think>`, from the answer after it."""
+"""Separates thinking, `<think>…</think>`, from the answer where only the text of it is known."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-OPEN, CLOSE = "<think>", "</think>"
-MAX_HELD_CHARS = 1000
+from minisgl.events import ContentText, Event, ReasoningText
+from minisgl.text.parsing.answer import AnswerParser
+from minisgl.text.parsing.formats import THINK
+
+OPEN, CLOSE = THINK.open, THINK.close
+NO_TOKEN = -1
 
 
 @dataclass(slots=True)
@@ -15,54 +20,25 @@ class Split:
 
 
 class ThinkingSplitter:
-    """Splits an answer that arrives in pieces. Only a tag at the very beginning counts.
+    """Splits an answer that arrives in pieces; what is a tag is as AnswerParser has it.
 
     Text that may become a tag is held back until that is decided, or until `flush`.
     """
 
     def __init__(self) -> None:
-        self._inside: bool | None = None  # None: only white space so far
-        self._held = ""
-        self._at_start = True  # of the thinking or the answer, where white space is dropped
+        self._parser = AnswerParser(None, THINK, marker_ids={})
 
     @property
     def inside(self) -> bool:
-        """True while a thinking block is open."""
-        return bool(self._inside)
+        """Whether a block has been opened and not closed."""
+        return self._parser.is_reasoning
 
     def feed(self, piece: str) -> Split:
-        text, self._held = self._held + piece, ""
-        if self._inside is None:
-            begun = text.lstrip()
-            # Still undecided; beyond MAX_HELD_CHARS it is an answer.
-            if OPEN.startswith(begun) and len(text) <= MAX_HELD_CHARS:
-                self._inside = True if begun == OPEN else None
-                self._held = "" if self._inside else text
-                return Split()
-            self._inside = begun.startswith(OPEN)
-            text = begun.removeprefix(OPEN) if self._inside else text
-            self._at_start = self._inside
-        if not self._inside:
-            return Split(text=self._trim(text))
-        thought, closed, rest = text.partition(CLOSE)
-        if not closed:
-            self._held = _tail(thought, CLOSE)
-            return Split(thinking=self._trim(thought.removesuffix(self._held)))
-        split = Split(thinking=self._trim(thought).rstrip())
-        self._inside, self._at_start = False, True
-        split.text = self._trim(rest)
-        return split
+        return _split(self._parser.feed([(NO_TOKEN, piece)]))
 
     def flush(self) -> Split:
         """Return the text that was held back, at the end of the answer."""
-        held, self._held = self._held, ""
-        return Split(thinking=held) if self._inside else Split(text=held)
-
-    def _trim(self, text: str) -> str:
-        if self._at_start:
-            text = text.lstrip()
-            self._at_start = not text
-        return text
+        return _split(self._parser.finish(natural=True))
 
 
 def split_whole(text: str) -> Split:
@@ -72,7 +48,12 @@ def split_whole(text: str) -> Split:
     return Split(split.thinking + rest.thinking, split.text + rest.text)
 
 
-def _tail(text: str, tag: str) -> str:
-    """The longest suffix of `text` that is a prefix of `tag`."""
-    lengths = range(min(len(text), len(tag) - 1), 0, -1)
-    return next((text[-length:] for length in lengths if tag.startswith(text[-length:])), "")
+def _split(events: Iterable[Event]) -> Split:
+    split = Split()
+    for event in events:
+        match event:
+            case ReasoningText(text):
+                split.thinking += text
+            case ContentText(text):
+                split.text += text
+    return split

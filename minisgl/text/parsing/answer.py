@@ -37,6 +37,7 @@ class AnswerParser:
         opened a block. `tools`: the JSON Schemas of the arguments, by the names of the tools.
         """
         self.num_reasoning_tokens = 0
+        self._has_closed = False  # a block
         marks = {text: chr(FIRST_MARK + index) for index, text in enumerate(marker_ids)}
         self._mark_of = {marker_ids[text]: mark for text, mark in marks.items()}
         self.marker_ids = self._mark_of.keys()
@@ -61,6 +62,11 @@ class AnswerParser:
         self._in_reasoning = Patterns(*blocks, *openings)
         self._reading: Reading[None] | None = self._answer(in_reasoning)
         next(self._reading)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether a block has been opened and not closed."""
+        return self._emitter.is_reasoning
 
     def feed(self, pieces: Iterable[tuple[int, str]]) -> list[Event]:
         """Go on with the next tokens, each with the text that it completes.
@@ -100,13 +106,16 @@ class AnswerParser:
         emitter = self._emitter
         while found := (yield from self._reader.until(self._in_content, emitter.text)):
             if found == self._close:
-                pass  # of a block that has been closed
+                if not emitter.begun:
+                    emitter.close_reasoning()  # of a block that the prompt has closed
+                elif not self._has_closed and not emitter.at_line_start:
+                    emitter.text(found)  # the answer speaks of the marker
             elif found == self._open:
                 if emitter.at_line_start:
                     yield from self._block()
                     yield from self._bare_call()
                 else:
-                    emitter.text(found)  # the answer speaks of the marker
+                    emitter.text(found)
             elif found == self._closing:
                 if not emitter.num_calls or not emitter.at_line_start:
                     emitter.text(found)
@@ -121,6 +130,7 @@ class AnswerParser:
         while found := (yield from self._reader.until(self._in_reasoning, emitter.text)):
             if found == self._close:
                 emitter.close_reasoning()
+                self._has_closed = True
                 return
             if found == self._open:
                 if not emitter.at_line_start:

@@ -15,6 +15,7 @@ from minisgl.events import (
 )
 from minisgl.text.parsing.reader import BLANKS, MARKS
 
+MAX_HELD_CHARS = 1000
 ANY_MARK = re.compile(f"[{MARKS}]")
 
 
@@ -22,8 +23,8 @@ class Emitter:
     """Collects the events of one answer.
 
     Line breaks after the opening of a block and on both sides of its closing are markup, and so
-    are blanks around calls. Blanks at the end of a text are held back until it is known what
-    follows; at the end of the answer they are text.
+    are blanks around calls. The last MAX_HELD_CHARS blanks at the end of a text are held back until
+    it is known what follows; at the end of the answer they are text.
     """
 
     def __init__(self, spellings: Mapping[str, str]) -> None:
@@ -33,8 +34,8 @@ class Emitter:
         self._spellings = spellings
         self._events: list[Event] = []
         self._dropped = ""  # the characters that are no text until another one comes
-        self._held: list[str] = []
-        self._begun = False  # text has been emitted since the last markup
+        self._held = ""
+        self.begun = False  # text has been emitted since the last markup
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -44,7 +45,7 @@ class Emitter:
     @property
     def at_line_start(self) -> bool:
         """Whether nothing but blanks has been written in this line."""
-        return not self._begun or any("\n" in blanks for blanks in self._held)
+        return not self.begun or "\n" in self._held
 
     def text(self, text: str) -> None:
         """Go on with the reasoning or the content."""
@@ -54,10 +55,12 @@ class Emitter:
         self._dropped = ""
         end = len(text.rstrip("\n" if self.is_reasoning else BLANKS))
         if end:
-            self._put("".join((*self._held, text[:end])))
-            self._held.clear()
-        if end < len(text):
-            self._held.append(text[end:])
+            self._put(self._held + text[:end])
+            self._held = ""
+        self._held += text[end:]
+        if len(self._held) > MAX_HELD_CHARS:
+            self._put(self._held[:-MAX_HELD_CHARS])
+            self._held = self._held[-MAX_HELD_CHARS:]
 
     def open_reasoning(self) -> None:
         self._drop("\n")
@@ -84,17 +87,17 @@ class Emitter:
     def end(self) -> None:
         """End the answer: what is held back is text."""
         if self._held:
-            self._put("".join(self._held))
-            self._held.clear()
+            self._put(self._held)
+            self._held = ""
 
     def _drop(self, characters: str) -> None:
         """Leave out what is held back, and `characters` until there is another one."""
-        self._held.clear()
+        self._held = ""
         self._dropped = characters
-        self._begun = False
+        self.begun = False
 
     def _put(self, text: str) -> None:
-        self._begun = True
+        self.begun = True
         self._events.append(ReasoningText(text) if self.is_reasoning else ContentText(text))
 
     def _spelled(self, text: str) -> str:

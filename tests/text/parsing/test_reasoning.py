@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.parsed_answers import MISTRAL, PLAIN, QWEN, Parsed, form_of, parse, replay
+from support.parsed_answers import MISTRAL, PLAIN, QWEN, Parsed, form_of, parse, parsed, replay
 
 from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, ReasoningText
+from minisgl.text.parsing.emitter import MAX_HELD_CHARS
 from minisgl.text.tokenizer import Tokenizer
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -29,6 +30,9 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
         ("Yes.\n", False, "", "Yes.\n"),
         ("  \n\nYes.", False, "", "  \n\nYes."),
         ("The tag <think> opens it.", False, "", "The tag <think> opens it."),
+        ("Between <think> and </think>.", False, "", "Between <think> and </think>."),
+        ("\n</think>\n\nYes.", False, "", "Yes."),
+        ("Yes.\n</think>\nNo.", False, "", "Yes.\n\nNo."),
         ("<thin", False, "", "<thin"),
         # It is not closed, or twice, or there are several.
         ("<think>\nWell,\n\n", False, "Well,\n\n", ""),
@@ -126,3 +130,13 @@ def test_a_character_that_a_marker_breaks_off_comes_before_it() -> None:
     ids = [*QWEN.encode("<think>a"), half, *QWEN.encode("</think>b"), half]
     form = form_of(QWEN, "hermes", "think")
     assert replay(QWEN, form, ids) == [ReasoningText("a\ufffd"), ContentText("b\ufffd")]
+
+
+def test_endless_blanks_are_not_held_back() -> None:
+    for spaces, tool_parser in ((" " * 5000, "hermes"), ("\n" * 5000, "llama3_json")):
+        form = form_of(PLAIN, tool_parser, "think")
+        parser = form.parser()
+        assert parser is not None
+        events = [event for blank in f"a{spaces}" for event in parser.feed([(-1, blank)])]
+        assert parsed(events).content == f"a{spaces}"[:-MAX_HELD_CHARS]
+        assert parsed([*events, *parser.finish(True)]).content == f"a{spaces}"
