@@ -1,0 +1,327 @@
+"""Grammars of tool calls, in the format in which the model writes them.
+
+Each tool has a schema of its own in the grammar, so that references inside of it work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl.errors import InvalidRequestError
+from minisgl.grammar.formats import OPENINGS, ArgumentStyle, CallSpelling
+from minisgl.grammar.source import OPTIONS, inline_regex, inline_schema, schema_options
+from minisgl.request import StructuredOutput, ToolCallGrammar
+
+# The one argument of a custom tool, whose input is a text.
+CUSTOM_ARGUMENT = "input"
+ANY_TEXT = r"/(.|\n)*/"
+END_OF_VALUE = "\n</parameter>\n"
+# The escapes that mean the same in JSON and in Python.
+PYTHON_ESCAPES = 'nrbtf\\"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool that the model may call: a function, or a custom tool with a text for its input."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: no arguments
+    strict: bool = False
+    custom: bool = False
+    regex: str | None = None  # of a custom tool's input
+    lark: str | None = None
+    field: str = "tools"  # the name of the schema, or of the input's grammar, in errors
+
+
+def tool_calls(
+    tools: Sequence[Tool],
+    spelling: CallSpelling,
+    marker_ids: Mapping[str, int],
+    *,
+    required: bool,
+    parallel: bool = True,
+    field: str = "tools",
+) -> StructuredOutput:
+    """A constraint for answers that call `tools`.
+
+    marker_ids: the markers in `spelling` that are one token. required: nothing but calls;
+    otherwise a text may stand for them, or before them. parallel: allow several calls.
+    Raises InvalidRequestError for a tool that the format cannot be held to.
+    """
+    if not tools:
+        raise InvalidRequestError(field, "there is no tool to call.")
+    grammar = _Grammar(spelling, marker_ids)
+    names = [json.dumps(tool.name, ensure_ascii=False)[1:-1] for tool in tools]
+    bodies = [  # of each call, what follows its head
+        grammar.rule(
+            f"call_{index}",
+            grammar.text(name + spelling.middle),
+            _Arguments(grammar, f"call_{index}", tool).rule,
+            grammar.text(spelling.tail),
+        )
+        for index, (name, tool) in enumerate(zip(names, tools, strict=True))
+    ]
+    any_call = grammar.rule("any_call", " | ".join(bodies))
+    further = f"({grammar.text(spelling.between + spelling.head)} {any_call})*" if parallel else ""
+    calls = f"{any_call} {further} {grammar.text(spelling.end)}"
+    beginning = spelling.begin + spelling.head
+    if required:
+        grammar.rule("start", grammar.text(beginning), calls)
+    else:
+        _optional_calls(grammar, beginning, calls)
+    text = ToolCallGrammar(str(grammar), tuple(map(_part, filter(_has_grammar, tools))))
+    return StructuredOutput(tool_calls=text, field=field)
+
+
+def _optional_calls(grammar: _Grammar, beginning: str, calls: str) -> None:
+    """Add the start of a grammar in which a text may stand for the calls, or before them."""
+    opening = next((text for text in OPENINGS if beginning.startswith(text)), "")
+    if not opening:  # calls are the whole answer, which its first character shows
+        first = re.escape(beginning[0])
+        grammar.rule("start", f"{grammar.text(beginning)} {calls} | /([^{first}](.|\\n)*)?/")
+    elif opening in grammar.marker_ids:
+        grammar.rule("start", f"{ANY_TEXT} ({grammar.text(beginning)} {calls})?")
+    else:  # the text goes as far as the opening
+        rest = grammar.text(beginning.removeprefix(opening))
+        grammar.rule("opened[lazy]", f"{ANY_TEXT} {grammar.text(opening)}")
+        grammar.rule("start", f"opened {rest} {calls} | {ANY_TEXT}")
+
+
+def _has_grammar(tool: Tool) -> bool:
+    return tool.parameters is not None or tool.regex is not None or tool.lark is not None
+
+
+def _part(tool: Tool) -> StructuredOutput:
+    """The constraint of one tool alone, which tells what is wrong in it."""
+    if tool.regex is not None:
+        return StructuredOutput(regex=tool.regex, field=tool.field)
+    if tool.lark is not None:
+        return StructuredOutput(grammar=tool.lark, field=tool.field)
+    return StructuredOutput(json_schema=tool.parameters, strict=tool.strict, field=tool.field)
+
+
+class _Grammar:
+    """A Lark grammar that is being written."""
+
+    def __init__(self, spelling: CallSpelling, marker_ids: Mapping[str, int]) -> None:
+        self.style = spelling.arguments
+        self.marker_ids = marker_ids
+        self._rules: list[str] = []
+        self._nested: list[dict[str, str]] = []  # grammars of their own
+        markers = "|".join(map(re.escape, marker_ids))
+        self._markers = re.compile(f"({markers})" if markers else "(?!)")
+
+    def rule(self, name: str, *parts: str) -> str:
+        """Add a rule; returns its name."""
+        self._rules.append(f"{name}: {' '.join(parts)}")
+        return name
+
+    def text(self, text: str) -> str:
+        """An expression for a text with markers in it; "" for none."""
+        parts = self._markers.split(text)
+        return " ".join(
+            f"<[{self.marker_ids[part]}]>" if part in self.marker_ids else string(part)
+            for part in parts
+            if part
+        )
+
+    def nest(self, name: str, lark: str) -> str:
+        """Add a grammar of its own; returns an expression for it."""
+        self._nested.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+    def __str__(self) -> str:
+        lark = "\n".join(self._rules) + OPTIONS
+        if not self._nested:
+            return lark
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._nested]})
+
+
+def string(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class _Arguments:
+    """The rules for the arguments of one tool. `rule` is the name of the first."""
+
+    def __init__(self, grammar: _Grammar, name: str, tool: Tool) -> None:
+        self._grammar = grammar
+        self._name = name
+        self._tool = tool
+        self._root = _object_schema(tool)
+        properties = self._root.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        required = self._root.get("required")
+        self._required = required if isinstance(required, list | tuple) else ()
+        if tool.lark is not None and grammar.style is not ArgumentStyle.XML:
+            raise InvalidRequestError(
+                tool.field,
+                "cannot be enforced: the model writes the input of tools as a JSON string. Use a "
+                "regex, or the format text.",
+            )
+        write = {
+            ArgumentStyle.JSON: self._json,
+            ArgumentStyle.XML: self._xml,
+            ArgumentStyle.PYTHON: self._python,
+        }[grammar.style]
+        self.rule = write()
+
+    def _json(self) -> str:
+        schema = inline_schema(self._root, schema_options(strict=self._tool.strict))
+        return self._grammar.rule(f"{self._name}_arguments", schema)
+
+    # -- XML ---------------------------------------------------------------------------------------
+
+    def _xml(self) -> str:
+        parts = []
+        for index, key in enumerate(self._properties):
+            name = f"{self._name}_{index}"
+            head = string(f"<parameter={key}>\n")
+            rule = self._grammar.rule(name, head, self._xml_value(name, key))
+            parts.append(rule if key in self._required else f"{rule}?")
+        if not self._properties and self._root.get("additionalProperties") is not False:
+            value = self._raw_text(f"{self._name}_value", ANY_TEXT)
+            parts.append(f'("<parameter=" /[^<>\\n]+/ ">\\n" {value})*')
+        return self._grammar.rule(f"{self._name}_arguments", " ".join(parts) or '""')
+
+    def _xml_value(self, name: str, key: str) -> str:
+        tool, schema = self._tool, self._properties[key]
+        if tool.lark is not None:
+            return f"{self._grammar.nest(f'{name}_input', tool.lark)} {string(END_OF_VALUE)}"
+        if tool.regex is not None:
+            return f"{inline_regex(tool.regex)} {string(END_OF_VALUE)}"
+        types = types_of(schema, self._root)
+        if types and "string" not in types:
+            return f"{self._schema_of(key, {})} {string(END_OF_VALUE)}"
+        constants = _constants(schema)
+        if constants:
+            texts = (
+                value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for value in constants
+            )
+            return f"({' | '.join(map(string, texts))}) {string(END_OF_VALUE)}"
+        return self._raw_text(f"{name}_value", _text_regex(schema))
+
+    def _raw_text(self, name: str, regex: str) -> str:
+        self._grammar.rule(f"{name}[suffix={string(END_OF_VALUE)}]", regex)
+        return name
+
+    # -- Python ------------------------------------------------------------------------------------
+
+    def _python(self) -> str:
+        """`first_i`: the arguments from i on, the first of the call; `next_i`: others precede."""
+        keys = [*self._properties]
+        name, rule = self._name, self._grammar.rule
+        rule(f"{name}_first_{len(keys)}", '""')
+        rule(f"{name}_next_{len(keys)}", '""')
+        for index in reversed(range(len(keys))):
+            key = keys[index]
+            argument = rule(f"{name}_{index}", string(f"{key}="), self._python_value(key))
+            skip = "" if key in self._required else f" | {name}_first_{index + 1}"
+            skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"
+            rule(f"{name}_first_{index}", f"{argument} {name}_next_{index + 1}{skip}")
+            rule(f"{name}_next_{index}", f'", " {argument} {name}_next_{index + 1}{skip_next}')
+        return f"{name}_first_0"
+
+    def _python_value(self, key: str) -> str:
+        if types_of(self._properties[key], self._root) == {"boolean"}:
+            return '("True" | "False")'
+        return self._schema_of(key, {"json_allowed_escapes": PYTHON_ESCAPES})
+
+    def _schema_of(self, key: str, options: dict[str, Any]) -> str:
+        """The schema of a property, with all that its references may name."""
+        schema: dict[str, Any] = {
+            "$defs": {"tool": _moved(self._root, "#/$defs/tool")},
+            "$ref": f"#/$defs/tool/properties/{key.replace('~', '~0').replace('/', '~1')}",
+        }
+        return inline_schema(schema, {**schema_options(strict=self._tool.strict), **options})
+
+
+def _object_schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    if tool.custom:
+        pattern = {} if tool.regex is None else {"pattern": f"^(?:{tool.regex})$"}
+        return {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: {"type": "string", **pattern}},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        }
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **tool.parameters}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that is to stand at `place`: its references into itself go there."""
+    match schema:
+        case {"$ref": str(reference)} if reference.startswith("#") and not reference[1:2].isalpha():
+            moved = {key: _moved(value, place) for key, value in schema.items() if key != "$ref"}
+            return {**moved, "$ref": place + reference[1:]}
+        case Mapping():
+            return {key: _moved(value, place) for key, value in schema.items()}
+        case list() | tuple():
+            return [_moved(value, place) for value in schema]
+        case _:
+            return schema
+
+
+def _constants(schema: Any) -> list[Any]:
+    match schema:
+        case {"const": value}:
+            return [value]
+        case {"enum": [*values]}:
+            return values
+        case _:
+            return []
+
+
+def _text_regex(schema: Any) -> str:
+    """A Lark expression for the plain text of a string: its pattern and its lengths."""
+    if not isinstance(schema, Mapping):
+        return ANY_TEXT
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    regex = f"/(.|\\n){{{least},{most}}}/" if least or most != "" else ANY_TEXT
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        before = "" if pattern.startswith("^") else "(.|\\n)*"
+        after = "" if pattern.endswith("$") else "(.|\\n)*"
+        bare = pattern.removeprefix("^").removesuffix("$")
+        regex = f"{inline_regex(f'{before}(?:{bare}){after}')} & {regex}"
+    return regex
+
+
+def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """The JSON types of a schema; none where it does not say."""
+    return set(_types(schema, root, set()))
+
+
+def _types(schema: Any, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
+    match schema:
+        case {"type": str(kind)}:
+            yield kind
+        case {"type": [*kinds]}:
+            yield from (kind for kind in kinds if isinstance(kind, str))
+        case {"$ref": str(reference)} if reference not in seen:
+            seen.add(reference)
+            yield from _types(_resolved(root, reference), root, seen)
+        case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
+            for option in options:
+                yield from _types(option, root, seen)
+        case {"enum": _} | {"const": _}:
+            names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array"}
+            names |= {dict: "object", type(None): "null"}
+            yield from (names[type(value)] for value in _constants(schema))
+
+
+def _resolved(root: Mapping[str, Any], reference: str) -> Any:
+    place: Any = root
+    for step in reference.removeprefix("#/").split("/"):
+        step = step.replace("~1", "/").replace("~0", "~")
+        place = place.get(step) if isinstance(place, Mapping) else None
+    return place
