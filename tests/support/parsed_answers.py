@@ -121,13 +121,18 @@ class PieceMaker:
     def __init__(self, tokenizer: Tokenizer, marker_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._marker_ids = marker_ids
+        self._drops_first_space = tokenizer.drops_first_space
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def piece(self, token_id: int) -> tuple[int, str]:
         if token_id in self._marker_ids:
             return token_id, self._decode(b"", True)
         table = self._tokenizer.byte_table(skip_special_tokens=True)
-        return token_id, self._decode(table[token_id])
+        data = table[token_id]
+        if self._drops_first_space and data:
+            self._drops_first_space = False
+            data = data.removeprefix(b" ")
+        return token_id, self._decode(data)
 
     def rest(self) -> str:
         return self._decode(b"", True)

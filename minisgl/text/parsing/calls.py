@@ -28,6 +28,11 @@ class CallContext:
     markers: Mapping[str, str]  # the spelling of a marker to how it arrives
     tools: Mapping[str, Mapping[str, Any]]  # the JSON Schema of the arguments of each known tool
 
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """The schema of a tool's arguments; empty for an unknown tool."""
+        schema = self.tools.get(name)
+        return schema if isinstance(schema, Mapping) else {}
+
     def start(self, name: str) -> None:
         """Begin a call: what has been read belongs to it."""
         self.reader.forget()
@@ -107,6 +112,7 @@ def read_arguments(reader: Reader, put: Put) -> Reading[None]:
     try:
         value = json.loads(text)
         if isinstance(value, str) and isinstance(json.loads(value), dict):
+            value.encode()  # not where an escape has made a lone surrogate
             text = value
     except (ValueError, RecursionError):
         value = text

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
@@ -44,10 +44,9 @@ def read_pythonic(calls: CallContext, opening: str = "") -> Reading[bool]:
         source = None
         if name and (yield from reader.starts("(")):
             source = yield from _read_parentheses(reader)
-        schema = calls.tools.get(name, {})
-        arguments = (
-            None if source is None else arguments_as_json(source, [*schema.get("properties", ())])
-        )
+        properties = calls.schema(name).get("properties")
+        names = [*properties] if isinstance(properties, Mapping) else []
+        arguments = None if source is None else arguments_as_json(source, names)
         if arguments is None:
             if found:
                 calls.emitter.text(reader.recorded())

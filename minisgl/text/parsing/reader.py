@@ -39,6 +39,8 @@ class Patterns:
 
     def num_held(self, text: str, start: int) -> int:
         """How much of the end of `text`, `start` at most, may be the beginning of one of them."""
+        if not self._longest:
+            return 0
         lengths = range(min(len(text) - start, self._longest), 0, -1)
         return next((length for length in lengths if text[-length:] in self._beginnings), 0)
 
@@ -156,14 +158,16 @@ class Reader:
                 return scanner.is_scalar
 
     def string(self) -> Reading[str | None]:
-        """Read a JSON string; None where there is none, or a broken one."""
+        """Read a JSON string; None where there is none, or one that is broken or no text."""
         parts: list[str] = []
         if not (yield from self.starts('"')) or not (yield from self.value(parts.append)):
             return None
         try:
-            return str(json.loads("".join(parts), strict=False))
+            text = str(json.loads("".join(parts), strict=False))
+            text.encode()  # an escape may stand for a lone surrogate, as a mark does
         except ValueError:
             return None
+        return text
 
     def _pass_on(self, end: int, put: Put) -> None:
         if end > self._at:

@@ -14,7 +14,7 @@ One line break on each side of a value is markup. The values become JSON by the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from minisgl.text.parsing.calls import CallContext
@@ -43,8 +43,7 @@ def read_qwen3_coder(calls: CallContext, opening: str) -> Reading[bool]:
     if not name:
         return False
     calls.start(name)
-    schema = calls.tools.get(name, {})
-    complete = yield from _read_parameters(calls, schema)
+    complete = yield from _read_parameters(calls, calls.schema(name))
     # The braces are no text of the model's: at its end they are certain.
     if complete or reader.natural:
         emitter.arguments("}")
@@ -186,32 +185,30 @@ def _types_of_value(value: object) -> tuple[str, ...]:
 def types_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that the schema of a tool allows for a parameter; none if it does not say."""
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return frozenset()
-    return frozenset(_types(properties.get(name), schema, set()))
+    waiting = [properties.get(name)] if isinstance(properties, Mapping) else []
+    followed: set[str] = set()  # references, each once: some refer to themselves
+    types: set[str] = set()
+    while waiting:
+        match waiting.pop():
+            case {"type": str(kind)}:
+                types.add(kind)
+            case {"type": [*kinds]}:
+                types.update(kind for kind in kinds if isinstance(kind, str))
+            case {"$ref": str(reference)}:
+                if reference not in followed:
+                    followed.add(reference)
+                    waiting.append(_resolved(schema, reference))
+            case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
+                waiting += options
+            case {"enum": [*values]}:
+                types.update(*map(_types_of_constant, values))
+            case {"const": value}:
+                types.update(_types_of_constant(value))
+    return frozenset(types)
 
 
-def _types(schema: object, root: Mapping[str, Any], seen: set[str]) -> Iterator[str]:
-    """Follows each reference once, so that what refers to itself, or to much, ends."""
-    if not isinstance(schema, Mapping):
-        return
-    match schema:
-        case {"type": str(kind)}:
-            yield kind
-        case {"type": [*kinds]}:
-            yield from (kind for kind in kinds if isinstance(kind, str))
-        case {"$ref": str(reference)}:
-            if reference not in seen:
-                seen.add(reference)
-                yield from _types(_resolved(root, reference), root, seen)
-        case {"anyOf": [*options]} | {"oneOf": [*options]} | {"allOf": [*options]}:
-            for option in options:
-                yield from _types(option, root, seen)
-        case {"enum": [*values]}:
-            for value in values:
-                yield from ("string",) if isinstance(value, str) else _types_of_value(value)
-        case {"const": value}:
-            yield from ("string",) if isinstance(value, str) else _types_of_value(value)
+def _types_of_constant(value: object) -> tuple[str, ...]:
+    return ("string",) if isinstance(value, str) else _types_of_value(value)
 
 
 def _resolved(root: Mapping[str, Any], reference: str) -> object:

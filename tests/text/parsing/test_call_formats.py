@@ -6,7 +6,20 @@ import json
 from typing import Any
 
 import pytest
-from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, Parsed, parse
+from support.parsed_answers import (
+    LLAMA,
+    MISTRAL,
+    OLD_MISTRAL,
+    PLAIN,
+    QWEN,
+    Parsed,
+    form_of,
+    parse,
+    parsed,
+    replay,
+)
+from support.toy_tokenizers import spelled_backend, wrap
+from tokenizers import Tokenizer as Backend
 
 from minisgl.text.tokenizer import Tokenizer
 
@@ -76,6 +89,7 @@ def call(name: str, arguments: str) -> str:
         ('<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>', "",
          [("no_such_tool", "{}")]),
         # No calls.
+        ('<tool_call>{"name": "\\ud800"}', '<tool_call>{"name": "\\ud800"}', []),
         ("<tool_call> is a tag", "<tool_call> is a tag", []),
         ('<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
@@ -88,6 +102,14 @@ def test_hermes_answers(
     tokenizer: Tokenizer, answer: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert parse(tokenizer, "hermes", answer) == Parsed("", content, calls, len(calls))
+
+
+def test_an_escaped_lone_surrogate_stays_an_escape() -> None:
+    inside = '{"a": "\\ud800"}'
+    for arguments in (inside, json.dumps(json.loads(inside), ensure_ascii=True)):
+        assert parse(QWEN, "hermes", call("f", arguments)).calls == [("f", inside)]
+    broken = '"{\\"a\\": \\"\\ud800\\"}"'
+    assert parse(QWEN, "hermes", call("f", broken)).calls == [("f", broken)]
 
 
 def test_a_call_that_is_cut_keeps_what_the_model_wrote() -> None:
@@ -158,6 +180,40 @@ def test_xml_values_have_the_type_of_the_schema(
 ) -> None:
     got = parse(tokenizer, "qwen3_coder", xml_call((name, text)), tools=XML_TOOLS)
     assert got == Parsed("", "", [("f", f'{{"{name}": {value}}}')], 1)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None,
+        True,
+        {"properties": None},
+        {"properties": [1]},
+        {"properties": {"text": True}},
+        {"properties": {"text": {"type": [1, {}]}}},
+        {"properties": {"text": {"$ref": "#/$defs/1/x"}}, "$defs": [1]},
+        {"properties": {"text": {"$ref": "https://example.org"}}},
+        {"properties": {"text": {"enum": []}}},
+        {"properties": {"text": {"anyOf": [None, {"$ref": "#/properties/text"}]}}},
+    ],
+)
+def test_a_schema_that_says_nothing_leaves_json_as_it_is(schema: Any) -> None:
+    got = parse(QWEN, "qwen3_coder", xml_call(("text", "5")), tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+    got = parse(QWEN, "pythonic", "[f(text=5)]", tools={"f": schema})
+    assert got.calls == [("f", '{"text": 5}')]
+
+
+def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(20_000):
+        schema = {"anyOf": [schema]}
+    answer = xml_call(("text", "5"))
+    form = form_of(QWEN, "qwen3_coder")
+    tools = {"f": {"properties": {"text": schema}}}
+    assert parsed(replay(QWEN, form, QWEN.encode(answer), tools=tools)).calls == [
+        ("f", '{"text": "5"}')
+    ]
 
 
 @pytest.mark.parametrize("tokenizer", [QWEN, PLAIN], ids=["tokens", "text"])
@@ -351,3 +407,12 @@ def test_mistral_answers(
 def test_a_control_token_that_announces_no_call_has_no_text() -> None:
     assert parse(MISTRAL, "mistral", "a[TOOL_CALLS] b").content == "a b"
     assert parse(PLAIN, "mistral", "a[TOOL_CALLS] b").content == "a[TOOL_CALLS] b"
+
+
+def test_calls_are_found_in_the_tokens_of_sentencepiece() -> None:
+    """A word begins with a space there, also behind a marker."""
+    backend = Backend.from_str(spelled_backend().to_str())
+    backend.add_special_tokens(["[TOOL_CALLS]", "[ARGS]"])
+    tokenizer = Tokenizer(wrap(backend), "toy")
+    got = parse(tokenizer, "mistral", 'Ünïcödé 👍 [TOOL_CALLS]f[ARGS]{"a": "ö 👍"}')
+    assert got == Parsed("", "Ünïcödé 👍", [("f", '{"a": "ö 👍"}')], 1)

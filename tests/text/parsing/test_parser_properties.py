@@ -121,7 +121,8 @@ MARKUP = st.sampled_from(
     ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "f>", "<parameter=", "a>",
      "</parameter>", "</function>", "\n", " ", "{", "}", '"', "name", ":", "arguments", ",", "[",
      "]", "f", "(", ")", "a=", "'", "\\", "1", "; ", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-     '{"name": "f", "arguments": {', '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍"]
+     '{"name": "f", "arguments": {', '{"name": "f", "parameters": ', "<tool", "</th", "é", "👍",
+     "\\ud800", "\\ud8"]
 )  # fmt: skip
 
 

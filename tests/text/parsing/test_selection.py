@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.parsed_answers import LLAMA, MISTRAL, OLD_MISTRAL, PLAIN, QWEN, form_of
-from support.toy_tokenizers import with_tokens
+from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.text.parsing import formats
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
@@ -112,3 +112,9 @@ def test_tokens_of_magistral_open_reasoning_though_they_are_control_tokens() -> 
     form = form_of(MISTRAL, "mistral", "think")
     for prompt, opens in (("<s>a[THINK]", True), ("<s>[THINK]a[/THINK]", False)):
         assert form.opens_reasoning(MISTRAL, MISTRAL.encode(prompt)) is opens
+
+
+def test_the_sign_may_be_in_any_of_several_templates() -> None:
+    backend = wrap(spelled_backend())
+    backend.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}<tool_call>"}
+    assert choose_format(Tokenizer(backend, "toy")).calls is formats.HERMES
