@@ -161,7 +161,8 @@ class _Line:
             matcher.compute_bitmask()  # the first mask, which takes longer than others
         if matcher.is_error():
             return f"{tidy(matcher.get_error())}."
-        return Compiled(checked.ignored_keywords, GrammarMatcher(matcher), self._vocabulary)
+        template = GrammarMatcher(matcher, self._vocabulary.outline.eos_token_ids)
+        return Compiled(checked.ignored_keywords, template, self._vocabulary)
 
     def close(self) -> None:
         self._checker.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from llguidance import LLMatcher
 
@@ -15,15 +15,26 @@ TOO_COMPLEX = "The grammar is too complex at this place of the answer."
 class GrammarMatcher:
     """A `minisgl.matcher.Matcher` on llguidance's."""
 
-    __slots__ = ("_matcher", "error")
+    __slots__ = ("_ended", "_eos_token_ids", "_matcher", "error")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._ended = False  # by a token of these
         self.error: str | None = None
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        if self.error is None and not self._matcher.consume_tokens(list(token_ids)):
+        if self.error is not None or not token_ids:
+            return
+        text = [*token_ids]
+        # llguidance allows each of these at the end, and takes the first only.
+        ended = text[-1] in self._eos_token_ids
+        if ended:
+            text.pop()
+        taken = not (self._ended and text) and self._matcher.consume_tokens(text)
+        if not taken or (ended and not self._matcher.is_accepting()):
             self.error = REFUSED
+        self._ended = ended
 
     def fill(self, words: MaskRows) -> None:
         """Raises ValueError for a row of another size."""
@@ -33,7 +44,7 @@ class GrammarMatcher:
 
     @property
     def finished(self) -> bool:
-        return self.error is None and self._matcher.is_stopped()
+        return self.error is None and (self._ended or self._matcher.is_stopped())
 
     @property
     def may_end(self) -> bool:
@@ -42,6 +53,6 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """A matcher in the same state, which goes its own way."""
-        copied = GrammarMatcher(self._matcher.deep_copy())
-        copied.error = self.error
+        copied = GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids)
+        copied._ended, copied.error = self._ended, self.error
         return copied
