@@ -280,7 +280,7 @@ GROUPS = (
         "/system": Command("shows or sets the system prompt", _system, "[TEXT]"),
         "/set": Command("sets a sampling parameter, such as temperature", _set, "NAME VALUE"),
         "/params": Command("lists the sampling parameters and their values", _params),
-        "/json": Command("has answers follow a JSON schema", _json, "FILE|SCHEMA|off"),
+        "/json": Command("has answers follow a JSON schema", _json, "FILE|JSON|off"),
         "/tools": Command("offers tools, whose results you type", _tools, "FILE|off"),
     },
     {

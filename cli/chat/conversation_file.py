@@ -32,11 +32,12 @@ class FileError(CallerError):
 class SavedConversation:
     turns: list[Turn]
     question: str | None = None  # at the end, without an answer
-    steps: list[Message] = field(default_factory=list)  # after it: calls of tools and results
     # None: not in the file.
     system: str | None = None
     sampling: Mapping[str, Any] | None = None
     model: str | None = None
+    # After the question: calls of tools, and their results.
+    steps: list[Message] = field(default_factory=list)
 
 
 def path_of(typed: str) -> str:
@@ -112,7 +113,7 @@ def read(path: str) -> SavedConversation:
         system = messages.pop(0)["content"]
     turns, question, steps = _turns(messages, path)
     return SavedConversation(
-        turns, question, steps, system, content.get("sampling"), content.get("model")
+        turns, question, system, content.get("sampling"), content.get("model"), steps
     )
 
 
@@ -149,7 +150,7 @@ def _message(message: object, where: str) -> Message:
         raise FileError(f"{where} is no object with a role and a content.")
     role, text = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise FileError(f"{where} has the role {role!r}; allowed: {one_of(ROLES)}.")
+        raise FileError(f"{where} has the role {role!r}; {one_of(ROLES)}.")
     calls = message.get("tool_calls") if role == "assistant" else None
     if text is None and calls:
         text = ""

@@ -176,7 +176,11 @@ class EngineModel:
             gate = None
             if form.reasoning is not None:
                 close, ids = form.reasoning.close, form.marker_ids
-                closing = [ids[close]] if close in ids else tokenizer.encode(close, add_special_tokens=False)
+                closing = (
+                    [ids[close]]
+                    if close in ids
+                    else tokenizer.encode(close, add_special_tokens=False)
+                )
                 gate = ReasoningGate(
                     close, tuple(closing), opening_id=ids.get(form.reasoning.open), is_open=opened
                 )
