@@ -18,6 +18,7 @@ PRINTED = {
         "minisgl is a compact and fast",
         "'1' ",
     ],
+    "structured.py": ["LLM: city ", "openai: city "],
 }
 
 
