@@ -1,7 +1,8 @@
-"""Has answers follow a JSON schema: `python scripts/examples/structured.py`.
+"""Has answers follow a regex or a schema: `python scripts/examples/structured.py`.
 
 First with `LLM` in this process, then over HTTP with the openai package. Give the address of a
-running server, or let the program start one of the demo model.
+running server, or let the program start one of the demo model. That model has never seen JSON: its
+answers follow the schema, and their values are guesses.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from contextlib import contextmanager
 from typing import Literal
 
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from minisgl import LLM, SamplingParams
+from minisgl import LLM, SamplingParams, StructuredOutput
 
-QUESTION = {"role": "user", "content": "What is the capital of France?"}
+SUM = {"role": "user", "content": "What is 17 + 25?"}
+CAPITAL = {"role": "user", "content": "What is the capital of France?"}
 
 
-class Place(BaseModel):
-    name: str = Field(max_length=20)
-    kind: Literal["city", "country", "river"]
-    population: int = Field(ge=0, le=100_000_000)
+class Capital(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # or a model may add fields of its own
+
+    country: Literal["France", "Italy", "Spain"]
+    capital: str = Field(max_length=20)
 
 
 def main() -> None:
@@ -37,10 +40,13 @@ def main() -> None:
 
 def in_this_process() -> None:
     with LLM() as llm:
+        regex = StructuredOutput(regex=r"\d+ \+ \d+ = \d+\.")
+        output = llm.chat([SUM], SamplingParams(temperature=0, structured=regex))
+        print("regex:", output.text)
+
         params = SamplingParams(temperature=0, max_tokens=100)
-        output = llm.chat([QUESTION], params, response_format=Place)
-        place: Place = output.parsed
-        print("LLM:", place.kind, repr(place.name), place.population)
+        output = llm.chat([CAPITAL], params, response_format=Capital)
+        print("schema:", repr(output.parsed))  # a Capital; None if the answer was cut
 
 
 def over_http(url: str) -> None:
@@ -48,14 +54,12 @@ def over_http(url: str) -> None:
         model = next(iter(client.models.list())).id
         answer = client.chat.completions.parse(
             model=model,
-            messages=[QUESTION],
+            messages=[CAPITAL],
             temperature=0,
             max_tokens=100,
-            response_format=Place,
+            response_format=Capital,
         )
-        place = answer.choices[0].message.parsed
-        assert place is not None
-        print("openai:", place.kind, repr(place.name), place.population)
+        print("openai:", repr(answer.choices[0].message.parsed))
 
 
 @contextmanager
