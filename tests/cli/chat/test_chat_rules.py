@@ -22,6 +22,7 @@ from minisgl.client.errors import ServerError
 from minisgl.engine import AsyncEngine
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason
+from minisgl.text import template_facts
 from minisgl_cli.chat.commands import Session
 from minisgl_cli.chat.conversation import Conversation
 from minisgl_cli.chat.engine_model import EngineModel
@@ -280,19 +281,20 @@ class AnsweringRunner(ScriptedRunner):
         self._answers = [[*TOY.encode(answer), EOS] for answer in answers]
         self.prompts: list[str] = []
 
-    def _compute(self, slot: Any, position: int, token_id: int) -> int:
-        super()._compute(slot, position, token_id)
+    def _report(self, slot: Any, token_id: int, *into: Any) -> None:
         prompt = slot.join.prompt_token_ids
-        place = position + 1 - len(prompt)
+        place = slot.length - len(prompt)
         if place == 0:
             self.prompts.append(b"".join(map(TOY.token_bytes, prompt)).decode())
-        if place >= 0:
-            answer = self._answers[len(self.prompts) - 1]
-            slot.last_token = answer[min(place, len(answer) - 1)]
-        return slot.last_token
+        answer = self._answers[len(self.prompts) - 1]
+        slot.last_token = answer[min(place, len(answer) - 1)]
+        super()._report(slot, slot.last_token, *into)
 
 
-async def test_an_engine_calls_tools_in_the_format_of_its_template(tools: Path) -> None:
+async def test_an_engine_calls_tools_in_the_format_of_its_template(
+    tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_facts, "MAX_SECONDS", 600.0)  # on a busy machine, too
     runner = AnsweringRunner(ANSWERS)
     loaded = replace(demo(runner, overlap=True, tokenizer=True), tokenizer=TOY)
     async with AsyncEngine(loaded) as engine:
@@ -304,6 +306,19 @@ async def test_an_engine_calls_tools_in_the_format_of_its_template(tools: Path) 
     assert done.ui.written.strip() == "It is mild."
     assert '"name": "weather"' in second and "weather: Rome<|im_end|>" in second
     assert "tool\n18<|im_end|>" in second
+
+
+async def test_an_engine_thinks_before_an_answer_that_follows_a_schema() -> None:
+    runner = AnsweringRunner(['<think>\nHm, {.\n</think>\n\n{"a": [1]}', "Hello."])
+    loaded = replace(demo(runner, overlap=True, tokenizer=True), tokenizer=TOY)
+    async with AsyncEngine(loaded) as engine:
+        done = await chat(
+            EngineModel(engine, TOY), '/json {"type": "object"}', "A?", "/json off", "B?"
+        )
+    assert done.ui.said == [] and done.num_failed == 0
+    assert done.ui.thought == "Hm, {."
+    assert done.ui.coded == '{\n  "a": [\n    1\n  ]\n}'
+    assert done.ui.written.strip() == "Hello."
 
 
 async def test_an_engine_whose_template_has_no_tools_says_so(tools: Path) -> None:
