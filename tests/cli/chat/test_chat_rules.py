@@ -20,6 +20,7 @@ from support.toy_tokenizers import with_tokens
 
 from minisgl.client.errors import ServerError
 from minisgl.engine import AsyncEngine
+from minisgl.engine.startup import Loaded
 from minisgl.errors import InvalidRequestError, MinisglError
 from minisgl.request import FinishReason
 from minisgl.text import template_facts
@@ -290,14 +291,18 @@ class AnsweringRunner(ScriptedRunner):
         slot.last_token = answer[min(place, len(answer) - 1)]
         super()._report(slot, slot.last_token, *into)
 
+    def loaded(self) -> Loaded[Any]:
+        loaded = demo(self, overlap=True, tokenizer=True)
+        self.vocab_size = loaded.model.vocab_size
+        return replace(loaded, tokenizer=TOY)
+
 
 async def test_an_engine_calls_tools_in_the_format_of_its_template(
     tools: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(template_facts, "MAX_SECONDS", 600.0)  # on a busy machine, too
     runner = AnsweringRunner(ANSWERS)
-    loaded = replace(demo(runner, overlap=True, tokenizer=True), tokenizer=TOY)
-    async with AsyncEngine(loaded) as engine:
+    async with AsyncEngine(runner.loaded()) as engine:
         done = await chat(EngineModel(engine, TOY), f"/tools {tools}", "Weather?", "18")
     second = runner.prompts[1]
     assert done.ui.said == []
@@ -310,8 +315,7 @@ async def test_an_engine_calls_tools_in_the_format_of_its_template(
 
 async def test_an_engine_thinks_before_an_answer_that_follows_a_schema() -> None:
     runner = AnsweringRunner(['<think>\nHm, {.\n</think>\n\n{"a": [1]}', "Hello."])
-    loaded = replace(demo(runner, overlap=True, tokenizer=True), tokenizer=TOY)
-    async with AsyncEngine(loaded) as engine:
+    async with AsyncEngine(runner.loaded()) as engine:
         done = await chat(
             EngineModel(engine, TOY), '/json {"type": "object"}', "A?", "/json off", "B?"
         )
