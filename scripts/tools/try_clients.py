@@ -74,9 +74,9 @@ def langchain(url: str, model: str, **options: Any) -> ChatOpenAI:
 def langchain_bind_tools_and_a_second_turn(url: str, model: str) -> None:
     chat = langchain(url, model)
     messages: list[Any] = [HumanMessage(QUESTION)]
-    answer = chat.bind_tools([weather], tool_choice="required", parallel_tool_calls=False).invoke(
-        messages
-    )
+    answer = chat.bind_tools(
+        [weather], tool_choice="required", parallel_tool_calls=False, strict=True
+    ).invoke(messages)
     assert isinstance(answer, AIMessage) and answer.tool_calls, answer
     messages.append(answer)
     for call in answer.tool_calls:
@@ -90,7 +90,7 @@ def langchain_bind_tools_and_a_second_turn(url: str, model: str) -> None:
 def langchain_streams_calls(url: str, model: str) -> None:
     whole: Any = None
     bound = langchain(url, model).bind_tools(
-        [weather], tool_choice="required", parallel_tool_calls=False
+        [weather], tool_choice="required", parallel_tool_calls=False, strict=True
     )
     for chunk in bound.stream(QUESTION):
         whole = chunk if whole is None else whole + chunk
