@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import isawaitable
 from typing import Any
 
 from minisgl.errors import CallerError, MinisglError
 from minisgl.text.thinking import split_whole
 
-from . import conversation_file, parameters
+from . import answer_rules, conversation_file, parameters
 from .conversation import Conversation
 from .conversation_stats import ConversationStats
-from .model import ChatModel
+from .model import TEXT, AnswerRules, ChatModel
 from .text_format import aligned, count, did_you_mean, shortened, unquoted_argument
 from .ui.base import ChatUI
 
 NUM_QUOTED_CHARS = 50
+OFF = "off"
 NUM_RECALLED_CHARS = 2000  # shown of a question and of an answer when a conversation is loaded
 
 
@@ -30,6 +32,7 @@ class Session:
     ui: ChatUI
     conversation: Conversation
     sampling: dict[str, Any] = field(default_factory=dict)  # set by the user
+    rules: AnswerRules = TEXT
     stats: ConversationStats = field(default_factory=ConversationStats)  # of this conversation
     num_failed: int = 0  # questions without a complete answer, and refused commands
 
@@ -54,11 +57,11 @@ class CommandError(CallerError):
 class Command:
     does: str
     # Gets the session and the text after the name. Raises MinisglError.
-    run: Callable[[Session, str], NextAction]
+    run: Callable[[Session, str], NextAction | Awaitable[NextAction]]
     takes: str = ""  # the name of its argument; "": it takes none
 
 
-def run_command(session: Session, name: str, rest: str) -> NextAction:
+async def run_command(session: Session, name: str, rest: str) -> NextAction:
     """Runs a command with the text after its name. Errors are shown to the user."""
     try:
         command = TABLE.get(name)
@@ -70,7 +73,8 @@ def run_command(session: Session, name: str, rest: str) -> NextAction:
             )
         if rest and not command.takes:
             raise CommandError(f"{name} takes no argument.")
-        return command.run(session, rest)
+        then = command.run(session, rest)
+        return await then if isawaitable(then) else then
     except MinisglError as error:
         session.refuse(str(error))
         return NextAction.READ
@@ -112,7 +116,7 @@ def _save(session: Session, rest: str) -> NextAction:
 def _load(session: Session, rest: str) -> NextAction:
     file = conversation_file.read(_path("/load", rest))
     system = session.conversation.system if file.system is None else file.system
-    session.conversation = Conversation(system, file.turns, file.question)
+    session.conversation = Conversation(system, file.turns, file.question, file.steps)
     session.stats = ConversationStats()
     if file.sampling is not None:
         _replace_sampling(session, file.sampling)
@@ -124,7 +128,8 @@ def _load(session: Session, rest: str) -> NextAction:
         session.ui.note(_end(split_whole(turn.answer).text))
     if file.question is not None:
         session.ui.note(f"> {_end(file.question)}")
-        session.ui.note("Not answered yet: /retry asks it.")
+        if not session.conversation.open_calls:
+            session.ui.note("Not answered yet: /retry asks it.")
     return NextAction.READ
 
 
@@ -197,6 +202,43 @@ def _params(session: Session, rest: str) -> NextAction:
     return NextAction.READ
 
 
+async def _json(session: Session, rest: str) -> NextAction:
+    if not rest:
+        state = "are text" if session.rules.schema is None else "follow a schema"
+        session.ui.say(f"Answers {state}; /json takes a file, a JSON schema, or off.")
+    elif rest == OFF:
+        session.rules = replace(session.rules, schema=None)
+        session.ui.note("Answers are text.")
+    else:
+        if session.rules.tools:
+            raise CommandError("Answers cannot follow a schema while tools are offered: /tools off")
+        await _follow(session, AnswerRules(schema=answer_rules.read_schema(rest)))
+        session.ui.note("Answers follow the schema; /json off ends it.")
+    return NextAction.READ
+
+
+async def _tools(session: Session, rest: str) -> NextAction:
+    if not rest:
+        names = ", ".join(map(answer_rules.name_of, session.rules.tools)) or "none"
+        session.ui.say(f"Tools: {names}; /tools takes a file, or off.")
+    elif rest == OFF:
+        session.rules = replace(session.rules, tools=())
+        session.ui.note("No tools are offered.")
+    else:
+        if session.rules.schema is not None:
+            raise CommandError("Tools cannot be offered while answers follow a schema: /json off")
+        tools = answer_rules.read_tools(rest)
+        await _follow(session, AnswerRules(tools=tools))
+        names = ", ".join(map(answer_rules.name_of, tools))
+        session.ui.note(f"Offered: {names}. When one is called, you type its result.")
+    return NextAction.READ
+
+
+async def _follow(session: Session, rules: AnswerRules) -> None:
+    await session.model.check_rules(rules)
+    session.rules = rules
+
+
 # -- the rest -------------------------------------------------------------------------------------
 
 
@@ -238,6 +280,8 @@ GROUPS = (
         "/system": Command("shows or sets the system prompt", _system, "[TEXT]"),
         "/set": Command("sets a sampling parameter, such as temperature", _set, "NAME VALUE"),
         "/params": Command("lists the sampling parameters and their values", _params),
+        "/json": Command("has answers follow a JSON schema", _json, "FILE|JSON|off"),
+        "/tools": Command("offers tools, whose results you type", _tools, "FILE|off"),
     },
     {
         "/stats": Command("shows the tokens, speed and cache use of the conversation", _stats),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .model import Message
 
@@ -12,11 +14,13 @@ class Turn:
     question: str
     answer: str  # as generated: the chat template handles the thinking in it
     num_tokens: int | None = None  # of the conversation up to here; None: unknown
+    steps: Sequence[Message] = ()  # between the two: calls of tools, and their results
 
     @property
     def messages(self) -> list[Message]:
         return [
             {"role": "user", "content": self.question},
+            *self.steps,
             {"role": "assistant", "content": self.answer},
         ]
 
@@ -28,6 +32,7 @@ class Conversation:
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
     question: str | None = None  # asked last and not answered
+    steps: list[Message] = field(default_factory=list)  # after it
     _dropped: Turn | None = None  # while its question is asked again
 
     @property
@@ -40,40 +45,78 @@ class Conversation:
 
     @property
     def said(self) -> list[Message]:
-        """The messages of user and assistant, including an unanswered question."""
+        """The messages after the system prompt, including an unanswered question."""
         messages = [message for turn in self.turns for message in turn.messages]
         if self.question is not None:
-            messages.append({"role": "user", "content": self.question})
+            messages += [{"role": "user", "content": self.question}, *self.steps]
         return messages
+
+    @property
+    def open_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools that have no result yet."""
+        return open_calls(self.steps)
 
     def ask(self, text: str) -> None:
         self.question = text
+        self.steps = []
 
     def ask_again(self) -> bool:
-        """Repeats the unanswered question, or else the last one. Returns whether there is one."""
+        """Repeats the unanswered question, or else the last one. Returns whether there is one.
+
+        Calls without results are dropped; results that the model has not answered are kept.
+        """
         if self.question is None and self.turns:
             self._dropped = self.turns.pop()
             self.question = self._dropped.question
+        if self.open_calls:
+            self.steps = []
         return self.question is not None
+
+    def call(self, message: Message) -> None:
+        """Adds an answer that calls tools, whose results must follow."""
+        self.steps.append(message)
+
+    def add_result(self, text: str) -> None:
+        """Adds the result of the first of the open calls."""
+        call = self.open_calls[0]
+        self.steps.append({"role": "tool", "tool_call_id": call["id"], "content": text})
 
     def answer(self, text: str, num_tokens: int | None = None) -> None:
         assert self.question is not None
-        self.turns.append(Turn(self.question, text, num_tokens))
-        self.question = self._dropped = None
+        self.turns.append(Turn(self.question, text, num_tokens, tuple(self.steps)))
+        self._end_question()
 
     def give_up(self) -> bool:
         """Ends a question without an answer. Returns whether a dropped answer was restored."""
         if self._dropped is None:
             return False
         self.turns.append(self._dropped)
-        self.question = self._dropped = None
+        self._end_question()
         return True
 
     def undo(self) -> Turn | None:
-        """Takes back the last turn, if there is one. A question without an answer stays: without
-        that turn there may be room for it."""
+        """Takes back the last turn, if there is one, or a question whose calls wait for results.
+        Any other question without an answer stays: without that turn there may be room for it."""
+        if self.question is not None and self.open_calls:
+            turn = Turn(self.question, "")
+            self._end_question()
+            return turn
         return self.turns.pop() if self.turns else None
 
     def reset(self) -> None:
         self.turns.clear()
-        self.question = None
+        self._end_question()
+
+    def _end_question(self) -> None:
+        self.question = self._dropped = None
+        self.steps = []
+
+
+def open_calls(steps: Sequence[Message]) -> list[dict[str, Any]]:
+    """The calls in the last assistant message of `steps` that have no result yet."""
+    results = set()
+    for message in reversed(steps):
+        if message["role"] == "assistant":
+            return [call for call in message["tool_calls"] if call["id"] not in results]
+        results.add(message["tool_call_id"])
+    return []

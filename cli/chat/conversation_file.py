@@ -6,21 +6,22 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import repr as short_repr
 from typing import Any
 
 import msgspec
 
-from minisgl.errors import CallerError
+from minisgl.errors import CallerError, one_of
 
-from .conversation import Conversation, Turn
+from .conversation import Conversation, Turn, open_calls
+from .model import Message
 
 SAVED_BY = "minisgl chat"
 MAX_BYTES = 16 << 20  # more than any context holds
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 
 class FileError(CallerError):
@@ -35,6 +36,8 @@ class SavedConversation:
     system: str | None = None
     sampling: Mapping[str, Any] | None = None
     model: str | None = None
+    # After the question: calls of tools, and their results.
+    steps: list[Message] = field(default_factory=list)
 
 
 def path_of(typed: str) -> str:
@@ -78,7 +81,7 @@ def _mode_to_keep(path: str) -> int:
         raise FileError(f"{path} is a folder.")
     content = None
     with suppress(FileError):
-        content = _content(path)
+        content = read_json(path, "conversation")
     if not isinstance(content, dict) or content.get("saved_by") != SAVED_BY:
         raise FileError(f"{path} is there and is no conversation that /save wrote: it stays.")
     return stat.S_IMODE(os.stat(path).st_mode)
@@ -86,7 +89,7 @@ def _mode_to_keep(path: str) -> int:
 
 def read(path: str) -> SavedConversation:
     """Reads a conversation. Raises FileError."""
-    content = _content(path)
+    content = read_json(path, "conversation")
     if isinstance(content, list):
         content = {"messages": content}
     if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
@@ -101,41 +104,85 @@ def read(path: str) -> SavedConversation:
     ):
         if content.get(name) is not None and not isinstance(content[name], kind):
             raise FileError(f"{path}: {name} must be {form}.")
-    roles_and_texts = [
-        _role_and_text(message, f"{path}: message {number}")
+    messages = [
+        _message(message, f"{path}: message {number}")
         for number, message in enumerate(content["messages"], 1)
     ]
     system = content.get("system")
-    if roles_and_texts and roles_and_texts[0][0] == "system":
-        system = roles_and_texts.pop(0)[1]
-    for index, (role, _) in enumerate(roles_and_texts):
-        if role != ("user", "assistant")[index % 2]:
-            raise FileError(
-                f"{path}: after a system message, if any, user and assistant must take turns, the "
-                "user first."
-            )
-    texts = [text for _, text in roles_and_texts]
+    if messages and messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+    turns, question, steps = _turns(messages, path)
     return SavedConversation(
-        [Turn(*pair) for pair in zip(texts[::2], texts[1::2], strict=False)],
-        texts[-1] if len(texts) % 2 else None,
-        system,
-        content.get("sampling"),
-        content.get("model"),
+        turns, question, system, content.get("sampling"), content.get("model"), steps
     )
 
 
-def _role_and_text(message: object, where: str) -> tuple[str, str]:
+def _turns(messages: Sequence[Message], path: str) -> tuple[list[Turn], str | None, list[Message]]:
+    """The turns, the question that is left over, and the steps after it."""
+    turns: list[Turn] = []
+    question: str | None = None
+    steps: list[Message] = []
+    for message in messages:
+        waiting = [call["id"] for call in open_calls(steps)]
+        match message:
+            case {"role": "user", "content": str(text)} if question is None:
+                question = text
+            case {"role": "tool", "tool_call_id": call_id} if call_id in waiting:
+                steps.append(message)
+            case {"role": "assistant", "tool_calls": _} if question is not None and not waiting:
+                steps.append(message)
+            case {"role": "assistant", "content": str(text)} if (
+                question is not None and not waiting
+            ):
+                turns.append(Turn(question, text, steps=tuple(steps)))
+                question, steps = None, []
+            case _:
+                raise FileError(
+                    f"{path}: after a system message, if any, user and assistant must take turns, "
+                    "the user first, and each tool call needs its result."
+                )
+    return turns, question, steps
+
+
+def _message(message: object, where: str) -> Message:
+    """A message with the fields that a chat knows."""
     if not isinstance(message, dict):
         raise FileError(f"{where} is no object with a role and a content.")
     role, text = message.get("role"), message.get("content")
     if role not in ROLES:
-        raise FileError(f"{where} has the role {role!r}; allowed: system, user or assistant.")
+        raise FileError(f"{where} has the role {role!r}; {one_of(ROLES)}.")
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if text is None and calls:
+        text = ""
     if not isinstance(text, str):
         raise FileError(f"{where} has a content that is no text.")
-    return role, text
+    known: Message = {"role": role, "content": text}
+    if role == "tool":
+        known["tool_call_id"] = message.get("tool_call_id")
+    if calls:
+        known["tool_calls"] = _calls(calls, where)
+        if isinstance(thinking := message.get("reasoning_content"), str):
+            known["reasoning_content"] = thinking
+    return known
 
 
-def _content(path: str) -> Any:
+def _calls(calls: object, where: str) -> list[dict[str, Any]]:
+    known = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        match call:
+            case {"id": str(call_id), "function": {"name": str(name), "arguments": str(text)}}:
+                function = {"name": name, "arguments": text}
+                known.append({"id": call_id, "type": "function", "function": function})
+            case _:
+                raise FileError(
+                    f"{where} has a tool call that is not "
+                    '{"id": …, "function": {"name": …, "arguments": …}}, all of them texts.'
+                )
+    return known
+
+
+def read_json(path: str, what: str) -> Any:
+    """The content of a file that should have a `what`. Raises FileError."""
     try:
         if not os.path.isfile(path) and os.path.exists(path):
             raise FileError(f"{path} is not a file.")  # a folder, or what might never end
@@ -144,7 +191,7 @@ def _content(path: str) -> Any:
     except OSError as error:
         raise FileError(f"{path} cannot be read: {error.strerror or error}.") from error
     if len(data) > MAX_BYTES:
-        raise FileError(f"{path} is larger than any conversation.")
+        raise FileError(f"{path} is larger than any {what}.")
     try:
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

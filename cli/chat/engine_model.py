@@ -14,7 +14,15 @@ from minisgl.request import SamplingParams
 from minisgl.runner.facts import device_name
 from minisgl.text.thinking import OPEN
 
-from .model import ContextFullError, Message, ReplyDelta
+from .engine_rules import (
+    call_pieces,
+    check_rules,
+    fitted,
+    parser_and_matcher,
+    structured,
+    thinking,
+)
+from .model import TEXT, AnswerRules, ContextFullError, Message, ReplyDelta
 from .prompt_reuse import keep_seen
 from .text_format import count
 
@@ -24,7 +32,7 @@ NUM_OPENING_TOKENS = 16  # at the end of a prompt: more than `<think>` and line 
 class ChatTokenizer(Protocol):
     """The part of `minisgl.text.tokenizer.Tokenizer` that a chat needs."""
 
-    def chat(self, messages: Sequence[Message], /) -> list[int]: ...
+    def chat(self, messages: Sequence[Message], /, **template_options: Any) -> list[int]: ...
 
     def token_bytes(self, token_id: int, /) -> bytes: ...
 
@@ -78,6 +86,9 @@ class EngineModel:
     def check(self, sampling: Mapping[str, Any]) -> None:
         self._engine.check(self._engine.defaults.sampling(**sampling))
 
+    async def check_rules(self, rules: AnswerRules) -> None:
+        await check_rules(self._engine, rules)
+
     def status(self) -> Sequence[tuple[str, str]]:
         stats = self._engine.stats()
         num_used = stats.num_pages - stats.num_free_pages
@@ -88,28 +99,36 @@ class EngineModel:
         )
 
     async def reply(
-        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
+        if any("tool_calls" in message for message in messages):
+            messages = fitted(messages, await self._engine.template_facts())
+        offer = {"tools": rules.tools} if rules.tools else {}
         # A long conversation takes a while; in a thread, Ctrl-C still works.
-        prompt = await asyncio.to_thread(self.prompt, messages)
+        prompt = await asyncio.to_thread(self.prompt, messages, **offer)
         params = self._engine.defaults.sampling(**sampling)
+        ruled = {} if rules == TEXT else await parser_and_matcher(self._engine, prompt, rules)
+        if rules.schema is not None:
+            params = replace(params, structured=structured(rules.schema))
         if params.max_tokens is not None and params.max_tokens > self.max_seq_len - len(prompt):
             params = replace(params, max_tokens=None)  # the room that there is
         try:
-            stream = self._engine.submit(prompt, params)
+            stream = self._engine.submit(prompt, params, **ruled)
         except ContextLengthError as error:
             raise ContextFullError(
                 f"The conversation with this question has {count(len(prompt), 'token')}; the "
                 f"context of {self.max_seq_len:,} has no room for an answer."
             ) from error
         # Some templates open the thinking themselves, and the model only closes it.
-        opening = f"{OPEN}\n" if self._opens_thinking(prompt) else ""
+        opening = f"{OPEN}\n" if not ruled and self._opens_thinking(prompt) else ""
         token_ids: list[int] = []
         try:
             async for delta in stream:
                 token_ids += delta.token_ids
                 yield ReplyDelta(
                     text=opening + delta.text,
+                    thinking=thinking(delta.events),
+                    calls=call_pieces(delta.events),
                     num_tokens=len(token_ids),
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=delta.num_cached_tokens,
@@ -121,9 +140,9 @@ class EngineModel:
             if token_ids:  # without a token, the last answer may be kept, and its tokens too
                 self._seen = prompt + token_ids
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], **template_options: Any) -> list[int]:
         """The prompt as token ids. Raises MinisglError if the template rejects the messages."""
-        templated = self._tokenizer.chat(messages)
+        templated = self._tokenizer.chat(messages, **template_options)
         return keep_seen(self._seen, templated, self._tokenizer.token_bytes)
 
     def _opens_thinking(self, prompt: Sequence[int]) -> bool:

@@ -9,7 +9,28 @@ from typing import Any, Protocol
 from minisgl.errors import CallerError
 from minisgl.request import FinishReason, SamplingParams
 
-Message = dict[str, str]
+Message = dict[str, Any]  # in the form of OpenAI's API
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """What answers are besides text: JSON that follows a schema, or calls of tools."""
+
+    schema: Mapping[str, Any] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()  # in the form of OpenAI's API
+
+
+TEXT = AnswerRules()
+
+
+@dataclass(frozen=True, slots=True)
+class CallPiece:
+    """Begins a tool call, if it has a name, or goes on with its arguments."""
+
+    index: int  # of the call in the answer
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(slots=True)
@@ -22,6 +43,7 @@ class ReplyDelta:
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None  # of the prompt
     finish_reason: FinishReason | None = None
+    calls: Sequence[CallPiece] = ()
 
 
 class ChatModel(Protocol):
@@ -48,12 +70,16 @@ class ChatModel(Protocol):
         """Raises MinisglError if the parameters are invalid."""
         ...
 
+    async def check_rules(self, rules: AnswerRules) -> None:
+        """Raises MinisglError if the model cannot follow the rules, as far as that is known."""
+        ...
+
     def status(self) -> Sequence[tuple[str, str]]:
         """Further statistics for /stats, as names and values."""
         ...
 
     def reply(
-        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules, /
     ) -> AsyncGenerator[ReplyDelta, None]:
         """Streams the next message. Closing the generator, or cancelling its task, ends it at once.
 

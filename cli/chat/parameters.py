@@ -16,7 +16,8 @@ from minisgl.request import SamplingParams
 
 from .text_format import aligned, did_you_mean, shortened
 
-NOT_SHOWN = ("logprobs", "prompt_logprobs")  # the chat does not display them
+# The chat does not display the first two, and has a command for the third.
+NOT_SHOWN = ("logprobs", "prompt_logprobs", "structured")
 NAMES = tuple(spec.name for spec in fields(SamplingParams) if spec.name not in NOT_SHOWN)
 FLAGS = frozenset(spec.name for spec in fields(SamplingParams) if isinstance(spec.default, bool))
 # Fields of a request that the chat sets itself, or whose results it does not display.

@@ -10,15 +10,16 @@ from contextlib import aclosing, contextmanager
 from importlib import metadata
 
 from minisgl.errors import MinisglError
-from minisgl.text.thinking import Split
 
 from .commands import TABLE, NextAction, Session, run_command
+from .json_format import JsonIndenter
 from .model import ChatModel, ContextFullError
-from .reply import ReplyRecord
-from .text_format import QUOTES, as_command, is_open, unquoted
+from .reply import ReplyRecord, Shown
+from .text_format import QUOTES, as_command, is_open, shortened, unquoted
 
 COMMANDS = {name: command.does for name, command in TABLE.items()}
 NOTHING = "The model answers nothing."
+CUT_CALL = "The answer ended inside of a tool call, which is left out."
 MAKE_ROOM = "/undo or /reset makes room; /save first keeps the conversation."
 
 
@@ -38,26 +39,32 @@ class Repl:
         """Runs until the user leaves. Returns the number of failed questions and commands."""
         with self._ui.talking():
             while (typed := await self._read()) is not None:
-                then = self._take(typed)
+                then = await self._take(typed)
                 if then is NextAction.LEAVE:
                     break
                 if then is NextAction.ANSWER:
                     await self._answer()
         return self._session.num_failed
 
-    def _take(self, typed: str) -> NextAction:
+    async def _take(self, typed: str) -> NextAction:
         if is_open(typed):  # a pipe has ended inside of quotes
             self._session.refuse(f"What begins with {QUOTES} has to end with {QUOTES}.")
             return NextAction.READ
         if (command := as_command(typed)) is not None:
-            return run_command(self._session, *command)
-        if not (question := unquoted(typed)).strip():
+            return await run_command(self._session, *command)
+        conversation = self._session.conversation
+        if not typed.strip() or not ((text := unquoted(typed)).strip() or conversation.open_calls):
             return NextAction.READ
-        self._session.conversation.ask(question)
-        return NextAction.ANSWER
+        if not conversation.open_calls:
+            conversation.ask(text)
+            return NextAction.ANSWER
+        conversation.add_result(text)
+        return NextAction.READ if conversation.open_calls else NextAction.ANSWER
 
     async def _read(self) -> str | None:
         interrupted, self._was_interrupted = self._was_interrupted, False
+        if calls := self._session.conversation.open_calls:
+            self._ui.note(f"Type the result of {shortened(calls[0]['function']['name'], 80)}.")
         return await self._ui.read(interrupted=interrupted)
 
     async def _answer(self) -> None:
@@ -70,16 +77,19 @@ class Repl:
         if error is not None and not isinstance(error, MinisglError):
             raise error  # the terminal or pipe is gone, or this is a bug
         session = self._session
-        # A partial answer is part of the conversation, too.
         if answer.has_come:
-            session.conversation.answer(answer.message, answer.num_context_tokens)
             session.stats.add(answer)
             self._ui.note(answer.summary())
+        has_come = answer.has_come and not answer.is_cut_call
+        if has_come and answer.calls:
+            session.conversation.call(answer.call_message)
+        elif has_come:  # a partial answer is part of the conversation, too
+            session.conversation.answer(answer.message, answer.num_context_tokens)
         if remark := self._remark_on(answer, error):
             self._ui.say(remark)
-        if error is not None or not answer.has_come:
+        if error is not None or not has_come:
             session.num_failed += 1
-        if not answer.has_come:
+        if not has_come:
             if session.conversation.give_up():
                 self._ui.say("The answer before is kept.")
             else:
@@ -87,20 +97,25 @@ class Repl:
 
     async def _stream(self, answer: ReplyRecord) -> None:
         session = self._session
-        deltas = session.model.reply(session.conversation.messages, session.sampling)
+        deltas = session.model.reply(session.conversation.messages, session.sampling, session.rules)
+        layout = None if session.rules.schema is None else JsonIndenter()
         with self._ui.answering():
             try:
                 async with aclosing(deltas):
                     async for delta in deltas:
-                        self._show(answer.add(delta, time.perf_counter()))
+                        self._show(answer.add(delta, time.perf_counter()), layout)
             finally:
-                self._show(answer.flush())
+                self._show(answer.flush(), layout)
 
-    def _show(self, split: Split) -> None:
-        if split.thinking:
-            self._ui.think(split.thinking)
-        if split.text:
-            self._ui.write(split.text)
+    def _show(self, shown: Shown, layout: JsonIndenter | None) -> None:
+        if shown.thinking:
+            self._ui.think(shown.thinking)
+        if shown.text and layout is None:
+            self._ui.write(shown.text)
+        elif shown.text and layout is not None and (text := layout.feed(shown.text)):
+            self._ui.code(text, "json")
+        if shown.calls:
+            self._ui.code(shown.calls, "python")
 
     def _remark_on(self, answer: ReplyRecord, error: MinisglError | None) -> str | None:
         """A message about the end of an answer, if there is something to report."""
@@ -112,6 +127,8 @@ class Repl:
             return str(error)
         if answer.fills(limit):
             return f"The context of {limit:,} tokens is full. {MAKE_ROOM}"
+        if answer.is_cut_call:
+            return CUT_CALL
         if not answer.has_come:
             return "Stopped before an answer came." if self._was_interrupted else NOTHING
         return None

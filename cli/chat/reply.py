@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from minisgl.request import FinishReason
-from minisgl.text.thinking import CLOSE, Split, ThinkingSplitter
+from minisgl.text.thinking import CLOSE, ThinkingSplitter
 
-from .model import ReplyDelta
+from .model import CallPiece, Message, ReplyDelta
 from .text_format import count
+
+END_OF_CALL = ")\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What to show next, in this order."""
+
+    thinking: str = ""
+    text: str = ""
+    calls: str = ""  # each on a line, as NAME(ARGUMENTS)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call of a tool, as far as it has come."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str = ""  # JSON
 
 
 @dataclass(slots=True)
@@ -17,6 +39,8 @@ class ReplyRecord:
 
     asked_at: float
     text: str = ""  # as generated, with its thinking unless that came separately
+    thinking: str = ""  # that came separately
+    calls: list[ToolCall] = field(default_factory=list)
     num_tokens: int | None = None
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
@@ -26,9 +50,10 @@ class ReplyRecord:
     finish_reason: FinishReason | None = None  # None at the end: the user stopped it
     _splitter: ThinkingSplitter = field(default_factory=ThinkingSplitter)
 
-    def add(self, delta: ReplyDelta, now: float) -> Split:
+    def add(self, delta: ReplyDelta, now: float) -> Shown:
         """Adds a delta that arrived at `now`. Returns what to show."""
-        grows = delta.text or delta.thinking or (delta.num_tokens or 0) > (self.num_tokens or 0)
+        has_more = delta.text or delta.thinking or delta.calls
+        grows = has_more or (delta.num_tokens or 0) > (self.num_tokens or 0)
         if grows and self.finish_reason is None:  # servers send usage after the end
             if self.first_at is None:
                 self.first_at, self.num_first_tokens = now, delta.num_tokens
@@ -37,13 +62,47 @@ class ReplyRecord:
             if (value := getattr(delta, name)) is not None:
                 setattr(self, name, value)
         self.text += delta.text
+        self.thinking += delta.thinking
         split = self._splitter.feed(delta.text)
-        split.thinking = delta.thinking + split.thinking
-        return split
+        calls = "".join(map(self._add_call, delta.calls))
+        return Shown(delta.thinking + split.thinking, split.text, calls)
 
-    def flush(self) -> Split:
+    def _add_call(self, piece: CallPiece) -> str:
+        last = self.calls[-1] if self.calls else None
+        # Some servers repeat the id and name of a call, and some count no calls.
+        if last is None or piece.index != last.index or piece.id not in ("", last.id):
+            shown = f"{END_OF_CALL if last else ''}{piece.name}("
+            call_id = piece.id or f"call_{secrets.token_hex(12)}"
+            self.calls.append(ToolCall(piece.index, call_id, piece.name))
+        else:
+            shown = ""
+        self.calls[-1].arguments += piece.arguments
+        return shown + piece.arguments
+
+    def flush(self) -> Shown:
         """Returns what remains to be shown at the end."""
-        return self._splitter.flush()
+        split = self._splitter.flush()
+        return Shown(split.thinking, split.text, ")" if self.calls and not self.is_cut_call else "")
+
+    @property
+    def is_cut_call(self) -> bool:
+        """Whether the answer was ended before its calls were complete."""
+        return bool(self.calls) and self.finish_reason is not FinishReason.STOP
+
+    @property
+    def call_message(self) -> Message:
+        """The answer for the conversation, if it calls tools."""
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in self.calls
+        ]
+        message: Message = {"role": "assistant", "content": self.text, "tool_calls": calls}
+        # Between calls and results, templates show a model what it has thought.
+        return {**message, "reasoning_content": self.thinking} if self.thinking else message
 
     @property
     def has_come(self) -> bool:

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from minisgl.client.address import api_base
-from minisgl.client.chunk import StreamChunk
+from minisgl.client.chunk import CalledFunction, StreamChunk, StreamedCall
 from minisgl.client.errors import Refusal, RefusedError, ServerError, not_openai, refused
 from minisgl.client.exchange import DOCUMENT_S, Stream, describe_redirect, open_stream
 from minisgl.client.models import ServedModel, choose_model, headers_of, list_models
 from minisgl.errors import MinisglError
 from minisgl.request import FinishReason, SamplingParams
 
-from .model import ContextFullError, Message, ReplyDelta
+from .model import TEXT, AnswerRules, CallPiece, ContextFullError, Message, ReplyDelta
 from .parameters import NAMES
 
 # Phrases in errors about a conversation that is too long; OpenAI and minisgl use a code.
@@ -83,19 +83,27 @@ class ServerModel:
     def check(self, sampling: Mapping[str, Any]) -> None:
         SamplingParams(**{name: sampling[name] for name in NAMES if name in sampling})
 
+    async def check_rules(self, rules: AnswerRules) -> None:
+        """The server checks them with each question."""
+
     def status(self) -> Sequence[tuple[str, str]]:
         return ()
 
     async def reply(
-        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules = TEXT
     ) -> AsyncGenerator[ReplyDelta, None]:
-        body = {
+        body: dict[str, Any] = {
             "model": self.name,
             "messages": messages,
             "stream": True,
             "stream_options": {"include_usage": True},
             **{NAMES_ON_THE_WIRE.get(name, name): value for name, value in sampling.items()},
         }
+        if rules.schema is not None:
+            named = {"name": "answer", "schema": rules.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": named}
+        if rules.tools:
+            body["tools"] = rules.tools
         url = f"{self._base_url}/chat/completions"
         opened = open_stream(
             "POST",
@@ -136,6 +144,7 @@ def _delta(chunk: StreamChunk) -> ReplyDelta:
         choice = chunk.choices[0]
         if choice.delta is not None:
             delta.text, delta.thinking = choice.delta.content or "", choice.delta.thinking
+            delta.calls = [_piece(call) for call in choice.delta.tool_calls or ()]
         if choice.finish_reason is not None:
             is_cut = choice.finish_reason == "length"
             delta.finish_reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -144,6 +153,11 @@ def _delta(chunk: StreamChunk) -> ReplyDelta:
         delta.num_prompt_tokens = chunk.usage.prompt_tokens
         delta.num_cached_tokens = chunk.usage.cached_tokens
     return delta
+
+
+def _piece(call: StreamedCall) -> CallPiece:
+    function = call.function or CalledFunction()
+    return CallPiece(call.index, call.id or "", function.name or "", function.arguments or "")
 
 
 async def _failure(stream: Stream, url: str, api_key: str) -> MinisglError:

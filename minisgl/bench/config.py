@@ -61,6 +61,19 @@ def _json_option() -> Any:
     )
 
 
+def _structured_option() -> Any:
+    return option(
+        0.0,
+        "Share of the requests, 0 to 1, whose output must follow a JSON schema.",
+        group=GROUP,
+    )
+
+
+def _check_share(config: BenchConfig | LatencyConfig) -> None:
+    if not 0 <= config.structured <= 1:
+        refuse(config, "structured", "allowed: 0 to 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """The options as the user gave them. Raises ConfigError for an invalid value."""
@@ -82,6 +95,7 @@ class BenchConfig:
     )
     temperature: float = option(0.6, "Sampling temperature; 0 is greedy.", group=GROUP)
     seed: int = option(0, "Seed of lengths, prompts and sampling.", group=GROUP)
+    structured: float = _structured_option()
     repeat: int = _repeat_option()
     json_file: str | None = _json_option()
 
@@ -93,6 +107,7 @@ class BenchConfig:
         check_at_least(self, "max_output_length", self.min_output_length or 1)
         if not 0 <= self.temperature <= 2:
             refuse(self, "temperature", "allowed: 0 to 2")
+        _check_share(self)
         _check_json_file(self)
 
     def sizes(self, device: str) -> Sizes:
@@ -121,6 +136,7 @@ class LatencyConfig:
         "Output tokens of each request", LATENCY_OUTPUT, LATENCY_OUTPUT_ON_CPU
     )
     seed: int = option(0, "Seed of the prompts.", group=GROUP)
+    structured: float = _structured_option()
     repeat: int = _repeat_option()
     json_file: str | None = _json_option()
 
@@ -133,6 +149,7 @@ class LatencyConfig:
         check_at_least(self, "input_len", 1)
         check_at_least(self, "output_len", 2)  # a single token has no time between
         check_at_least(self, "repeat", 1)
+        _check_share(self)
         _check_json_file(self)
 
     @property

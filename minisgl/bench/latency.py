@@ -21,6 +21,7 @@ from minisgl.bench.report.tables import energy_cells, print_spreads
 from minisgl.bench.roofline import DecodeStep
 from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench_engine
 from minisgl.bench.workload.requests import make_workload
+from minisgl.bench.workload.structured import describe_share
 from minisgl.config import Capacity, EngineConfig
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError
@@ -72,7 +73,7 @@ async def bench_latency(
         console.print(
             f"{sizes[0].prompt} tokens in, {sizes[0].output} out, greedy, EOS ignored, seed "
             f"{config.seed}, a batch submitted at once, repetition {config.repeat} of "
-            f"{config.repeat} with fresh prompts"
+            f"{config.repeat} with fresh prompts{describe_share(config.structured)}"
         )
         if engine.config.device == "cpu":
             console.print("on a CPU, lengths that are not given are smaller than the standard ones")
@@ -85,7 +86,9 @@ async def bench_latency(
                 # No two runs have a seed in common: one would find its prompts in the prefix cache.
                 first_seed = config.seed + index * config.repeat
                 seeds = range(first_seed, first_seed + config.repeat)
-                records.append(await _measure(engine, batch, seeds, peak, counter))
+                records.append(
+                    await _measure(engine, batch, seeds, peak, counter, config.structured)
+                )
         run_info = RunInfo.of(engine, asdict(config))
     print_latencies(console, records, peak)
     rows = [({"batch_size": record.sizes.num_requests}, record.result) for record in records]
@@ -106,13 +109,22 @@ def check_room(batch: Sizes, capacity: Capacity) -> None:
 
 
 async def _measure(
-    engine: AsyncEngine, batch: Sizes, seeds: range, peak: Peak | None, counter: Counter
+    engine: AsyncEngine,
+    batch: Sizes,
+    seeds: range,
+    peak: Peak | None,
+    counter: Counter,
+    structured: float,
 ) -> BatchRecord:
     """Measure a repetition for each of `seeds`; the record is of the last one."""
     repetitions: list[Figures] = []
     for seed in seeds:
         jobs = make_workload(
-            batch, vocab_size=engine.model.vocab_size, temperature=GREEDY, seed=seed
+            batch,
+            vocab_size=engine.model.vocab_size,
+            temperature=GREEDY,
+            seed=seed,
+            structured=structured,
         )
         with metered(counter) as spent:
             run = await run_streaming(engine, jobs)

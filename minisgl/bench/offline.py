@@ -33,6 +33,7 @@ from minisgl.bench.run_info import RunInfo, describe, freeze_memory, start_bench
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.requests import make_offline_request
 from minisgl.bench.workload.schedule import make_schedule
+from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -61,7 +62,7 @@ async def bench_offline(
             console.print(line)
         console.print(
             f"{workload.describe(sizes, at_once=True)}, temperature {config.temperature:g}, seed "
-            f"{config.seed}, EOS ignored"
+            f"{config.seed}, EOS ignored{describe_share(config.structured)}"
         )
         if engine.config.device == "cpu" and not rows:
             console.print("on a CPU, sizes that are not given are smaller than the standard ones")
@@ -101,7 +102,12 @@ async def _measure(
         # them; those before it have others, so that it finds nothing in the prefix cache.
         seed = config.seed + config.repeat - repetition
         schedule = make_schedule(
-            workload, sizes, rows=rows, vocab_size=engine.model.vocab_size, seed=seed
+            workload,
+            sizes,
+            rows=rows,
+            vocab_size=engine.model.vocab_size,
+            seed=seed,
+            structured=config.structured,
         )
         jobs = [
             make_offline_request(
@@ -109,6 +115,7 @@ async def _measure(
                 max_tokens=asked.max_tokens,
                 temperature=config.temperature,
                 seed=asked.seed,
+                structured=asked.structured,
             )
             for asked in schedule
         ]

@@ -11,6 +11,7 @@ from itertools import pairwise
 from minisgl.bench.workload.requests import OfflineRequest
 from minisgl.engine import AsyncEngine
 from minisgl.engine.stream import OutputStream
+from minisgl.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class RequestRecord:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt
     num_output_tokens: int
+    structured: bool = False  # the output followed a schema
 
     @property
     def ttft_s(self) -> float:
@@ -97,14 +99,15 @@ def gaps(times: Sequence[float], start: float, end: float) -> list[float]:
 
 
 async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Consumer) -> RunRecord:
+    matchers = [await _matcher(engine, job) for job in jobs]
     before = engine.stats()
     started = time.perf_counter()
     streams: list[OutputStream] = []
     submitted: list[float] = []
     try:
-        for job in jobs:
+        for job, matcher in zip(jobs, matchers, strict=True):
             submitted.append(time.perf_counter())
-            streams.append(engine.submit(job.prompt_token_ids, job.params))
+            streams.append(engine.submit(job.prompt_token_ids, job.params, matcher=matcher))
         arrivals = await asyncio.gather(*map(consume, streams))
     finally:
         for stream in streams:
@@ -119,6 +122,7 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
                 num_prompt_tokens=stream.request.num_prompt_tokens,
                 num_cached_tokens=stream.request.num_cached_tokens,
                 num_output_tokens=stream.request.num_output_tokens,
+                structured=stream.request.params.structured is not None,
             )
             for stream, at, arrived in zip(streams, submitted, arrivals, strict=True)
         ],
@@ -126,6 +130,11 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
         num_retractions=after.counters.num_retractions - before.counters.num_retractions,
         num_graph_steps=after.totals.num_graph_steps - before.totals.num_graph_steps,
     )
+
+
+async def _matcher(engine: AsyncEngine, job: OfflineRequest) -> Matcher | None:
+    structured = job.params.structured
+    return None if structured is None else (await engine.compile(structured)).matcher()
 
 
 async def _wait(stream: OutputStream) -> Arrivals:

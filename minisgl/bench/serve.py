@@ -40,6 +40,7 @@ from minisgl.bench.run_info import RunInfo, freeze_memory
 from minisgl.bench.workload.config import WorkloadConfig, check_lengths
 from minisgl.bench.workload.requests import MAX_TOKEN_ID
 from minisgl.bench.workload.schedule import ScheduledRequest, at_rate, make_schedule
+from minisgl.bench.workload.structured import describe_share
 from minisgl.bench.workload.trace import TraceEntry, read_trace
 from minisgl.client.address import api_base
 from minisgl.client.exchange import DOCUMENT_S
@@ -220,7 +221,7 @@ def _describe_load(console: Console, server: ServerUnderTest, options: ServeOpti
     asked = "/chat/completions, of words" if server.target.endpoint == "chat" else "/completions"
     console.print(
         f"{options.workload.describe(server.sizes)}, temperature {config.temperature:g}, seed "
-        f"{config.seed}, {eos}, over {asked}"
+        f"{config.seed}, {eos}, over {asked}{describe_share(config.structured)}"
     )
     if rows:
         console.print(
@@ -257,7 +258,12 @@ async def _measure_point(
         # point's last repetition comes first, so that one point alone has the seed given.
         seed = config.seed + index * config.repeat + config.repeat - repetition
         schedule = make_schedule(
-            workload, server.sizes, rows=options.rows, vocab_size=server.vocab_size, seed=seed
+            workload,
+            server.sizes,
+            rows=options.rows,
+            vocab_size=server.vocab_size,
+            seed=seed,
+            structured=config.structured,
         )
         if point.request_rate is not None:
             schedule = at_rate(schedule, point.request_rate, load.arrivals, seed)

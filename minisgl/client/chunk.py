@@ -24,8 +24,20 @@ class StreamUsage(msgspec.Struct):
         return None if details is None else details.cached_tokens
 
 
+class CalledFunction(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class StreamedCall(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: CalledFunction | None = None
+
+
 class StreamDelta(msgspec.Struct):
     content: str | None = None
+    tool_calls: list[StreamedCall] | None = None
     reasoning_content: str | None = None  # DeepSeek's name for it, and others'
     reasoning: str | None = None  # vLLM's and OpenRouter's
 

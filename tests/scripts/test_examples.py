@@ -18,6 +18,11 @@ PRINTED = {
         "minisgl is a compact and fast",
         "'1' ",
     ],
+    "structured.py": [
+        "regex: 17 + 25 = 42",
+        "schema: Capital(country=",
+        "openai: Capital(country=",
+    ],
 }
 
 

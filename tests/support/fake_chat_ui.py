@@ -16,6 +16,7 @@ class FakeChatUI(Pipe):
     lines: list[str]
     written: str = ""
     thought: str = ""
+    coded: str = ""  # in all answers
     said: list[str] = field(default_factory=list)
     noted: list[str] = field(default_factory=list)
     interrupted: list[bool] = field(default_factory=list)  # before each line
@@ -37,6 +38,9 @@ class FakeChatUI(Pipe):
 
     def write(self, text: str) -> None:
         self.written += text
+
+    def code(self, text: str, language: str) -> None:
+        self.coded += text
 
     def say(self, line: str) -> None:
         self.said.append(line)

@@ -25,7 +25,7 @@ class ChatUI(Protocol):
         ...
 
     def answering(self) -> AbstractContextManager[None]:
-        """A context for one answer: `think` and `write` are called inside."""
+        """A context for one answer: `think`, `write` and `code` are called inside."""
         ...
 
     def think(self, text: str) -> None:
@@ -34,6 +34,10 @@ class ChatUI(Protocol):
 
     def write(self, text: str) -> None:
         """Shows a piece of an answer immediately."""
+        ...
+
+    def code(self, text: str, language: str) -> None:
+        """Shows a piece of an answer as code. Pieces that follow each other are one block."""
         ...
 
     def say(self, line: str) -> None:

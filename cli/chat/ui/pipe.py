@@ -26,7 +26,8 @@ class Pipe:
     def __init__(self, *, show_thinking: bool = False) -> None:
         self._show_thinking = show_thinking
         self._is_thinking = False
-        self._has_written = False
+        self._has_written = self._is_code = False
+        self._at_line_start = True
         # Independent of the locale: a model may write any character.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
@@ -47,7 +48,7 @@ class Pipe:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        self._has_written = False
+        self._has_written = self._is_code = False
         try:
             yield
             self._has_written = True  # an empty answer is an empty line
@@ -64,6 +65,13 @@ class Pipe:
     def write(self, text: str) -> None:
         if text:
             self._end_thinking()
+            self._begin(is_code=False)
+            self._put(text)
+
+    def code(self, text: str, language: str) -> None:
+        if text:
+            self._end_thinking()
+            self._begin(is_code=True)
             self._put(text)
 
     def say(self, line: str) -> None:
@@ -75,6 +83,12 @@ class Pipe:
     def busy(self, what: str) -> AbstractContextManager[Callable[[str], None]]:
         return nullcontext(lambda more: None)
 
+    def _begin(self, *, is_code: bool) -> None:
+        """Begins a line where text and code meet."""
+        if is_code is not self._is_code and self._has_written and not self._at_line_start:
+            self._put("\n")
+        self._is_code = is_code
+
     def _end_thinking(self) -> None:
         if self._is_thinking:
             self._is_thinking = False
@@ -82,6 +96,7 @@ class Pipe:
 
     def _put(self, text: str) -> None:
         self._has_written = True
+        self._at_line_start = text.endswith("\n")
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 

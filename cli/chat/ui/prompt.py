@@ -14,6 +14,7 @@ from prompt_toolkit.completion import (
     Completion,
     PathCompleter,
     WordCompleter,
+    merge_completers,
 )
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory
@@ -22,11 +23,14 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from ..parameters import NAMES
 from ..text_format import is_open
 
+FILE_OR_OFF = merge_completers([WordCompleter(["off"]), PathCompleter(expanduser=True)])
 # Completion of a command's argument.
 ARGUMENTS: Mapping[str, Completer] = {
     "/set": WordCompleter(NAMES, sentence=True),
     "/save": PathCompleter(expanduser=True),
     "/load": PathCompleter(expanduser=True),
+    "/json": FILE_OR_OFF,
+    "/tools": FILE_OR_OFF,
 }
 
 

@@ -70,6 +70,10 @@ class Terminal:
         assert self._view is not None
         self._view.write(printable(text))
 
+    def code(self, text: str, language: str) -> None:
+        assert self._view is not None
+        self._view.code(printable(text), language)
+
     def say(self, line: str) -> None:
         self._console.print(printable(line))
 

@@ -19,6 +19,7 @@ DRAWING_FRACTION = 0.2  # of the time, at most
 NUM_THOUGHT_LINES = 3  # shown of thinking that will be folded
 MAX_THOUGHT_CHARS = 2000  # looked at for them
 BLANK = ScreenLine("", "")
+FENCE = "```"
 
 
 class AnswerView(Protocol):
@@ -30,6 +31,8 @@ class AnswerView(Protocol):
     def think(self, text: str) -> None: ...
 
     def write(self, text: str) -> None: ...
+
+    def code(self, text: str, language: str) -> None: ...
 
     def close(self) -> None:
         """Ends the view; called once, when the answer is complete."""
@@ -43,7 +46,7 @@ class PlainView:
         self._console = console
         self._show_thinking = show_thinking
         self._at_line_start = True
-        self._is_thinking = False
+        self._is_thinking = self._is_code = False
         self.thoughts = ""
 
     def think(self, text: str) -> None:
@@ -58,6 +61,15 @@ class PlainView:
         if self._is_thinking:
             self._is_thinking = False
             self._put("\n\n" if self._show_thinking else "\n")
+        if self._is_code:
+            self._is_code = False
+            self._put("\n" * (not self._at_line_start))
+        self._put(text)
+
+    def code(self, text: str, language: str) -> None:
+        if not self._is_code:
+            self.write("\n" * (not self._at_line_start))
+            self._is_code = True
         self._put(text)
 
     def close(self) -> None:
@@ -83,6 +95,7 @@ class MarkdownView:
         self._plain: PlainView | None = None  # for the rest of an answer that is too much
         self._before: Block | None = None  # the last finished one
         self._is_first = True  # nothing has been printed for good
+        self._is_code = False  # what comes, by `code`
         self._thinking_since: float | None = None  # None: not now
         self._unread_thoughts = ""  # since lines of them were printed for good
         self.thoughts = ""
@@ -96,6 +109,18 @@ class MarkdownView:
             self._pacer.ask()
 
     def write(self, text: str) -> None:
+        if self._is_code:
+            self._is_code = False
+            text = f"\n{FENCE}\n\n{text}"
+        self._write(text)
+
+    def code(self, text: str, language: str) -> None:
+        if not self._is_code:
+            self._is_code = True
+            text = f"\n\n{FENCE}{language}\n{text}"
+        self._write(text)
+
+    def _write(self, text: str) -> None:
         self._end_thinking()
         if self._plain is not None:
             self._plain.write(text)

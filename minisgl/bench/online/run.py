@@ -41,6 +41,7 @@ class StreamedRequest:
     num_prompt_tokens: int
     num_cached_tokens: int | None  # of the prompt; None if the server does not report it
     num_output_tokens: int
+    structured: bool = False  # the output followed a schema
     counted: bool = True  # by the server; else by the schedule and the events
 
     @property
@@ -61,6 +62,7 @@ class StreamedRequest:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_output_tokens=self.num_output_tokens,
+            structured=self.structured,
         )
 
 
@@ -262,6 +264,7 @@ class _Run:
             num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
             num_cached_tokens=usage.cached_tokens,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
+            structured=asked.structured,
             counted=num_output_tokens is not None,
         )
 

@@ -10,6 +10,7 @@ import msgspec
 
 from minisgl.bench.online.client import EventCount, RecordedAnswer, post
 from minisgl.bench.workload.schedule import ScheduledRequest, chat_text
+from minisgl.bench.workload.structured import RESPONSE_FORMAT
 from minisgl.client.address import Address
 from minisgl.client.errors import NotOpenAIError, RefusedError, refused
 from minisgl.client.exchange import DOCUMENT_S, get
@@ -55,6 +56,8 @@ class Endpoint:
             asked["model"] = self.model
         if self.ignore_eos:
             asked["ignore_eos"] = True
+        if request.structured:
+            asked["response_format"] = RESPONSE_FORMAT
         return msgspec.json.encode(asked)
 
     async def ask(

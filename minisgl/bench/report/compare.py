@@ -28,6 +28,7 @@ SHOWN = {
     "energy_joules_per_output_token": "joules per output token",
     "cache_hit_rate": "cache hit rate",
     "graph_share": "share of CUDA graphs",
+    "structured_share": "share under a JSON schema",
     "num_retractions": "retractions",
     "num_failed": "failed requests",
     "share_of_limit": "share of the hardware's limit",

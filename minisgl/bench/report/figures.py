@@ -65,6 +65,7 @@ class Figures:
     tpot_s: Distribution | None  # None if no output has two tokens
     itl_s: Distribution | None = None  # None where tokens are not taken one by one
     e2e_s: Distribution
+    structured_share: float = 0.0  # of the requests, those whose output followed a schema
     goodput: Goodput | None = None
     energy: Energy | None = None  # None where no GPU counts it
 
@@ -102,6 +103,7 @@ class Figures:
             ttft_s=Distribution.of([request.ttft_s for request in requests]),
             tpot_s=Distribution.of(tpots_s) if tpots_s else None,
             e2e_s=Distribution.of([request.e2e_s for request in requests]),
+            structured_share=sum(request.structured for request in requests) / len(requests),
         )
 
     def with_energy(self, spent: Spent) -> Figures:

@@ -99,6 +99,7 @@ def _totals(figures: Figures) -> Table:
         "of them within the limits": goodput and f"{goodput.requests_per_s:,.2f}",
         "share within the limits": goodput and f"{goodput.share:.1%}",
         "requests that failed": figures.num_failed and f"{figures.num_failed:,}",
+        "share under a JSON schema": figures.structured_share and f"{figures.structured_share:.1%}",
         "prompt tokens": f"{figures.num_prompt_tokens:,}",
         "of them cached": _known(figures.cache_hit_rate, ".1%"),
         "output tokens": f"{figures.num_output_tokens:,}",

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from minisgl.bench.config import Sizes
+from minisgl.bench.workload.structured import STRUCTURED, is_structured
 from minisgl.request import SamplingParams
 
 # The standard workload draws its ids from 0 to 10,000, which every common vocabulary holds.
@@ -21,13 +22,14 @@ class OfflineRequest:
 
 
 def make_workload(
-    sizes: Sizes, *, vocab_size: int, temperature: float, seed: int
+    sizes: Sizes, *, vocab_size: int, temperature: float, seed: int, structured: float = 0.0
 ) -> list[OfflineRequest]:
     """Random prompts, and outputs of exactly the lengths drawn, ignoring EOS.
 
     The numbers are drawn as other engines' benchmarks draw them, so that everybody measures the
     same requests: for each one the length of its prompt and then the token ids; then the length of
     each output. Ids beyond the vocabulary wrap around, which leaves the lengths as they are.
+    structured: the share of them that follow a schema.
     """
     rng = random.Random(seed)
     prompts = [
@@ -40,6 +42,7 @@ def make_workload(
             max_tokens=rng.randint(sizes.output.low, sizes.output.high),
             temperature=temperature,
             seed=index,
+            structured=is_structured(index, structured),
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -50,10 +53,19 @@ def random_tokens(rng: random.Random, count: int, vocab_size: int) -> list[int]:
 
 
 def make_offline_request(
-    prompt: list[int], *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    structured: bool = False,
 ) -> OfflineRequest:
     """A request for exactly `max_tokens` tokens, greedy unless a temperature is given."""
-    return OfflineRequest(
-        prompt,
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed),
+    params = SamplingParams(
+        temperature=temperature,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        seed=seed,
+        structured=STRUCTURED if structured else None,
     )
+    return OfflineRequest(prompt, params)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from minisgl.bench.config import Sizes
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.bench.workload.requests import make_workload, random_tokens
+from minisgl.bench.workload.structured import is_structured
 from minisgl.bench.workload.trace import TraceEntry
 
 
@@ -23,6 +24,7 @@ class ScheduledRequest:
     parent: int | None = None  # the place of the request whose answer must have come before
     pause_s: float = 0.0  # between that answer and this request
     continues: bool = False  # the conversation so far comes before the prompt
+    structured: bool = False  # the output follows a schema
 
 
 def schedule_random(sizes: Sizes, vocab_size: int, seed: int) -> list[ScheduledRequest]:
@@ -107,8 +109,27 @@ def make_schedule(
     rows: Sequence[TraceEntry] = (),
     vocab_size: int,
     seed: int,
+    structured: float = 0.0,
 ) -> list[ScheduledRequest]:
-    """The requests of a workload, due at the trace's times or all at once."""
+    """The requests of a workload, due at the trace's times or all at once.
+
+    structured: the share of them that follow a schema.
+    """
+    schedule = _schedule_of(config, sizes, rows=rows, vocab_size=vocab_size, seed=seed)
+    return [
+        replace(request, structured=is_structured(index, structured))
+        for index, request in enumerate(schedule)
+    ]
+
+
+def _schedule_of(
+    config: WorkloadConfig,
+    sizes: Sizes,
+    *,
+    rows: Sequence[TraceEntry],
+    vocab_size: int,
+    seed: int,
+) -> list[ScheduledRequest]:
     match config.kind:
         case "shared-prefix":
             return schedule_shared_prefix(

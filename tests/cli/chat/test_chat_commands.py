@@ -23,7 +23,7 @@ from minisgl.request import FinishReason, SamplingParams
 from minisgl_cli.chat import conversation_file
 from minisgl_cli.chat.commands import TABLE, Session
 from minisgl_cli.chat.conversation import Conversation, Turn
-from minisgl_cli.chat.model import ContextFullError, Message, ReplyDelta
+from minisgl_cli.chat.model import AnswerRules, ContextFullError, Message, ReplyDelta
 from minisgl_cli.chat.parameters import NAMES
 from minisgl_cli.chat.repl import MAKE_ROOM, Repl
 from minisgl_cli.chat.server_model import ServerModel
@@ -45,16 +45,22 @@ class FakeModel:
     )
     asked: list[list[Message]] = field(default_factory=list)
     sampling: list[dict[str, Any]] = field(default_factory=list)
+    rules: list[AnswerRules] = field(default_factory=list)
 
     def check(self, sampling: Mapping[str, Any]) -> None:
         SamplingParams(**sampling)
+
+    async def check_rules(self, rules: AnswerRules) -> None:
+        if rules.schema == {"type": 5}:
+            raise InvalidRequestError("schema", "type must be a text.")
 
     def status(self) -> Sequence[tuple[str, str]]:
         return [("KV cache", "3 of 4 pages used")]
 
     async def reply(
-        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+        self, messages: Sequence[Message], sampling: Mapping[str, Any], rules: AnswerRules
     ) -> AsyncGenerator[ReplyDelta, None]:
+        self.rules.append(rules)
         self.asked.append(list(messages))
         self.sampling.append(dict(sampling))
         reply = self.replies.pop(0)
@@ -616,7 +622,10 @@ async def test_invalid_parameters_of_a_file_are_skipped_and_reported(tmp_path: P
     assert done.num_failed == 0
 
 
-TURNS = "after a system message, if any, user and assistant must take turns, the user first."
+TURNS = (
+    "after a system message, if any, user and assistant must take turns, the user first, and each "
+    "tool call needs its result."
+)
 
 
 @pytest.mark.parametrize(
@@ -634,8 +643,8 @@ TURNS = "after a system message, if any, user and assistant must take turns, the
         ('{"messages": [], "model": 5}', ": model must be a text."),
         ("[5]", ": message 1 is no object with a role and a content."),
         (
-            [USER, {"role": "tool", "content": ""}],
-            ": message 2 has the role 'tool'; allowed: system, user or assistant.",
+            [USER, {"role": "function", "content": ""}],
+            ": message 2 has the role 'function'; allowed: system, user, assistant or tool.",
         ),
         ([{"role": ["user"]}], ": message 1 has the role ['user']; allowed: system"),
         ([USER, {"role": "assistant"}], ": message 2 has a content that is no text."),

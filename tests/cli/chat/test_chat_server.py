@@ -44,9 +44,15 @@ def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def piece(content: str | None = None, *, finish: str | None = None, **delta: str) -> bytes:
+def piece(content: str | None = None, *, finish: str | None = None, **delta: Any) -> bytes:
     choice = {"index": 0, "delta": {"content": content, **delta}, "finish_reason": finish}
     return event(choices=[choice])
+
+
+def called(index: int, call_id: str = "", name: str = "", arguments: str = "") -> Any:
+    known = {"id": call_id, "type": "function"} if call_id else {}
+    function = {"name": name, "arguments": arguments} if name else {"arguments": arguments}
+    return {"index": index, **known, "function": function}
 
 
 END = piece(finish="stop") + b"data: [DONE]\n\n"
@@ -87,6 +93,17 @@ ANSWERS = {
     "silent": b"",
     "evil": OK + piece("\x1b[1mA") + event(error={"message": "\x1b[2Jno\r\x9b\u202e."}),
     "other": b"SSH-2.0-OpenSSH\r\n",
+    "structured": OK + piece('{"name":"Ada","tags":["a') + piece(' b",1],"none":{}}') + END,
+    "weather": OK
+    + piece(reasoning_content="Look.")
+    + piece(tool_calls=[called(0, "call_a", "weather", "")])
+    + piece(tool_calls=[called(0, arguments='{"city": ')])
+    + piece(tool_calls=[called(0, arguments='"Köln"}')])
+    + piece(tool_calls=[called(1, "call_b", "clock", "{}")])
+    + piece(finish="tool_calls")
+    + b"data: [DONE]\n\n",
+    "cut": OK + piece(tool_calls=[called(0, "call_a", "weather", '{"ci')]) + piece(finish="length"),
+    "noon": OK + piece("It is mild at noon.") + END,
 }
 
 
@@ -465,9 +482,9 @@ def test_commands_work_in_a_real_terminal(
     terminal: pexpect.spawn, server: Server, tmp_path: Path
 ) -> None:
     terminal.send("/help\r")
-    terminal.expect(r"\n/set NAME VALUE  sets a sampling parameter, such as temperature\r\n")
-    terminal.expect(r"/params          lists")
-    terminal.expect(r"Ctrl-O           shows")
+    terminal.expect(r"\n/set NAME VALUE +sets a sampling parameter, such as temperature\r\n")
+    terminal.expect(r"/params +lists")
+    terminal.expect(r"Ctrl-O +shows")
     at_prompt(terminal)
 
     terminal.send("/system Be :cat:\r")
@@ -511,6 +528,95 @@ def test_commands_work_in_a_real_terminal(
     ]
     terminal.send("/exit\r")
     assert left(terminal) == 0
+
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "clock")
+]
+
+
+def test_json_works_in_a_real_terminal(terminal: pexpect.spawn, server: Server) -> None:
+    terminal.send("/js")
+    terminal.expect("has answers follow a JSON schema")  # the menu
+    terminal.send('\t {"type": "object"}\r')
+    terminal.expect("Answers follow the schema; /json off ends it")
+    at_prompt(terminal)
+    terminal.send("structured\r")
+    terminal.expect(r'"tags"[^\n]*\n')
+    terminal.expect(r'"a b"[^\n]*\n[^\n]*1')
+    at_prompt(terminal)
+    terminal.send("/json off\r")
+    terminal.expect("Answers are text")
+    at_prompt(terminal)
+    terminal.send("hi\r")
+    terminal.expect("Hello.")
+    at_prompt(terminal)
+    form = {"name": "answer", "schema": {"type": "object"}}
+    assert [body.get("response_format") for body in server.bodies] == [
+        {"type": "json_schema", "json_schema": form},
+        None,
+    ]
+
+
+def test_tools_work_in_a_real_terminal(
+    terminal: pexpect.spawn, server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    terminal.send(f"/tools {tmp_path}/to")
+    terminal.expect("ols.json")  # the menu
+    terminal.send("\t\r")
+    terminal.expect("Offered: weather, clock")
+    at_prompt(terminal)
+    terminal.send("weather\r")
+    terminal.expect("Type the result of weather")
+    at_prompt(terminal)
+    terminal.send("18 degrees\r")
+    terminal.expect("Type the result of clock")
+    at_prompt(terminal)
+    terminal.send("noon\r")
+    terminal.expect("It is mild at noon")
+    at_prompt(terminal)
+    assert server.bodies[-1]["tools"] == TOOLS
+    assert [message["role"] for message in server.bodies[-1]["messages"]] == [
+        *("user", "assistant", "tool", "tool"),
+    ]
+    terminal.send("/tools off\r")
+    terminal.expect("No tools are offered")
+    at_prompt(terminal)
+    terminal.send("hi\r")
+    terminal.expect("Hello.")
+    assert "tools" not in server.bodies[-1]
+
+
+def test_tools_and_schemas_work_in_a_pipe(server: Server, tmp_path: Path) -> None:
+    tools, saved = tmp_path / "tools.json", tmp_path / "saved.json"
+    tools.write_text(json.dumps(TOOLS))
+    offered = (f"/tools {tools}", "weather", "18 degrees", "noon", "cut", "/tools off")
+    result = piped(server, *offered, f"/save {saved}", "/json {}", "structured")
+    assert result.stdout == (
+        'weather({"city": "Köln"})\nclock({})\nIt is mild at noon.\nweather({"ci\n'
+        '{\n  "name": "Ada",\n  "tags": [\n    "a b",\n    1\n  ],\n  "none": {}\n}\n'
+    )
+    assert result.stderr == "The answer ended inside of a tool call, which is left out.\n"
+    assert result.returncode == 1  # as an answer was cut
+    calls = [
+        {"id": "call_a", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in [("weather", '{"city": "Köln"}')]
+    ]
+    calls += [
+        {"id": "call_b", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    ]
+    steps = [
+        {"role": "user", "content": "weather"},
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning_content": "Look."},
+        {"role": "tool", "tool_call_id": "call_a", "content": "18 degrees"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "noon"},
+    ]
+    assert server.bodies[1]["messages"] == steps
+    answer = {"role": "assistant", "content": "It is mild at noon."}
+    cut = {"role": "user", "content": "cut"}
+    assert json.loads(saved.read_text())["messages"] == [*steps, answer, cut]
 
 
 def test_ctrl_d_exits(terminal: pexpect.spawn) -> None:

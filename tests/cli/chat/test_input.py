@@ -34,6 +34,9 @@ def test_arguments_of_commands_are_completed(tmp_path: Path) -> None:
     (tmp_path / "saved.json").touch()
     for name in ("/save", "/load"):
         assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
+    for name in ("/json", "/tools"):
+        assert completions(f"{name} {tmp_path}/sa") == ["ved.json"]
+        assert "off" in completions(f"{name} o")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""Has the answers of an engine in this process follow rules: its parser, matcher and messages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import UnsupportedModelError
+from minisgl.events import CallArguments, CallStart, Event, ReasoningText
+from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.request import StructuredOutput
+from minisgl.text.parsing.selection import AnswerFormat, choose_format
+from minisgl.text.template_facts import TemplateFacts
+from minisgl.text.tokenizer import Tokenizer
+
+from .model import AnswerRules, CallPiece, Message
+
+
+async def check_rules(engine: AsyncEngine, rules: AnswerRules) -> None:
+    """Raises MinisglError if the model cannot follow the rules."""
+    if rules.schema is not None:
+        await engine.compile(structured(rules.schema))
+    if rules.tools:
+        facts = await engine.template_facts()
+        if choose_format(_tokenizer(engine)).calls is None or not facts.offers_tools:
+            raise UnsupportedModelError(
+                f"{engine.model_name} cannot be offered tools: its chat template has no place for "
+                "them, or none of the known formats of calls."
+            )
+
+
+async def parser_and_matcher(
+    engine: AsyncEngine, prompt: Sequence[int], rules: AnswerRules
+) -> dict[str, Any]:
+    """The arguments of `submit` for an answer under rules. Raises MinisglError."""
+    tokenizer = _tokenizer(engine)
+    form = choose_format(tokenizer)
+    opened = form.opens_reasoning(tokenizer, prompt)
+    functions = [tool["function"] for tool in rules.tools]
+    schemas = {function["name"]: function.get("parameters", {}) for function in functions}
+    parser = form.parser(in_reasoning=opened, tools=schemas, parse_calls=bool(schemas))
+    if rules.schema is None:
+        return {"parser": parser}
+    compiled = await engine.compile(structured(rules.schema))
+    return {"parser": parser, "matcher": compiled.matcher(_gate(form, tokenizer, opened))}
+
+
+def structured(schema: Mapping[str, Any]) -> StructuredOutput:
+    return StructuredOutput(json_schema=schema, field="schema")
+
+
+def thinking(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, ReasoningText))
+
+
+def call_pieces(events: Iterable[Event]) -> list[CallPiece]:
+    pieces = []
+    for event in events:
+        match event:
+            case CallStart(index, name):
+                pieces.append(CallPiece(index, name=name))
+            case CallArguments(index, text):
+                pieces.append(CallPiece(index, arguments=text))
+    return pieces
+
+
+def fitted(messages: Sequence[Message], facts: TemplateFacts) -> list[Message]:
+    """The messages with calls and results as the chat template takes them."""
+    return [_fitted(message, facts) for message in messages]
+
+
+def _tokenizer(engine: AsyncEngine) -> Tokenizer:
+    assert engine.tokenizer is not None  # or there would be no chat
+    return engine.tokenizer
+
+
+def _gate(form: AnswerFormat, tokenizer: Tokenizer, is_open: bool) -> ReasoningGate | None:
+    """What lets the model think before the answer that the schema is for."""
+    if form.reasoning is None:
+        return None
+    close, ids = form.reasoning.close, form.marker_ids
+    closing = [ids[close]] if close in ids else tokenizer.encode(close, add_special_tokens=False)
+    return ReasoningGate(
+        close, tuple(closing), opening_id=ids.get(form.reasoning.open), is_open=is_open
+    )
+
+
+def _fitted(message: Message, facts: TemplateFacts) -> Message:
+    changed = dict(message)
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _fitted_id(message["tool_call_id"], facts)
+    if "tool_calls" in message:
+        changed["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
+    return changed
+
+
+def _fitted_call(call: Mapping[str, Any], facts: TemplateFacts) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not facts.wants_text_arguments:
+        with suppress(ValueError, RecursionError):  # what is no JSON stays the text that it is
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "id": _fitted_id(call["id"], facts), "function": function}
+
+
+def _fitted_id(call_id: str, facts: TemplateFacts) -> str:
+    """The id, or 9 hexadecimal digits of it where the template takes no others."""
+    if not facts.wants_short_ids:
+        return call_id
+    return hashlib.blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
