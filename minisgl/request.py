@@ -8,11 +8,13 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short_repr
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event
-from minisgl.matcher import Matcher
+
+if TYPE_CHECKING:  # imports numpy, which takes a while
+    from minisgl.matcher import Matcher
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

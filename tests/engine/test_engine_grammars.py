@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
+from support.engine_loop import ScriptedRunner, engine_on, params
 
 from minisgl.errors import EngineStoppedError, InvalidRequestError
 from minisgl.grammar.reasoning import ReasoningGate
@@ -25,7 +25,7 @@ async def test_a_constraint_is_compiled_for_the_requests_that_use_it() -> None:
         matcher = compiled.matcher()
         stream = engine.submit([1], params(4, structured=CHOICE), matcher=matcher)
         assert stream.request.matcher is matcher
-        await deltas_of(stream)
+        stream.abort()
         totals = engine.stats().totals
         assert (totals.compile_s.count, totals.num_cached_grammars) == (1, 1)
 
