@@ -7,18 +7,17 @@ conversation that is rendered, and what of it the text has.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from minisgl.errors import InvalidRequestError
+from minisgl.text.rendering import EndlessTemplateError
 
 Message: TypeAlias = Mapping[str, Any]
 # The text of a conversation under the template, given its options. Raises InvalidRequestError.
 Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
 
-MAX_SECONDS = 10.0  # after which no more is rendered
 OPENINGS = ("<think>", "[THINK]")
 # Words that no template has by itself.
 QUESTION, RESULT, SYSTEM = "probed-question", "probed-result", "probed-system"
@@ -50,16 +49,20 @@ class TemplateFacts:
 
 def probe(render: Render) -> TemplateFacts:
     """The facts of the template that `render` renders with."""
-    deadline = time.monotonic() + MAX_SECONDS
+    endless = False
 
     def text_of(messages: Sequence[Message], **options: Any) -> str:
-        """The text, "" where the template refuses."""
-        if time.monotonic() > deadline:
+        """The text, "" where the template refuses, and once it has not ended."""
+        nonlocal endless
+        if endless:
             return ""
         try:
             return render(messages, options)
+        except EndlessTemplateError:
+            endless = True
         except InvalidRequestError:
-            return ""
+            pass
+        return ""
 
     question = {"role": "user", "content": QUESTION}
     plain = text_of([question])
