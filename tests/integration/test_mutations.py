@@ -103,11 +103,11 @@ def test_a_dropped_qk_norm_is_detected(
 
     def without_norm(*args: Any) -> Tensor:
         """The queries are those of a call with or without norm, the keys those of the last call."""
-        *given, norm_rope = args
+        *given, norm_rope, scales = args
         bare = NormRope(norm_rope.table)
-        bare_q, q = qk_norm_rope_store_kv(*given, bare), qk_norm_rope_store_kv(*args)
+        bare_q, q = qk_norm_rope_store_kv(*given, bare, scales), qk_norm_rope_store_kv(*args)
         if "k_norm" in dropped:
-            qk_norm_rope_store_kv(*given, bare)
+            qk_norm_rope_store_kv(*given, bare, scales)
         return bare_q if "q_norm" in dropped else q
 
     monkeypatch.setattr(dispatch, "qk_norm_rope_store_kv", without_norm)
