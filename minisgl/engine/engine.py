@@ -400,7 +400,10 @@ class AsyncEngine:
 
     def _fill_masks(self, plan: StepPlan) -> MaskRows:
         masks: MaskRows = self._runner.new_masks(plan)
-        self._end_failed(self._masks.fill(self._scheduler.masked_requests(plan.step), masks))
+        began = time.perf_counter()
+        failures = self._masks.fill(self._scheduler.masked_requests(plan.step), masks)
+        self._meter.masks_filled(len(masks), time.perf_counter() - began)
+        self._end_failed(failures)
         return masks
 
     def _end_failed(self, failures: Failures) -> None:

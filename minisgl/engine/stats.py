@@ -21,6 +21,10 @@ REQUEST_BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0),
     *(30.0, 60.0, 120.0, 300.0, 600.0),
 )
+# Of the masks of one step.
+MASK_BOUNDS = (
+    *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+)
 
 
 @dataclass(slots=True)
@@ -57,6 +61,10 @@ def _of_requests() -> Histogram:
     return Histogram(REQUEST_BOUNDS)
 
 
+def _of_masks() -> Histogram:
+    return Histogram(MASK_BOUNDS)
+
+
 @dataclass(slots=True)
 class Totals:
     """Totals since the start. Times are when the event loop handled an event."""
@@ -67,11 +75,13 @@ class Totals:
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
     num_cached_grammars: int = 0  # constraints whose grammar was compiled before
+    num_masked_rows: int = 0  # masks that were filled
     step_s: Histogram = field(default_factory=_of_steps)  # on the device, from launch to tokens
     ttft_s: Histogram = field(default_factory=_of_requests)  # from submission to the first token
     itl_s: Histogram = field(default_factory=_of_steps)  # from one token of a request to its next
     e2e_s: Histogram = field(default_factory=_of_requests)  # of completed requests
     compile_s: Histogram = field(default_factory=_of_requests)  # of grammars
+    mask_s: Histogram = field(default_factory=_of_masks)  # of a step with masked rows
 
     def copy(self) -> Totals:
         return Totals(
@@ -79,11 +89,12 @@ class Totals:
             self.num_graph_steps,
             dict(self.num_finished),
             self.num_cached_grammars,
+            self.num_masked_rows,
             *(times.copy() for times in self._histograms()),
         )
 
     def _histograms(self) -> tuple[Histogram, ...]:
-        return self.step_s, self.ttft_s, self.itl_s, self.e2e_s, self.compile_s
+        return self.step_s, self.ttft_s, self.itl_s, self.e2e_s, self.compile_s, self.mask_s
 
 
 class Meter:
@@ -135,6 +146,11 @@ class Meter:
             self.totals.num_cached_grammars += 1
         else:
             self.totals.compile_s.observe(seconds)
+
+    def masks_filled(self, num_rows: int, seconds: float) -> None:
+        """Record the masks of a step."""
+        self.totals.num_masked_rows += num_rows
+        self.totals.mask_s.observe(seconds)
 
     def request_ended(self, request: Request, now: float) -> None:
         reason = request.finish_reason

@@ -127,6 +127,11 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "Constraints of requests whose grammar had been compiled before.",
         totals.num_cached_grammars,
     )
+    yield CounterMetricFamily(
+        "minisgl_masked_rows",
+        "Tokens that were sampled under a mask of a grammar.",
+        totals.num_masked_rows,
+    )
     finished = CounterMetricFamily(
         "minisgl_requests_finished", "Requests that have ended.", labels=["reason"]
     )
@@ -161,6 +166,9 @@ def _histograms(stats: EngineStats) -> Iterator[Metric]:
         "minisgl_grammar_compile_seconds",
         "Time to compile a grammar, or to refuse it; cached ones are not counted.",
         totals.compile_s,
+    )
+    yield _histogram(
+        "minisgl_mask_seconds", "Time to fill the token masks of one step.", totals.mask_s
     )
 
 

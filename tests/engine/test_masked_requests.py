@@ -94,6 +94,16 @@ async def test_max_tokens_inside_a_grammar_ends_with_length() -> None:
         assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
+async def test_filled_masks_are_counted_and_timed() -> None:
+    async with engine_on(ScriptedRunner(4), overlap=False) as engine:
+        await deltas_of(engine.submit([5], params(4)))
+        assert engine.stats().totals.num_masked_rows == 0
+        await deltas_of(engine.submit([5], params(4, ignore_eos=True), matcher=FakeMatcher(RULE)))
+        totals = engine.stats().totals
+        assert totals.num_masked_rows == totals.mask_s.count == 4
+        assert totals.mask_s.sum > 0
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("fault", ["fails_at", "raises_at", "allows nothing"])
 @pytest.mark.parametrize("when", [1, 3])
