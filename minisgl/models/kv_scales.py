@@ -116,7 +116,7 @@ def _check_scheme(folder: Path) -> None:
     """Refuse what config.json says of a KV cache that is not e4m3 with one scale a layer."""
     quantization = read_json(folder / CONFIG_FILE).get("quantization_config")
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
-    if scheme is None:
+    if scheme in (None, "static"):  # as AutoFP8 spells e4m3 with scales in the files
         return
     where = f"{CONFIG_FILE}: quantization_config: kv_cache_scheme"
     if not isinstance(scheme, dict):
