@@ -22,7 +22,13 @@ from minisgl.config import (
     Storage,
 )
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError, one_of
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names, read_json
+from minisgl.models.config_reader import (
+    CONFIG_FILE,
+    QUANTIZATION_FIELDS,
+    Fields,
+    field_names,
+    read_json,
+)
 
 MODELOPT_FILE = "hf_quant_config.json"
 # Files of AutoGPTQ and AutoAWQ, from before config.json had the field, and their methods.
@@ -95,7 +101,7 @@ def with_option(scheme: QuantScheme | None, quantization: str | None) -> QuantSc
 
 
 def _find(fields: Fields, folder: Path) -> Fields | None:
-    for name in ("quantization_config", "compression_config"):
+    for name in QUANTIZATION_FIELDS:
         values = fields.values.get(name)
         if not values:
             continue
