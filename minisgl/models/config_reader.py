@@ -16,6 +16,8 @@ from minisgl.config import DTYPES
 from minisgl.errors import CheckpointError, UnsupportedModelError, one_of
 
 CONFIG_FILE = "config.json"
+# Of config.json; the second is that of compressed-tensors in 2024.
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 
 # Bounds far beyond any model, which keep allocations that follow from a field reasonable.
 _LARGEST_COUNT = 2**31 - 1

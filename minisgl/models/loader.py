@@ -155,9 +155,13 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
             stack = stacks.get(name)
             if name in targets:
                 stack = Stack((targets[name],), (name,))
-            if stack is None or dtype not in stack.targets[0].dtypes:
+            if stack is None:
                 unexpected.append(f"{full_name} ({dtype})")
                 continue
+            if dtype not in (dtypes := stack.targets[0].dtypes):
+                raise CheckpointError(
+                    f"{file}: {full_name} has the dtype {dtype}; expected {' or '.join(dtypes)}."
+                )
             if not filled.isdisjoint(stack.stands_for):
                 raise CheckpointError(
                     f"{file.parent} holds {full_name} twice, again in {file.name}."

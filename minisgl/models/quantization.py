@@ -22,7 +22,13 @@ from minisgl.config import (
     Storage,
 )
 from minisgl.errors import CheckpointError, ConfigError, UnsupportedModelError, one_of
-from minisgl.models.config_reader import CONFIG_FILE, Fields, field_names, read_json
+from minisgl.models.config_reader import (
+    CONFIG_FILE,
+    QUANTIZATION_FIELDS,
+    Fields,
+    field_names,
+    read_json,
+)
 
 MODELOPT_FILE = "hf_quant_config.json"
 # Files of AutoGPTQ and AutoAWQ, from before config.json had the field, and their methods.
@@ -39,11 +45,12 @@ _FP8_FIELDS = field_names(
 )
 _AWQ_FIELDS = field_names(
     f"""{_COMMON} bits w_bit group_size q_group_size zero_point version backend
-    do_fuse modules_to_fuse fuse_max_seq_len exllama_config"""
+    do_fuse modules_to_fuse fuse_max_seq_len exllama_config
+    sym desc_act dynamic lm_head method format checkpoint_format pack_dtype pack_impl meta"""
 )
 _GPTQ_FIELDS = field_names(
     f"""{_COMMON} bits group_size sym desc_act dynamic lm_head checkpoint_format format
-    pack_dtype damp_percent damp_auto_increment static_groups true_sequential mse
+    method pack_dtype pack_impl damp_percent damp_auto_increment static_groups true_sequential mse
     act_group_aware hyb_act model_name_or_path model_file_base_name model_seqlen meta quantizer
     dataset tokenizer batch_size block_name_to_quantize module_name_preceding_first_block
     modules_in_block_to_quantize cache_block_outputs pad_token_id max_input_length use_cuda_fp16
@@ -94,7 +101,7 @@ def with_option(scheme: QuantScheme | None, quantization: str | None) -> QuantSc
 
 
 def _find(fields: Fields, folder: Path) -> Fields | None:
-    for name in ("quantization_config", "compression_config"):
+    for name in QUANTIZATION_FIELDS:
         values = fields.values.get(name)
         if not values:
             continue
@@ -154,10 +161,16 @@ def _read_fp8(fields: Fields) -> QuantScheme:
 
 def _read_awq(fields: Fields) -> QuantScheme:
     fields.refuse_others(_AWQ_FIELDS)
+    _refuse_exceptions(fields)
     _require(fields, "zero_point", (True,), ", which AutoAWQ's default is")
     version = fields.values.get("version")
     if str(version or "gemm").lower() != "gemm":
         raise _refused(fields, "version", "use the checkpoint of version gemm")
+    # GPTQModel writes AWQ, too, with fields of its own.
+    _require(fields, "desc_act", (None, False))
+    _require(fields, "pack_dtype", (None, "int32"))
+    for name in ("checkpoint_format", "format"):
+        _require(fields, name, (None, "gemm"))
     return QuantScheme(
         bits=_int4_bits(fields, "bits", "w_bit"),
         storage=Storage.AWQ,
@@ -170,10 +183,7 @@ def _read_awq(fields: Fields) -> QuantScheme:
 def _read_gptq(fields: Fields) -> QuantScheme:
     fields.refuse_others(_GPTQ_FIELDS)
     _require(fields, "desc_act", (None, False), ": use the model quantised without it, or as AWQ")
-    if fields.values.get("dynamic"):
-        raise _refused(fields, "dynamic", "use a checkpoint whose layers are all quantised alike")
-    if fields.values.get("lm_head"):
-        raise _refused(fields, "lm_head", "use a checkpoint whose lm_head is not quantised")
+    _refuse_exceptions(fields)
     if fields.values.get("is_marlin_format"):
         raise _refused(fields, "is_marlin_format", "use the checkpoint of format gptq")
     _require(fields, "sym", (True,), ": use a symmetric checkpoint, or one quantised as AWQ")
@@ -186,6 +196,14 @@ def _read_gptq(fields: Fields) -> QuantScheme:
         strategy="group",
         group_size=_group_size(fields, "group_size"),
     )
+
+
+def _refuse_exceptions(fields: Fields) -> None:
+    """Refuse layers quantised otherwise than the rest, and a quantised lm_head."""
+    if fields.values.get("dynamic"):
+        raise _refused(fields, "dynamic", "use a checkpoint whose layers are all quantised alike")
+    if fields.values.get("lm_head"):
+        raise _refused(fields, "lm_head", "use a checkpoint whose lm_head is not quantised")
 
 
 def _int4_bits(fields: Fields, *names: str) -> int:

@@ -16,7 +16,7 @@ from support.parity import load_engine
 from torch import Tensor
 
 from minisgl.config import KVScales
-from minisgl.errors import CheckpointError, UnsupportedModelError
+from minisgl.errors import CheckpointError, MinisglError, UnsupportedModelError
 from minisgl.models.kv_scales import is_kv_scale, with_kv_scales
 from minisgl.models.registry import read_model_config
 
@@ -152,7 +152,7 @@ def test_other_formats_of_kv_caches_are_refused_by_name(
         "dynamic": False,
         "symmetric": True,
     }
-    for kv_cache_scheme in (None, fp8):
+    for kv_cache_scheme in (None, fp8, "static"):
         quantization = {"quantization_config": {"kv_cache_scheme": kv_cache_scheme}}
         path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
         assert with_kv_scales(config, folder) == config
@@ -160,6 +160,17 @@ def test_other_formats_of_kv_caches_are_refused_by_name(
     path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
     with pytest.raises(UnsupportedModelError, match=f"kv_cache_scheme: {said} is not supported"):
         with_kv_scales(config, folder)
+
+
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_the_scheme_is_read_from_either_field(field: str, folder: Path) -> None:
+    path, config = folder / "config.json", read_model_config(folder)
+    written = json.loads(path.read_text())
+    int8 = {"num_bits": 8, "type": "int"}
+    for scheme, said in ((int8, "type 'int' is not"), ("dynamic", "is 'dynamic'; expected .*'sta")):
+        path.write_text(json.dumps(written | {field: {"kv_cache_scheme": scheme}}))
+        with pytest.raises(MinisglError, match=f"{field}: kv_cache_scheme:? {said}"):
+            with_kv_scales(config, folder)
 
 
 def test_no_weight_passes_for_a_scale() -> None:

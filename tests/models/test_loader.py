@@ -150,7 +150,10 @@ NORM = "model.layers.1.self_attn.q_norm.weight"
     [
         (lambda t: t.pop(NORM), r"lacks weights: layers\.1\.self_attn\.q_norm\.weight\."),
         (lambda t: t.update({NORM: torch.ones(3)}), r"\[3\]; the config asks for \[128\]"),
-        (lambda t: t.update({NORM: torch.ones(128, dtype=torch.int8)}), r"q_norm\.weight \(I8\)"),
+        (
+            lambda t: t.update({NORM: torch.ones(128, dtype=torch.int8)}),
+            r"q_norm\.weight has the dtype I8; expected F32",
+        ),
         (lambda t: t.update(surplus=torch.ones(3)), r"does not take: surplus \(F32\)"),
         (lambda t: t.update({f"x{i}": torch.ones(1) for i in range(9)}), "and 5 more"),
         (lambda t: t.update({"lm_head.weight": torch.ones(499, 128)}), "lm_head.* differs"),

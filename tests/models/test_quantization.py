@@ -77,6 +77,13 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
         ({**AWQ, "version": "GEMM", "backend": "autoawq", "do_fuse": False}, "awq"),
         ({**GPTQ, "damp_percent": 0.01, "true_sequential": True, "static_groups": False}, "gptq"),
         ({**GPTQ, "meta": {"quantizer": ["gptqmodel:1.1.0"]}, "dynamic": None}, "gptq"),
+        ({**GPTQ, "method": "gptq", "format": "gptq", "pack_impl": "cpu"}, "gptq"),
+        (
+            {**AWQ, "checkpoint_format": "gemm", "format": "gemm", "method": "awq", "sym": False}
+            | {"desc_act": False, "lm_head": False, "pack_dtype": "int32", "pack_impl": "cpu"}
+            | {"meta": {"quantizer": ["gptqmodel:5.8.0"]}},
+            "awq",
+        ),
         (changed(FORMATS["ct-fp8-block"].config, w_block_structure="128x128"), "ct-fp8-block"),
         (changed(CHANNEL, i_strategy="tensor"), "ct-fp8-channel"),
         (changed(CHANNEL, w_observer="minmax", w_observer_kwargs={"a": 1}), "ct-fp8-channel"),
@@ -132,6 +139,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "zero_point": False}, "zero_point False"),
     ({**AWQ, "version": "gemv"}, "version 'gemv'.*gemm"),
     ({**AWQ, "group_size": -1}, "group_size -1.*32, 64 or 128"),
+    ({**AWQ, "dynamic": {"-:.*mlp": {}}}, "dynamic .*all quantised alike"),
+    ({**AWQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
+    ({**AWQ, "checkpoint_format": "gemv"}, "checkpoint_format 'gemv'.*gemm"),
     ({**GPTQ, "desc_act": True}, "desc_act True.*without it, or as AWQ"),
     ({**GPTQ, "dynamic": {"-:.*mlp": {}}}, "dynamic .*all quantised alike"),
     ({**GPTQ, "sym": False}, "sym False.*symmetric checkpoint.*AWQ"),
