@@ -25,7 +25,8 @@ _ALL = np.uint32(0xFFFFFFFF)
 _TOO_SLOW = (
     f"a token took over {MASK_LIMIT_S * 1000:g} ms to constrain; simplify the schema or grammar"
 )
-_BROKEN = "its output cannot be continued"
+# Of tokens that the masks allowed, so that most often a limit of the grammar engine was reached.
+_BROKEN = "the schema or grammar cannot follow it from here; simplify the schema or grammar"
 
 Failures = list[tuple[Request, GrammarError]]
 

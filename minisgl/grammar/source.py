@@ -70,16 +70,18 @@ def _kind_and_text(structured: StructuredOutput) -> tuple[str, str]:
     if structured.tool_calls is not None:
         return "tool_calls", structured.tool_calls.text
     if structured.structural_tag is not None:
-        return "structural_tag", _json_text(structured.structural_tag)
-    return "json_schema", _json_text(structured.json_schema)
+        return "structural_tag", _json_text(structured.structural_tag, structured.field)
+    return "json_schema", _json_text(structured.json_schema, structured.field)
 
 
-def _json_text(value: object) -> str:
+def _json_text(value: object, field: str) -> str:
     parsed = json.loads(value) if isinstance(value, str) else value
     if parsed is True:  # the schema of every value
         parsed = {}
+    if parsed is False:
+        raise InvalidRequestError(field, "is false, which no answer satisfies.")
     if not isinstance(parsed, Mapping):
-        raise TypeError("it must be an object")
+        raise InvalidRequestError(field, "must be an object, or its JSON text.")
     return _as_json(dict(parsed))
 
 
