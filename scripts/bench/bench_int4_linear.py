@@ -16,14 +16,13 @@ import argparse
 import math
 import multiprocessing
 import os
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from bench_linear import time_s
 from torch import Tensor
 
 if TYPE_CHECKING:  # --help works without Triton
@@ -33,7 +32,7 @@ if TYPE_CHECKING:  # --help works without Triton
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 BYTES_PER_S, OPERATIONS_PER_S, NUM_SMS = 4.28e12, 800e12, 132
 ROTATED_BYTES = 320 << 20
-REPLAYS, MIN_CALLS = 10, 12
+MIN_CALLS = 12
 WORKSPACE_FLOATS = 64 << 20
 
 
@@ -92,29 +91,6 @@ class Weights:
         words = e4m3_words(data, scale, (128, self.group), DTYPE)
         assert words is not None
         return words
-
-
-def time_s(calls: list[Callable[[], object]]) -> float:
-    """Seconds of a call in a graph of them all."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()  # compiles, too
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return float(statistics.median(times))
 
 
 def make_workspace() -> LinearWorkspace:
