@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,9 +10,9 @@ from typing import Any
 from minisgl.engine import AsyncEngine
 from minisgl.errors import UnsupportedModelError
 from minisgl.events import CallArguments, CallStart, Event, ReasoningText
-from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.grammar.reasoning import reasoning_gate
 from minisgl.request import StructuredOutput
-from minisgl.text.parsing.selection import AnswerFormat, choose_format
+from minisgl.text.parsing.selection import choose_format
 from minisgl.text.template_facts import TemplateFacts
 from minisgl.text.tokenizer import Tokenizer
 
@@ -46,7 +45,8 @@ async def parser_and_matcher(
     if rules.schema is None:
         return {"parser": parser}
     compiled = await engine.compile(structured(rules.schema))
-    return {"parser": parser, "matcher": compiled.matcher(_gate(form, tokenizer, opened))}
+    gate = await reasoning_gate(form, engine.encode, is_open=opened)
+    return {"parser": parser, "matcher": compiled.matcher(gate)}
 
 
 def structured(schema: Mapping[str, Any]) -> StructuredOutput:
@@ -78,21 +78,10 @@ def _tokenizer(engine: AsyncEngine) -> Tokenizer:
     return engine.tokenizer
 
 
-def _gate(form: AnswerFormat, tokenizer: Tokenizer, is_open: bool) -> ReasoningGate | None:
-    """What lets the model think before the answer that the schema is for."""
-    if form.reasoning is None:
-        return None
-    close, ids = form.reasoning.close, form.marker_ids
-    closing = [ids[close]] if close in ids else tokenizer.encode(close, add_special_tokens=False)
-    return ReasoningGate(
-        close, tuple(closing), opening_id=ids.get(form.reasoning.open), is_open=is_open
-    )
-
-
 def _fitted(message: Message, facts: TemplateFacts) -> Message:
     changed = dict(message)
     if "tool_call_id" in message:
-        changed["tool_call_id"] = _fitted_id(message["tool_call_id"], facts)
+        changed["tool_call_id"] = facts.fitted_id(message["tool_call_id"])
     if "tool_calls" in message:
         changed["tool_calls"] = [_fitted_call(call, facts) for call in message["tool_calls"]]
     return changed
@@ -103,11 +92,4 @@ def _fitted_call(call: Mapping[str, Any], facts: TemplateFacts) -> dict[str, Any
     if not facts.wants_text_arguments:
         with suppress(ValueError, RecursionError):  # what is no JSON stays the text that it is
             function["arguments"] = json.loads(function["arguments"])
-    return {**call, "id": _fitted_id(call["id"], facts), "function": function}
-
-
-def _fitted_id(call_id: str, facts: TemplateFacts) -> str:
-    """The id, or 9 hexadecimal digits of it where the template takes no others."""
-    if not facts.wants_short_ids:
-        return call_id
-    return hashlib.blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
+    return {**call, "id": facts.fitted_id(call["id"]), "function": function}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from minisgl.grammar.matching import GrammarMatcher
 from minisgl.grammar.vocabulary import Vocabulary
 from minisgl.matcher import WORD_BITS, MaskRows
+from minisgl.text.parsing.selection import AnswerFormat
 
 MAX_LINE_BREAKS = 2  # between the end of the reasoning and the beginning of the answer
 CROSSED = "The end of the reasoning and the beginning of the answer are one token."
@@ -27,6 +28,27 @@ class ReasoningGate:
     opening_id: int | None = None  # of a model that opens the block itself
     is_open: bool = False  # by the prompt
     budget: int | None = None
+
+
+async def reasoning_gate(
+    form: AnswerFormat,
+    encode: Callable[..., Awaitable[list[int]]],
+    *,
+    is_open: bool,
+    budget: int | None = None,
+) -> ReasoningGate | None:
+    """The gate of an answer in a model's format; None if the model does not reason.
+
+    encode: `AsyncEngine.encode`, for a marker that is not one token.
+    """
+    if form.reasoning is None:
+        return None
+    open, close = form.reasoning.open, form.reasoning.close
+    closing = form.marker_ids.get(close)
+    ids = [closing] if closing is not None else await encode(close, add_special_tokens=False)
+    return ReasoningGate(
+        close, tuple(ids), opening_id=form.marker_ids.get(open), is_open=is_open, budget=budget
+    )
 
 
 class _Stage(enum.Enum):

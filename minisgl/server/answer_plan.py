@@ -8,15 +8,15 @@ from typing import Any
 
 from minisgl.errors import InvalidRequestError
 from minisgl.events import Event, joined
-from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.grammar.reasoning import ReasoningGate, reasoning_gate
 from minisgl.grammar.tools import calls_or
 from minisgl.matcher import Matcher
 from minisgl.request import StructuredOutput
-from minisgl.server.call_ids import new_call_id, short_id
 from minisgl.server.constraints import constraint_of
 from minisgl.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from minisgl.server.served_engine import CompiledGrammar, ServedEngine
 from minisgl.server.tools import ToolUse, tool_use
+from minisgl.text.call_ids import new_call_id, short_id
 from minisgl.text.parsing.answer import AnswerParser
 from minisgl.text.parsing.names import NONE
 from minisgl.text.parsing.selection import AnswerFormat
@@ -160,7 +160,7 @@ class ChatPlanner:
         is_open = tokenizer is not None and self.form.opens_reasoning(tokenizer, prompt)
         gate = None
         if grammar is not None:
-            gate = await self._gate(engine, is_open=is_open, budget=budget)
+            gate = await reasoning_gate(self.form, engine.encode, is_open=is_open, budget=budget)
         if not parsed:
             return AnswerPlan(grammar=grammar, gate=gate)
         facts = conversation.facts
@@ -197,23 +197,6 @@ class ChatPlanner:
             )
         calls = tools.grammar(self.form, only_calls=True)
         return constraint if calls is None else calls_or(calls, constraint)
-
-    async def _gate(
-        self, engine: ServedEngine, *, is_open: bool, budget: int | None
-    ) -> ReasoningGate | None:
-        """What lets an answer begin with reasoning."""
-        form = self.form.reasoning
-        if form is None:
-            return None
-        closing = self.form.marker_ids.get(form.close)
-        ids = [closing] if closing is not None else None
-        return ReasoningGate(
-            closing=form.close,
-            closing_ids=tuple(ids or await engine.encode(form.close, add_special_tokens=False)),
-            opening_id=self.form.marker_ids.get(form.open),
-            is_open=is_open,
-            budget=budget,
-        )
 
 
 def _events_of(text: str | None, form: AnswerFormat) -> tuple[Event, ...]:

@@ -11,7 +11,6 @@ from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import CUSTOM_ARGUMENT
-from minisgl.server.call_ids import short_id
 from minisgl.text.template_facts import TemplateFacts
 
 # Limits of what a chat template gets, because rendering it takes time.
@@ -76,7 +75,7 @@ class ToolCall(Struct):
             arguments = msgspec.json.encode(arguments).decode()
         fitting.names[self.id] = called.name
         function = {"name": called.name, "arguments": arguments}
-        return {"id": fitting.id_of(self.id), "type": "function", "function": function}
+        return {"id": fitting.facts.fitted_id(self.id), "type": "function", "function": function}
 
 
 def _arguments(given: str | dict[str, Raw], path: str) -> dict[str, Raw]:
@@ -97,10 +96,6 @@ class Fitting:
 
     facts: TemplateFacts
     names: dict[str, str] = field(default_factory=dict)  # of the tools called so far, by call id
-
-    def id_of(self, call_id: str) -> str:
-        """The id of a call as the template takes it: the same for the call and its result."""
-        return short_id(call_id) if self.facts.wants_short_ids else call_id
 
 
 class Message(Struct):
@@ -140,7 +135,7 @@ class Message(Struct):
                 raise InvalidRequestError(f"{path}.tool_call_id", "is missing.")
             if self.name is None and self.tool_call_id in fitting.names:
                 message["name"] = fitting.names[self.tool_call_id]
-            message["tool_call_id"] = fitting.id_of(self.tool_call_id)
+            message["tool_call_id"] = fitting.facts.fitted_id(self.tool_call_id)
         return message
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from minisgl.errors import InvalidRequestError
+from minisgl.text.call_ids import short_id
 from minisgl.text.rendering import EndlessTemplateError
 
 Message: TypeAlias = Mapping[str, Any]
@@ -45,6 +46,10 @@ class TemplateFacts:
     system_anywhere: bool = False  # a system message may follow others
     opens_reasoning: bool = False  # the prompt ends inside of a reasoning block
     switches_reasoning: bool = False  # `enable_thinking` makes a difference
+
+    def fitted_id(self, call_id: str) -> str:
+        """The id of a call as the template takes it: the same for the call and its result."""
+        return short_id(call_id) if self.wants_short_ids else call_id
 
 
 def probe(render: Render) -> TemplateFacts:
