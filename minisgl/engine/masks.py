@@ -11,28 +11,31 @@ from itertools import chain
 import numpy as np
 
 from minisgl.errors import GrammarError
-from minisgl.matcher import WORD_BITS, MaskRows
+from minisgl.matcher import MASK_LIMIT_S, WORD_BITS, MaskRows
 from minisgl.request import Request
 
-# A step waits for its slowest mask, so a request with a slower one has to end. In seconds of
-# processor time, which a busy machine does not prolong.
-MASK_LIMIT_S = 0.010
 # From this many rows on, several threads fill masks, which releases the GIL.
 POOL_ROWS = 32
 MAX_THREADS = 4
 
 _ALL = np.uint32(0xFFFFFFFF)
 _TOO_SLOW = (
-    f"a token took over {MASK_LIMIT_S * 1000:g} ms to constrain; simplify the schema or grammar"
+    f"a token took over {MASK_LIMIT_S * 1000:g} ms to constrain, for there are too many ways to "
+    "read what comes before it; make the schema or grammar smaller, or less ambiguous"
 )
 # Of tokens that the masks allowed, so that most often a limit of the grammar engine was reached.
-_BROKEN = "the schema or grammar cannot follow it from here; simplify the schema or grammar"
+_BROKEN = (
+    "there are too many ways to read it; make the schema or grammar smaller, or less ambiguous"
+)
 
 Failures = list[tuple[Request, GrammarError]]
 
 
 class MaskFiller:
     """Drives the matchers of an engine's requests, and contains their failures.
+
+    A step waits for its slowest matcher, so a request with one over MASK_LIMIT_S has to end. That
+    is processor time, which a busy machine does not prolong.
 
     A request's failure is returned, and its mask allows everything: nobody else notices.
     """
@@ -54,6 +57,7 @@ class MaskFiller:
     def accept(self, requests: Sequence[Request]) -> Failures:
         """Tell each matcher the last token of its request, which was just settled."""
         failures: Failures = []
+        now = self._clock()
         for request in requests:
             matcher = request.matcher
             if matcher is None or request.finished:
@@ -63,7 +67,10 @@ class MaskFiller:
                 failed = matcher.error is not None
             except Exception:  # its words may hold a piece of the answer
                 failed = True
-            if failed:
+            began, now = now, self._clock()
+            if now - began > MASK_LIMIT_S:
+                failures.append((request, GrammarError(_TOO_SLOW)))
+            elif failed:
                 failures.append((request, GrammarError(_BROKEN)))
         return failures
 

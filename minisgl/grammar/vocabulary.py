@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,10 +94,15 @@ def sketch(outline: Outline) -> LLTokenizer:
     It compiles the same grammars as the real one, and allows any text that a grammar does.
     """
     words = [b""] * outline.size
-    free = (token_id for token_id in range(outline.size) if token_id not in outline.special)
-    for byte, token_id in zip(range(256), free, strict=False):
+    for byte, token_id in enumerate(byte_ids(outline)):
         words[token_id] = bytes([byte])
     return _make(outline, words)
+
+
+def byte_ids(outline: Outline) -> list[int]:
+    """The tokens that are the single bytes in the `sketch` of a vocabulary."""
+    free = (token_id for token_id in range(outline.size) if token_id not in outline.special)
+    return [*islice(free, 256)]
 
 
 def _make(outline: Outline, words: Sequence[bytes]) -> LLTokenizer:

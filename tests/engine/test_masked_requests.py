@@ -14,10 +14,10 @@ from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import expected_output
 
-from minisgl.engine.masks import MASK_LIMIT_S, POOL_ROWS, MaskFiller
+from minisgl.engine.masks import POOL_ROWS, MaskFiller
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import GrammarError, StepError
-from minisgl.matcher import MaskRows, mask_words
+from minisgl.matcher import MASK_LIMIT_S, MaskRows, mask_words
 from minisgl.request import FinishReason, Request, RequestStatus, SamplingParams
 
 RULE = without(EOS, tokens_after(VOCAB))
@@ -122,7 +122,7 @@ async def test_a_matcher_that_fails_ends_its_own_request_only(
         with pytest.raises(GrammarError) as caught:
             await deltas_of(bad)
         assert "as told" not in str(caught.value)
-        assert "simplify the schema or grammar" in str(caught.value)
+        assert "make the schema or grammar smaller" in str(caught.value)
         assert await tokens_of(good) == expect([2], 20, RULE)
         assert await tokens_of(plain) == expect([3], 20)
         assert bad.request.output_token_ids == expect([1], 20, RULE)[:when]
@@ -236,6 +236,24 @@ def test_a_mask_that_takes_too_long_fails_its_request_and_allows_everything() ->
     assert failed is slow and "10 ms" in str(error)
     assert ids_in(rows[0]) == list(range(70))
     assert ids_in(rows[1]) == [5]
+
+
+def test_a_token_that_a_matcher_takes_too_long_for_fails_its_request_only() -> None:
+    clock = Clock()
+    filler = MaskFiller(70, [3], clock=clock)
+    requests = [
+        request(SlowToAccept(clock.pass_time(seconds)), num_outputs=1)
+        for seconds in (MASK_LIMIT_S * 0.99, MASK_LIMIT_S * 1.01, MASK_LIMIT_S * 0.99)
+    ]
+    [(failed, error)] = filler.accept(requests)
+    assert failed is requests[1] and "10 ms" in str(error)
+    assert error.http_status == 400 and "less ambiguous" in str(error)
+
+
+class SlowToAccept(FakeMatcher):
+    def __init__(self, stall: Callable[[], None]) -> None:
+        super().__init__(lambda _: {9})
+        self.accept = lambda _: stall()  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
