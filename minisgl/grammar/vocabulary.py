@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 # llguidance takes a token for a special one, which is no text, if it begins with this byte.
 SPECIAL = b"\xff"
+# llguidance knows the masks of these pieces of JSON beforehand, and follows only the rest of the
+# vocabulary: blanks, and tokens within a string, whose length may be limited.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{length}}}" for length in (2, 4, 8, 16, 30)),
+    f"{_CHARACTER}+",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +118,7 @@ def _make(outline: Outline, words: Sequence[bytes]) -> LLTokenizer:
         _Words(outline, words),  # type: ignore[arg-type]
         n_vocab=outline.size,
         eos_token=list(outline.eos_token_ids),
+        slices=list(SLICES),
     )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +12,7 @@ from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import expected_output
 
-from minisgl.engine.masks import POOL_ROWS, MaskFiller
+from minisgl.engine.masks import MaskFiller
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import GrammarError, StepError
 from minisgl.matcher import MASK_LIMIT_S, MaskRows, mask_words
@@ -284,28 +282,3 @@ def test_a_request_that_has_ended_gets_a_mask_of_ones() -> None:
     rows = rows_of([one])
     assert MaskFiller(70, [3]).fill([one], rows) == []
     assert ids_in(rows[0]) == list(range(70))
-
-
-def test_many_masks_are_filled_by_several_threads_each_into_its_row() -> None:
-    matchers = [_SeenByThread({index % 70}) for index in range(POOL_ROWS + 5)]
-    matchers[7].allowed = set()
-    requests = [request(matcher) for matcher in matchers]
-    filler = MaskFiller(70, [])
-    rows = rows_of(requests)
-    assert [failed for failed, _ in filler.fill(requests, rows)] == [requests[7]]
-    for index, words in enumerate(rows):
-        assert ids_in(words) == (list(range(70)) if index == 7 else [index % 70])
-    assert len({matcher.thread for matcher in matchers}) > 1
-    filler.close()
-
-
-class _SeenByThread(FakeMatcher):
-    def __init__(self, allowed: set[int]) -> None:
-        super().__init__(lambda _: self.allowed)
-        self.allowed = allowed
-        self.thread = 0
-
-    def fill(self, words: MaskRows) -> None:
-        self.thread = threading.get_ident()
-        time.sleep(0.001)  # so that another thread gets its turn
-        super().fill(words)
