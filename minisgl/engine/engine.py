@@ -627,7 +627,6 @@ class AsyncEngine:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
-        self._masks.close()
         if self._grammars is not None:
             self._grammars.join()
 

@@ -186,7 +186,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "references": {"json_schema": doubling("anyOf", 2)},
     "all_of": {"json_schema": doubling("allOf", 12)},
     "ambiguous": {"grammar": 'start: s\ns: s s s | s s | "a" | '},
-    "repeated": {"grammar": 'start: ((("a"{0,100}){0,100}){0,100}){0,100}'},
     "choices": {"choice": [f"choice {i}" for i in range(2000)]},
 }
 
@@ -241,6 +240,38 @@ async def test_pathological_constraints_are_refused_and_the_loop_goes_on(
     ticking.cancel()
     grammars.close()
     await asyncio.to_thread(grammars.join)
+
+
+def plain_properties(count: int) -> dict[str, Any]:
+    names = [f"p{i}" for i in range(count)]
+    return {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+
+
+def test_an_object_with_hundreds_of_optional_properties_is_followed_to_its_end(
+    bench: GrammarBench,
+) -> None:
+    matcher = bench.compile(StructuredOutput(json_schema=plain_properties(650))).matcher()
+    matcher.accept(bench.encode('{"p0": 1, "p300": 2, "p649": 3}'))
+    assert matcher.error is None and matcher.may_end
+
+
+TOO_WIDE: dict[str, dict[str, Any]] = {
+    "repeated": {"grammar": 'start: ((("a"{0,100}){0,100}){0,100}){0,100}'},
+    "nested": {
+        "json_schema": {
+            "type": "object",
+            "properties": {"a": {"type": "array", "minItems": 1, "items": plain_properties(3000)}},
+            "required": ["a"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", TOO_WIDE)
+def test_what_no_answer_could_be_followed_through_is_refused_when_it_is_compiled(
+    bench: GrammarBench, case: str
+) -> None:
+    assert "too many ways to go on" in refusal(bench, **TOO_WIDE[case])
 
 
 async def test_others_pass_a_grammar_that_is_slow(bench: GrammarBench) -> None:

@@ -246,7 +246,7 @@ def test_parsed_models_through_the_openai_client(
         with pytest.raises(openai.LengthFinishReasonError):
             client.chat.completions.parse(**request, max_tokens=9)
         server.engine.answers = [thought + BAD]
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.BadRequestError):
             client.chat.completions.parse(**request)
 
 

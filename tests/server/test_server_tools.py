@@ -233,7 +233,7 @@ def test_the_answer_is_held_to_the_tool_choice(
     if obeyed:
         assert bool(ask(server, client, answer, tool_choice=choice).calls) == (answer != "No.")
     else:
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.BadRequestError):
             ask(server, client, answer, tool_choice=choice)
 
 
@@ -245,7 +245,7 @@ def test_only_allowed_tools_can_be_called_though_the_model_sees_all(
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     assert ask(server, client, hermes("clock", {}), tool_choice=choice).made == [("clock", "{}")]
     assert "get_weather" in server.engine.texts[-1]
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError):
         ask(server, client, CALL, tool_choice=choice)
 
 
@@ -257,7 +257,7 @@ def test_one_call_is_made_without_parallel_tool_calls(
     assert ask(server, client, "No.", **fields).content == "No."
     # Arguments are free where the tool is not strict.
     assert ask(server, client, hermes("get_weather", {"town": 1}), **fields).calls
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError):
         ask(server, client, f"{CALL}\n{CALL}", **fields)
 
 
@@ -268,7 +268,7 @@ def test_strict_tools_hold_the_arguments_and_not_the_choice(
     assert ask(server, client, "No.", tools=tools).content == "No."
     good = hermes("GetWeather", {"city": "Köln", "unit": "C"})
     assert ask(server, client, good, tools=tools).calls
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError):
         ask(server, client, hermes("GetWeather", {"city": "Köln", "unit": "K"}), tools=tools)
 
 
@@ -337,7 +337,7 @@ def test_custom_tools_take_a_text(server: Served[ScriptedEngine], client: openai
         create(**{**request, "messages": [*QUESTION, found.message, result]})
         assert hermes("dial", {"input": "0221"}) in server.engine.texts[-1]
     server.engine.answers = [hermes("dial", {"input": "Köln"})]
-    with pytest.raises(openai.InternalServerError):
+    with pytest.raises(openai.BadRequestError):
         create(**request)
 
 
