@@ -49,7 +49,7 @@ def _weights(
 ) -> Fp8Weights:
     shape = (n,) if block is None else (-(-n // block[0]), -(-k // block[1]))
     scale = (0.3 + torch.rand(num_experts, *shape, device=device)) / (100 * k**0.5)
-    data = (torch.randn(num_experts, n, k, device=device) * 100).to(E4M3)
+    data = (torch.randn(num_experts, n, k, device=device) * 100).clamp(-448, 448).to(E4M3)
     return Fp8Weights(data, scale, block)
 
 
