@@ -21,6 +21,7 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
 MAX_EDITS = MAX_LOGIT_BIAS + 64
+MAX_CHOICES = 8192  # of a StructuredOutput
 MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
 
@@ -31,7 +32,8 @@ class StructuredOutput:
 
     strict: refuse a JSON schema that cannot be enforced completely; otherwise its unsupported
     keywords are ignored. whitespace_pattern: a regex for the blanks between the parts of a JSON
-    text, "" for none; None: a space, or a line break and its indentation.
+    text, which matches nothing else, "" for none; None: a space, or a line break and its
+    indentation.
     """
 
     json_schema: Mapping[str, Any] | str | bool | None = None  # a str is a schema as JSON text
@@ -65,6 +67,8 @@ class StructuredOutput:
             texts = () if isinstance(value, str) else tuple(value)
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise InvalidRequestError(self.field, "must be a list of one or more texts.")
+            if len(texts) > MAX_CHOICES:
+                raise InvalidRequestError(self.field, f"must have at most {MAX_CHOICES} entries.")
             object.__setattr__(self, "choice", texts)
         if not isinstance(self.whitespace_pattern, str | None):
             raise InvalidRequestError("whitespace_pattern", "must be a text, which is a regex.")

@@ -94,8 +94,8 @@ CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
         '{"city":  "Köln"}',
     ),
     (
-        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "_"}},
-        '{"city":_"Köln"}',
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": r"\s{2}"}},
+        '{"city":\t "Köln"}',
         '{"city": "Köln"}',
     ),
     (
