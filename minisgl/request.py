@@ -24,6 +24,7 @@ MAX_EDITS = MAX_LOGIT_BIAS + 64
 MAX_ALLOWED_IDS = 1 << 15
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORDS_CHARS = 8192  # of all words: they are tokenized on the event loop
 MAX_CHOICES = 8192  # of a StructuredOutput
 MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
@@ -110,8 +111,8 @@ class SamplingParams:
     """The sampling parameters of one request. Raises InvalidRequestError, naming the field.
 
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
-    logit_bias, repetition, frequency and presence penalty, masking, temperature,
-    min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
+    logit_bias, repetition, frequency and presence penalty, masking, temperature, min_p,
+    top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
     """
 
     temperature: float = 1.0
@@ -209,6 +210,10 @@ class SamplingParams:
                     "bad_words",
                     f"must be texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only blanks.",
                 )
+        if sum(map(len, words)) > MAX_BAD_WORDS_CHARS:
+            raise InvalidRequestError(
+                "bad_words", f"at most {MAX_BAD_WORDS_CHARS} characters are allowed in all."
+            )
 
     @staticmethod
     def _check_number(name: str, value: object, low: float, high: float, what: str = "") -> None:

@@ -131,6 +131,7 @@ async def test_what_the_rules_cannot_mean_is_refused() -> None:
         ({"allowed_token_ids": range(40_000)}, "allowed_token_ids: at most 32768 entries"),
         ({"bad_words": ["a"] * 257}, "bad_words: at most 256 words"),
         ({"bad_words": ["a", " "]}, "bad_words: must be texts of 1 to 256 characters"),
+        ({"bad_words": ["a" * 100] * 99}, "bad_words: at most 8192 characters are allowed in all"),
         ({"bad_words": ["a" * 257]}, "bad_words: must be texts of 1 to 256 characters"),
     ],
 )

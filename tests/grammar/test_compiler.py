@@ -276,7 +276,7 @@ def test_an_object_with_hundreds_of_optional_properties_is_followed_to_its_end(
 
 
 TOO_WIDE: dict[str, dict[str, Any]] = {
-    "repeated": {"grammar": 'start: ((("a"{0,100}){0,100}){0,100}){0,100}'},
+    "repeated": {"grammar": 'start: (((((("a"{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}'},
     "nested": {
         "json_schema": {
             "type": "object",
