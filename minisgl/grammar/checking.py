@@ -21,7 +21,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.grammar.schema import explain, ignored_keyword, tidy
-from minisgl.grammar.source import Source, grammar_text
+from minisgl.grammar.source import (
+    BLANK,
+    OPTIONS,
+    WHITESPACE,
+    Source,
+    grammar_text,
+    inline_regex,
+)
 from minisgl.grammar.vocabulary import Outline, sketch
 from minisgl.grammar.walking import walk
 from minisgl.subprocesses import limit_memory, receive, send
@@ -33,6 +40,9 @@ MEMORY_BYTES = 1 << 30
 THREAD_STACK_BYTES = 2 << 20
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
 TOO_LARGE = "it is too large or nested too deeply to compile."
+NOT_BLANK = (
+    "its whitespace_pattern may match blanks only: spaces, tabs, line feeds and carriage returns."
+)
 CLOSED = "The engine was closed before the grammar was compiled."
 # Errors must not quote what a client sent, for they may end up in a log. An optional property takes
 # four items, and the limit on the time of a token comes before this one.
@@ -206,9 +216,25 @@ def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
         reason = matcher.get_error()
         if source.kind == "json_schema":
             return Checked(reason=explain(reason, source.schema, source.strict))
-        return Checked(reason=f"{tidy(reason)}.")
+        return Checked(reason=f"{tidy(reason, _as_written(source, text))}.")
+    if source.whitespace not in ("", WHITESPACE) and _matches_more(tokenizer, source.whitespace):
+        return Checked(reason=NOT_BLANK)
     if reason := walk(matcher, outline):
         return Checked(reason=reason)
     warnings = matcher.get_grammar_warnings()
     ignored = sorted({keyword for warning in warnings for keyword in ignored_keyword(warning)})
     return Checked(text, ignored_keywords=tuple(ignored))
+
+
+def _as_written(source: Source, text: str) -> str:
+    """A grammar that was not converted before it was compiled."""
+    return source.text if source.kind == "grammar" and text.startswith(source.text) else ""
+
+
+def _matches_more(tokenizer: LLTokenizer, pattern: str) -> bool:
+    """Whether a regex matches a text with something else than the blanks of JSON."""
+    others = f"start: OTHERS\nOTHERS: {inline_regex(pattern)} & ~/{BLANK}*/{OPTIONS}"
+    matcher = LLMatcher(tokenizer, others, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return not matcher.is_error()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 import time
 
-import numpy as np
 from llguidance import LLMatcher
 
 from minisgl.grammar.vocabulary import Outline, byte_ids
 from minisgl.matcher import MASK_LIMIT_S
 
-MAX_STEPS = 48
-# What leads further into a JSON text; other characters make its strings longer.
-LEADING = b'{["'
+MAX_STEPS = 24
+# What leads further into a JSON text, unlike the other characters of a string, and blanks.
+LEADING, BLANKS = b'{["', b" \t\r\n"
 TOO_WIDE = (
     "it takes too long to follow: after a few tokens there are too many ways to go on, as with a "
     "thousand optional properties, or ambiguous rules; make it smaller, or split it."
@@ -27,21 +26,29 @@ def walk(matcher: LLMatcher, outline: Outline) -> str:
     takes less time, so what is too slow here is too slow for every answer that comes there.
     """
     rng = random.Random(0)
-    matcher = matcher.deep_copy()
-    ends = {*outline.eos_token_ids}
-    bytes_of_sketch = byte_ids(outline)
-    leading = {bytes_of_sketch[byte] for byte in LEADING} | {*outline.special} - ends
-    for _ in range(MAX_STEPS):
-        allowed = _ids_in(matcher.compute_bitmask()) - ends
+    beginning, matcher = matcher, matcher.deep_copy()
+    id_of = byte_ids(outline)
+    special = outline.special.keys() - outline.eos_token_ids
+    known = [*id_of, *sorted(special)]
+    leading = special.union(id_of[byte] for byte in LEADING)
+    blanks = {id_of[byte] for byte in BLANKS}
+    taken: list[int] = []
+    while len(taken) < MAX_STEPS:
+        mask = matcher.compute_bitmask()
+        allowed = [id for id in known if mask[id >> 3] >> (id & 7) & 1]
         if not allowed:
             return ""
-        token_id = rng.choice(sorted(allowed & leading or allowed))
-        before = matcher.deep_copy()
+        further = [id for id in allowed if id in leading]
+        others = [id for id in allowed if id not in blanks]
+        token_id = rng.choice(further or others or allowed)
         seconds = _seconds_of(matcher, token_id)
         if seconds > MASK_LIMIT_S:  # once more: the first time has filled caches
-            seconds = _seconds_of(before, token_id)
+            again = beginning.deep_copy()
+            again.consume_tokens(taken)
+            seconds = _seconds_of(again, token_id)
         if matcher.is_error() or seconds > MASK_LIMIT_S:
             return TOO_WIDE
+        taken.append(token_id)
     return ""
 
 
@@ -49,11 +56,3 @@ def _seconds_of(matcher: LLMatcher, token_id: int) -> float:
     began = time.thread_time()
     matcher.consume_token(token_id)
     return time.thread_time() - began
-
-
-def _ids_in(mask: bytes) -> set[int]:
-    """The tokens that a mask allows."""
-    data = np.frombuffer(mask, np.uint8)
-    places = np.flatnonzero(data)
-    rows, bits = np.nonzero(np.unpackbits(data[places, None], axis=1, bitorder="little"))
-    return {*(places[rows] * 8 + bits).tolist()}

@@ -124,12 +124,23 @@ def test_the_compiler_options_of_a_schema_are_its_server_s(bench: GrammarBench) 
         ({"regex": r"\bab"}, "structured.regex: lookarounds not supported"),
         ({"regex": "a[^\\w\\W]"}, "structured.regex: nothing can satisfy it."),
         ({"grammar": "start: x"}, 'structured.grammar: line 1, column 8: unknown name: "x".'),
+        (
+            {"grammar": 'start: a\na: "a" <[999999]>'},
+            "structured.grammar: line 2, column 4: the token id 999999 is outside of the vocab",
+        ),
+        ({"grammar": 'start: "a'}, "structured.grammar: line 1, column 10: a text or a regex that"),
+        # What it was converted to has other lines.
+        ({"grammar": 'root ::= "a"{5,2}'}, "structured.grammar: range end must be >= start"),
         ({"grammar": 'root ::= "a" y'}, "structured.grammar: as GBNF (it has `::=`): Rule 'y'"),
         ({"grammar": 'a ::= "a"'}, "structured.grammar: as GBNF (it has `::=`): No 'root' rule"),
         ({"grammar": ""}, "structured.grammar: "),
         ({"choice": ["\ud800"]}, "structured.choice: is not Unicode text (a lone surrogate)."),
         ({"regex": "a" * (MAX_BYTES + 1)}, f"structured.regex: has {MAX_BYTES + 1} bytes; "),
         ({"json_object": True, "whitespace_pattern": "("}, "structured.json_object: regex parse"),
+        (
+            {"json_object": True, "whitespace_pattern": "[ \n]{1,4}|x"},
+            "structured.json_object: its whitespace_pattern may match blanks only",
+        ),
         ({"structural_tag": {"format": {}}}, "structured.structural_tag: the nested form"),
         ({"structural_tag": {"structures": []}}, "structured.structural_tag: it needs"),
         (
@@ -144,6 +155,15 @@ def test_other_constraints_that_are_wrong_are_refused_with_the_reason(
     said = refusal(bench, **constraint)
     assert said.startswith(expected)
     assert len(said) < 700
+
+
+def test_blanks_may_be_given_as_the_class_of_blanks_which_is_json_s(bench: GrammarBench) -> None:
+    structured = StructuredOutput(json_object=True, whitespace_pattern=r"[\s]{1,3}|\\{0}")
+    matcher = bench.compile(structured).matcher()
+    matcher.accept(bench.encode("{"))
+    allowed = {bench.tokenizer.token_bytes(token_id) for token_id in bench.allowed(matcher)}
+    assert {b"}", b" ", b"\t", b"\r", b"\n"} <= allowed
+    assert not {b"\x0b", b"\x0c", b"\xc2"} & allowed
 
 
 def chain(length: int) -> str:
@@ -256,7 +276,7 @@ def test_an_object_with_hundreds_of_optional_properties_is_followed_to_its_end(
 
 
 TOO_WIDE: dict[str, dict[str, Any]] = {
-    "repeated": {"grammar": 'start: ((("a"{0,100}){0,100}){0,100}){0,100}'},
+    "repeated": {"grammar": 'start: (((((("a"{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}'},
     "nested": {
         "json_schema": {
             "type": "object",

@@ -181,6 +181,17 @@ def test_without_tools_or_with_tool_choice_none_calls_are_text(
         assert server.engine.streams[-1].parser is None
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
+@pytest.mark.parametrize("max_tokens", [1, 3, 8])
+def test_a_required_call_that_is_cut_in_its_name_leaves_no_markup(
+    server: Served[ScriptedEngine], client: openai.OpenAI, choice: Any, max_tokens: int
+) -> None:
+    found = ask(server, client, CALL, tool_choice=choice, max_tokens=max_tokens)
+    assert (found.content or "", found.calls, found.finish_reason) == ("", [], "length")
+
+
 def test_results_of_tools_reach_the_template(
     server: Served[ScriptedEngine], client: openai.OpenAI
 ) -> None:
@@ -387,6 +398,10 @@ def call_in_history(**fields: Any) -> list[Any]:
         (
             {"messages": call_in_history(function={"name": "f", "arguments": "{"})},
             "messages.1.tool_calls.0.function.arguments",
+        ),
+        (
+            {"messages": call_in_history(function={"name": "f", "arguments": '{"a": 1e999}'})},
+            "messages",
         ),
         (
             {"messages": call_in_history(function={"name": "f", "arguments": "[]"})},
