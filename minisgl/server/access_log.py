@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
 from minisgl.server import constraints, messages, protocol, tools
 from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.responses_api import protocol as responses
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,12 @@ UNROUTED = "other"  # an unknown path, or refused before routing; the path itsel
 # Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for module in (protocol, messages, tools, constraints)
+    for module in (protocol, messages, tools, constraints, responses)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )
+BRACKETS = str.maketrans({"[": ".", "]": None})  # of input[2].content[0]
 
 
 class Observe:
@@ -112,7 +114,7 @@ def _reason(error: MinisglError) -> str:
     if not isinstance(error, CallerError) or isinstance(error, ContextLengthError):
         return str(error)
     reason = error.code or type(error).__name__
-    path = error.param.split(".") if error.param else []
+    path = error.param.translate(BRACKETS).split(".") if error.param else []
     if path and all(name in FIELD_NAMES or name.isdigit() for name in path):
         reason += f" ({error.param})"
     return reason

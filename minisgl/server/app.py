@@ -61,6 +61,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),

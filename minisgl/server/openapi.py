@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
@@ -18,6 +18,8 @@ from minisgl.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from minisgl.server.responses_api.protocol import ResponsesRequest
+from minisgl.server.responses_api.schemas import AnyEvent, Response
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -48,6 +50,7 @@ class Operation:
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
     chunk: type[Struct] | None = None  # of the events, if it can stream
+    events: Any = None  # those of a stream whose events have names: the union of their types
     errors: tuple[int, ...] = ()
 
 
@@ -66,6 +69,14 @@ OPERATIONS: Mapping[str, Operation] = {
         body=CompletionRequest,
         answer=schemas.Completion,
         chunk=schemas.CompletionChunk,
+        errors=READING,
+    ),
+    "/v1/responses": Operation(
+        summary="Answer a conversation, as the Responses API has it.",
+        method="post",
+        body=ResponsesRequest,
+        answer=Response,
+        events=AnyEvent,
         errors=READING,
     ),
     "/v1/models": Operation(
@@ -108,7 +119,7 @@ def describe(
     structs = [
         struct
         for found in operations.values()
-        for struct in (found.body, found.answer, found.chunk)
+        for struct in (found.body, found.answer, found.chunk, found.events)
         if struct is not None
     ]
     _, described = msgspec.json.schema_components([*structs, schemas.Error], ref_template=SCHEMA)
@@ -139,6 +150,8 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
         success["content"] = {JSON: _schema(operation.answer)}
     if operation.chunk is not None:
         success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
+    if operation.events is not None:
+        success["content"][EVENTS] = {"schema": _named_event_schema(operation.events)}
     errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
         str(status): {"description": ERRORS[status], "content": {JSON: _schema(schemas.Error)}}
@@ -168,4 +181,16 @@ def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},
         "required": ["data"],
+    }
+
+
+def _named_event_schema(events: Any) -> dict[str, Any]:
+    """The schema of each event of a stream; the data of each has its name as `type`."""
+    ([payload], _) = msgspec.json.schema_components([events], ref_template=SCHEMA)
+    names = [kind.__struct_config__.tag for kind in get_args(events)]
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
+    return {
+        "type": "object",
+        "properties": {"event": {"enum": names}, "data": data},
+        "required": ["event", "data"],
     }
