@@ -14,8 +14,9 @@ from msgspec import Struct
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
+from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
 from minisgl.server import constraints, messages, protocol, tools
+from minisgl.server.messages_api.paths import status_of
 from minisgl.server.metrics import Answered, Metrics
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class Observe:
         try:
             await self._app(scope, receive, observed)
         except Exception as error:
-            log_failure(request_id(scope), foreseen(error).http_status, error)
+            log_failure(request_id(scope), status_of(scope, error), error)
             if status is None:
                 await self._error_response(error)(scope, receive, observed)
         finally:

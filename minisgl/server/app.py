@@ -15,10 +15,10 @@ from minisgl.server.auth import RequireKey
 from minisgl.server.bodies import BodyBudget
 from minisgl.server.engine_state import EngineState
 from minisgl.server.error_responses import (
+    ErrorResponse,
     answer_disconnect,
     answer_error,
     answer_http_exception,
-    error_response,
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
@@ -34,14 +34,14 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     routes = Routes(state, metrics)
     config = state.config
     middleware = [
-        Middleware(Observe, metrics=metrics, error_response=error_response),
-        Middleware(AnswerFaults, error_response=error_response),
+        Middleware(Observe, metrics=metrics, error_response=ErrorResponse),
+        Middleware(AnswerFaults, error_response=ErrorResponse),
     ]
     if hosts is not None:
-        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=error_response))
+        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=ErrorResponse))
     if config.api_key:
         middleware.append(
-            Middleware(RequireKey, keys=config.api_key, error_response=error_response)
+            Middleware(RequireKey, keys=config.api_key, error_response=ErrorResponse)
         )
     if config.cors_origin:
         # Outermost, because browsers send preflights without a key, and hide errors without

@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in OpenAI's envelope."""
+"""Errors as HTTP responses, in OpenAI's envelope or, on the paths of its API, in Anthropic's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.errors import MinisglError, foreseen
+from minisgl.errors import MinisglError
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import OPEN_PATHS
 from minisgl.server.encoding import encode, error_body
 from minisgl.server.faults import HTTPError
+from minisgl.server.messages_api import errors, paths
 from minisgl.server.root_path import route_path
 
 
@@ -22,20 +24,34 @@ def json_response(
     return Response(encode(content), status, headers, media_type="application/json")
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> Response:
-    return json_response(error_body(error), foreseen(error).http_status, headers)
+class ErrorResponse:
+    """An error as a response. The path that it answers decides about the envelope."""
+
+    def __init__(self, error: Exception, headers: Mapping[str, str] | None = None) -> None:
+        self._error = error
+        self._headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error
+        is_of_messages = paths.is_of_messages(scope)
+        body = (
+            errors.error_body(error, request_id(scope)) if is_of_messages else error_body(error)
+        )
+        response = json_response(body, paths.status_of(scope, error), self._headers)
+        await response(scope, receive, send)
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> ASGIApp:
     """Answer a MinisglError. Observe answers unexpected exceptions."""
     assert isinstance(error, MinisglError)
     # Do not log probes that ask while the model loads.
     if route_path(request.scope) not in OPEN_PATHS:
-        log_failure(request_id(request.scope), error.http_status, error)
-    return error_response(error, {"retry-after": "1"} if error.http_status == 429 else None)
+        status = paths.status_of(request.scope, error)
+        log_failure(request_id(request.scope), status, error)
+    return ErrorResponse(error, {"retry-after": "1"} if error.http_status == 429 else None)
 
 
-async def answer_http_exception(request: Request, error: Exception) -> Response:
+async def answer_http_exception(request: Request, error: Exception) -> ASGIApp:
     """Answer an error of Starlette itself: an unknown path or a method that is not allowed."""
     assert isinstance(error, HTTPException)
     here = f"{request.method} {request.url.path}"
@@ -46,7 +62,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     else:
         fault = HTTPError(error.status_code, error.detail, "http_error")
     log_failure(request_id(request.scope), error.status_code, fault)
-    return error_response(fault, error.headers)
+    return ErrorResponse(fault, error.headers)
 
 
 async def answer_disconnect(request: Request, error: Exception) -> Response:
