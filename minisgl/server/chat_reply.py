@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from minisgl.server.alignment import PlacedToken
+from minisgl.server.chunked_replies import LOWEST_LOGPROB, ChunkedChoice, ChunkedReply
 from minisgl.server.encoding import event
-from minisgl.server.replies import LOWEST_LOGPROB, Reply, ReplyChoice
 from minisgl.server.schemas import (
     AnswerMessage,
     ChatAnswerChoice,
@@ -24,7 +24,7 @@ from minisgl.server.schemas import (
 )
 
 
-class ChatChoice(ReplyChoice[ChatLogprobs]):
+class ChatChoice(ChunkedChoice[ChatLogprobs]):
     """A message of the assistant."""
 
     scores_all = False
@@ -93,7 +93,7 @@ class ChatChoice(ReplyChoice[ChatLogprobs]):
         return RankedToken(self._token_text(token_id), max(logprob, LOWEST_LOGPROB), list(data))
 
 
-class ChatReply(Reply[ChatChoice]):
+class ChatReply(ChunkedReply[ChatChoice]):
     """The answer to a conversation, whose prompt all choices share."""
 
     id_prefix = "chatcmpl"

@@ -27,6 +27,7 @@ from minisgl.server.answer_plan import (
 from minisgl.server.auth import OPEN_PATHS, client_of
 from minisgl.server.bodies import read_body
 from minisgl.server.chat_reply import ChatReply
+from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
@@ -74,15 +75,7 @@ class Routes:
         engine = self._state.engine()
         body = await read_body(request, self._chat_request)
         model = self._state.model_name(body.model)
-        conversation = await read_conversation(
-            engine,
-            body,
-            parallel=body.parallel_tool_calls,
-            any_length=body.truncate_prompt_tokens is not None,
-        )
-        plan = await self._planner().plan(engine, body, conversation)
-        prompt = conversation.prompt_token_ids
-        jobs = self._jobs(request, engine, body, [prompt], plan)
+        plan, jobs = await self._chat_jobs(request, engine, body)
         echo = body.echoed
         for job in jobs:
             job.echo = echo
@@ -206,6 +199,19 @@ class Routes:
             count_call=self._metrics.count_tool_call,
         )
 
+    async def _chat_jobs(
+        self, request: Request, engine: ServedEngine, body: ChatRequest
+    ) -> tuple[AnswerPlan, list[GenerationJob]]:
+        """What the answers to a conversation have in common, and the job of each."""
+        conversation = await read_conversation(
+            engine,
+            body,
+            parallel=body.parallel_tool_calls,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        plan = await self._planner().plan(engine, body, conversation)
+        return plan, self._jobs(request, engine, body, [conversation.prompt_token_ids], plan)
+
     def _jobs(
         self,
         request: Request,
@@ -224,7 +230,7 @@ def _answer(
     engine: ServedEngine,
     body: ChatRequest | CompletionRequest,
     model: str,
-    kind: type[Reply[Any]],
+    kind: type[ChunkedReply[Any]],
     jobs: Sequence[GenerationJob],
     plan: AnswerPlan,
 ) -> ASGIApp:
@@ -236,13 +242,26 @@ def _answer(
         continuous_usage=body.continuous_usage,
         id=reply_id(request.scope),
     )
-    answer = StreamedResponse if body.stream else WholeResponse
+    return _response(request, engine, reply, plan, stream=body.stream, limit_field=body.limit_field)
+
+
+def _response(
+    request: Request,
+    engine: ServedEngine,
+    reply: Reply,
+    plan: AnswerPlan,
+    *,
+    stream: bool | None,
+    limit_field: str,
+) -> ASGIApp:
+    """The response that generates `reply`."""
+    answer = StreamedResponse if stream else WholeResponse
     headers = []
     if ignored := plan.ignored_keywords:
         names = ", ".join(ignored)
         logger.info("request %s: not enforced in its schema: %s", request_id(request.scope), names)
         headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-    return answer(engine, reply, limit_field=body.limit_field, headers=headers)
+    return answer(engine, reply, limit_field=limit_field, headers=headers)
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:

@@ -15,9 +15,9 @@ from support.toy_tokenizers import BYTE_TOKENS, TEXTS, byte_level, spelled
 
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.chat_reply import ChatReply
+from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.jobs import GenerationJob
-from minisgl.server.replies import Reply
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.tokenizer import Tokenizer
 
@@ -82,11 +82,14 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
 
 
 def answers(
-    kind: type[Reply[Any]], job: GenerationJob, tokenizer: Tokenizer, deltas: Sequence[OutputDelta]
+    kind: type[ChunkedReply[Any]],
+    job: GenerationJob,
+    tokenizer: Tokenizer,
+    deltas: Sequence[OutputDelta],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The choice of the whole answer, and those of the chunks."""
 
-    def reply() -> Reply[Any]:
+    def reply() -> ChunkedReply[Any]:
         return kind([job], model="m", tokenizer=tokenizer, include_usage=False)
 
     whole, streamed = reply(), reply()

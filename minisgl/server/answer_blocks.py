@@ -1,0 +1,140 @@
+"""An answer as a list of blocks: runs of reasoning and of text, and calls.
+
+The Responses API calls them items, the Messages API content blocks.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, ReasoningText
+from minisgl.request import FinishReason, OutputDelta
+from minisgl.server.answer_reader import AnswerReader, Call
+from minisgl.server.jobs import GenerationJob
+from minisgl.server.replies import ReplyChoice
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of an answer, as far as it has come. `texts` are the arguments of a call."""
+
+    index: int
+    kind: Literal["reasoning", "text", "call"]
+    texts: list[str]
+    call: Call | None = None
+    cut: bool = False  # the answer ended inside of it
+
+    @property
+    def text(self) -> str:
+        """What it consists of; of a custom tool's call the input."""
+        return self.call.input if self.call and self.call.custom else "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStart:
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockText:
+    """Goes on with a block. The input of a custom tool comes in one piece."""
+
+    block: Block
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEnd:
+    block: Block
+
+
+BlockEvent: TypeAlias = BlockStart | BlockText | BlockEnd
+
+
+class BlockChoice(ReplyChoice):
+    """An answer in blocks. A subclass has the schema of an endpoint."""
+
+    def __init__(self, job: GenerationJob) -> None:
+        super().__init__(job)
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+        self._reader = AnswerReader(job.style)
+
+    def events(self, delta: OutputDelta) -> bytes:
+        parts = [] if self._started else [self._opening(delta)]
+        parts += map(self._event, self._read(delta))
+        return b"".join(parts)
+
+    def keep(self, delta: OutputDelta) -> None:
+        for _ in self._read(delta):
+            pass
+
+    @abstractmethod
+    def _opening(self, delta: OutputDelta) -> bytes:
+        """The events before all others."""
+
+    @abstractmethod
+    def _event(self, found: BlockEvent) -> bytes:
+        """The events that report `found`."""
+
+    def _read(self, delta: OutputDelta) -> Iterator[BlockEvent]:
+        self._take(delta)
+        cut = delta.finish_reason is FinishReason.LENGTH
+        for found in self._reader.read(delta):
+            match found:
+                case ContentText(text):
+                    yield from self._go_on("text", text)
+                case ReasoningText(text):
+                    yield from self._go_on("reasoning", text)
+                case CallStart(index):
+                    yield from self._end_open()
+                    call = self._reader.calls[index]
+                    yield BlockStart(self._begin("call", call.arguments, call))
+                case CallArguments(text=text):
+                    block = self._open
+                    assert block is not None and block.call is not None
+                    if not block.call.custom:
+                        yield BlockText(block, text)
+                case CallEnd():
+                    assert self._open is not None
+                    yield from self._end_open(cut=cut and not _is_json(self._open))
+        if delta.finish_reason is not None:
+            yield from self._end_open(cut=cut)
+
+    def _go_on(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockEvent]:
+        block = self._open
+        if block is None or block.kind != kind:
+            yield from self._end_open()
+            block = self._begin(kind, [])
+            yield BlockStart(block)
+        block.texts.append(text)
+        yield BlockText(block, text)
+
+    def _begin(
+        self, kind: Literal["reasoning", "text", "call"], texts: list[str], call: Call | None = None
+    ) -> Block:
+        self._open = Block(len(self.blocks), kind, texts, call)
+        self.blocks.append(self._open)
+        return self._open
+
+    def _end_open(self, *, cut: bool = False) -> Iterator[BlockEvent]:
+        block, self._open = self._open, None
+        if block is None:
+            return
+        block.cut = cut
+        if block.call is not None and block.call.custom:
+            yield BlockText(block, block.text)
+        yield BlockEnd(block)
+
+
+def _is_json(block: Block) -> bool:
+    try:
+        msgspec.json.decode("".join(block.texts))
+    except (ValueError, RecursionError):
+        return False
+    return True
