@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
 from minisgl.server import constraints, messages, protocol, tools
+from minisgl.server.messages_api import protocol as messages_protocol
 from minisgl.server.messages_api.paths import status_of
 from minisgl.server.metrics import Answered, Metrics
 
@@ -28,7 +29,7 @@ UNROUTED = "other"  # an unknown path, or refused before routing; the path itsel
 # Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for module in (protocol, messages, tools, constraints)
+    for module in (protocol, messages, tools, constraints, messages_protocol)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
@@ -39,7 +40,10 @@ class Observe:
     """Middleware that counts responses, and answers unexpected exceptions with a 500."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, error_response: Callable[[Exception], ASGIApp]
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        error_response: Callable[[Scope, Exception], ASGIApp],
     ) -> None:
         self._app = app
         self._responses = metrics.responses
@@ -68,7 +72,7 @@ class Observe:
         except Exception as error:
             log_failure(request_id(scope), status_of(scope, error), error)
             if status is None:
-                await self._error_response(error)(scope, receive, observed)
+                await self._error_response(scope, error)(scope, receive, observed)
         finally:
             if status is None:
                 status = CLIENT_LEFT

@@ -15,15 +15,16 @@ from minisgl.server.auth import RequireKey
 from minisgl.server.bodies import BodyBudget
 from minisgl.server.engine_state import EngineState
 from minisgl.server.error_responses import (
-    ErrorResponse,
     answer_disconnect,
     answer_error,
     answer_http_exception,
+    error_response,
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
 from minisgl.server.metrics import Metrics
-from minisgl.server.request_ids import HEADER, RequestIds
+from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
 
@@ -34,14 +35,14 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     routes = Routes(state, metrics)
     config = state.config
     middleware = [
-        Middleware(Observe, metrics=metrics, error_response=ErrorResponse),
-        Middleware(AnswerFaults, error_response=ErrorResponse),
+        Middleware(Observe, metrics=metrics, error_response=error_response),
+        Middleware(AnswerFaults, error_response=error_response),
     ]
     if hosts is not None:
-        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=ErrorResponse))
+        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=error_response))
     if config.api_key:
         middleware.append(
-            Middleware(RequireKey, keys=config.api_key, error_response=ErrorResponse)
+            Middleware(RequireKey, keys=config.api_key, error_response=error_response)
         )
     if config.cors_origin:
         # Outermost, because browsers send preflights without a key, and hide errors without
@@ -51,7 +52,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
+            expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
@@ -59,8 +60,11 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
     app = Starlette(
         routes=[
+            Route("/", routes.root, methods=["HEAD"]),
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route(MESSAGES, routes.messages, methods=["POST"]),
+            Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from minisgl.errors import MinisglError
 from minisgl.server.access_log import log_failure, request_id
@@ -24,34 +25,28 @@ def json_response(
     return Response(encode(content), status, headers, media_type="application/json")
 
 
-class ErrorResponse:
-    """An error as a response. The path that it answers decides about the envelope."""
-
-    def __init__(self, error: Exception, headers: Mapping[str, str] | None = None) -> None:
-        self._error = error
-        self._headers = headers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._error
-        is_of_messages = paths.is_of_messages(scope)
-        body = (
-            errors.error_body(error, request_id(scope)) if is_of_messages else error_body(error)
-        )
-        response = json_response(body, paths.status_of(scope, error), self._headers)
-        await response(scope, receive, send)
+def error_response(
+    scope: Scope, error: Exception, headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer to a request that has failed, in the envelope that belongs to its path."""
+    body: Struct = error_body(error)
+    if paths.is_of_messages(scope):
+        body = errors.error_body(error, request_id(scope))
+    return json_response(body, paths.status_of(scope, error), headers)
 
 
-async def answer_error(request: Request, error: Exception) -> ASGIApp:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Answer a MinisglError. Observe answers unexpected exceptions."""
     assert isinstance(error, MinisglError)
     # Do not log probes that ask while the model loads.
     if route_path(request.scope) not in OPEN_PATHS:
         status = paths.status_of(request.scope, error)
         log_failure(request_id(request.scope), status, error)
-    return ErrorResponse(error, {"retry-after": "1"} if error.http_status == 429 else None)
+    headers = {"retry-after": "1"} if error.http_status == 429 else None
+    return error_response(request.scope, error, headers)
 
 
-async def answer_http_exception(request: Request, error: Exception) -> ASGIApp:
+async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer an error of Starlette itself: an unknown path or a method that is not allowed."""
     assert isinstance(error, HTTPException)
     here = f"{request.method} {request.url.path}"
@@ -62,7 +57,7 @@ async def answer_http_exception(request: Request, error: Exception) -> ASGIApp:
     else:
         fault = HTTPError(error.status_code, error.detail, "http_error")
     log_failure(request_id(request.scope), error.status_code, fault)
-    return ErrorResponse(fault, error.headers)
+    return error_response(request.scope, fault, error.headers)
 
 
 async def answer_disconnect(request: Request, error: Exception) -> Response:
