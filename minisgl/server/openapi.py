@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
 from minisgl.server import schemas
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.messages_api.protocol import CountTokensRequest, MessagesRequest
+from minisgl.server.messages_api.schemas import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesError,
+    TokenCount,
+)
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -36,9 +44,11 @@ ERRORS = {
     431: "The URL and the headers are too large.",
     500: "An internal error.",
     503: "Loading, draining, dead, stalled or short of memory; `code` says which.",
+    OVERLOADED: "Loading, draining, dead, stalled or short of memory.",
 }
 ANYWHERE = (403, 431)
 READING = (400, 404, 408, 413, 429, 500, 503)
+AS_ANTHROPIC = (*READING[:-1], OVERLOADED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +59,14 @@ class Operation:
     method: str = "get"
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
-    chunk: type[Struct] | None = None  # of the events, if it can stream
-    events: Any = None  # those of a stream whose events have names: the union of their types
+    chunk: Any = None  # the type of the events, if it can stream
     errors: tuple[int, ...] = ()
+    error: type[Struct] = schemas.Error
+    named_events: bool = False  # each has the name of its type, and none but these marks the end
 
 
 OPERATIONS: Mapping[str, Operation] = {
+    "/": Operation(summary="Whether there is a server.", method="head"),
     "/v1/chat/completions": Operation(
         summary="Answer a conversation.",
         method="post",
@@ -76,8 +88,27 @@ OPERATIONS: Mapping[str, Operation] = {
         method="post",
         body=ResponsesRequest,
         answer=Response,
-        events=AnyEvent,
+        chunk=AnyEvent,
         errors=READING,
+        named_events=True,
+    ),
+    MESSAGES: Operation(
+        summary="Answer a conversation, as Anthropic's API does.",
+        method="post",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        chunk=MessageEvent,
+        errors=AS_ANTHROPIC,
+        error=MessagesError,
+        named_events=True,
+    ),
+    COUNT_TOKENS: Operation(
+        summary="The number of tokens of a conversation.",
+        method="post",
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors=AS_ANTHROPIC,
+        error=MessagesError,
     ),
     "/v1/models": Operation(
         summary="The model, under each of its names.", answer=schemas.ModelList, errors=(503,)
@@ -116,16 +147,19 @@ def describe(
     paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
     locked = set(paths) - set(open_paths) if with_key else set()
     operations = {path: OPERATIONS[path] for path in paths}
-    structs = [
-        struct
+    types = [
+        type
         for found in operations.values()
-        for struct in (found.body, found.answer, found.chunk, found.events)
-        if struct is not None
+        for type in (found.body, found.answer, found.chunk, found.error)
+        if type is not None
     ]
-    _, described = msgspec.json.schema_components([*structs, schemas.Error], ref_template=SCHEMA)
+    _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
     components: dict[str, Any] = {"schemas": described}
     if with_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": metadata.version("minisgl")},
@@ -149,16 +183,14 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
     if operation.answer is not None:
         success["content"] = {JSON: _schema(operation.answer)}
     if operation.chunk is not None:
-        success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
-    if operation.events is not None:
-        success["content"][EVENTS] = {"schema": _named_event_schema(operation.events)}
+        success["content"][EVENTS] = {"schema": _event_schema(operation)}
     errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
-        str(status): {"description": ERRORS[status], "content": {JSON: _schema(schemas.Error)}}
+        str(status): {"description": ERRORS[status], "content": {JSON: _schema(operation.error)}}
         for status in sorted(errors)
     }
     if locked:
-        described["security"] = [{"key": []}]
+        described["security"] = [{"key": []}, {"x-api-key": []}]
     return described
 
 
@@ -170,13 +202,17 @@ def _reference(struct: type[Struct]) -> dict[str, Any]:
     return {"$ref": SCHEMA.format(name=struct.__name__)}
 
 
-def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
+def _event_schema(operation: Operation) -> dict[str, Any]:
     """The schema of each event of a stream."""
-    payload = {
-        "type": "string",
-        "contentMediaType": JSON,
-        "contentSchema": {"anyOf": [_reference(chunk), _reference(schemas.Error)]},
-    }
+    [content], _ = msgspec.json.schema_components([operation.chunk], ref_template=SCHEMA)
+    if operation.named_events:
+        event = {"type": "string"}
+        return {
+            "type": "object",
+            "properties": {"event": event, "data": _json_text(content)},
+            "required": ["event", "data"],
+        }
+    payload = _json_text({"anyOf": [content, _reference(operation.error)]})
     return {
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},
@@ -184,13 +220,5 @@ def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
     }
 
 
-def _named_event_schema(events: Any) -> dict[str, Any]:
-    """The schema of each event of a stream; the data of each has its name as `type`."""
-    ([payload], _) = msgspec.json.schema_components([events], ref_template=SCHEMA)
-    names = [kind.__struct_config__.tag for kind in get_args(events)]
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
-    return {
-        "type": "object",
-        "properties": {"event": {"enum": names}, "data": data},
-        "required": ["event", "data"],
-    }
+def _json_text(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": JSON, "contentSchema": content}

@@ -58,6 +58,7 @@ PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 
 
 def _range(low: float, high: float) -> Meta:
@@ -65,7 +66,9 @@ def _range(low: float, high: float) -> Meta:
     return Meta(extra_json_schema={"minimum": low, "maximum": high})
 
 
+Temperature = Annotated[float, _range(0, 2)]
 Probability = Annotated[float, _range(0, 1)]
+TopK = Annotated[int, _range(-1, MAX_INTEGER)]
 Penalty = Annotated[float, _range(-2, 2)]
 # Accepted at the value that turns the feature off, which some clients send in every request.
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
@@ -100,9 +103,9 @@ class StreamOptions(Struct):
 class CommonFields(Struct, kw_only=True):
     """The fields that the requests of all APIs have in common."""
 
-    temperature: Annotated[float, _range(0, 2)] | None = None
+    temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, _range(-1, MAX_INTEGER)] | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
     seed: Annotated[int, _range(-(2**63), 2**63 - 1)] | None = None
     presence_penalty: Penalty | None = None
@@ -125,7 +128,7 @@ class GenerationRequest(CommonFields, kw_only=True):
     stream_options: StreamOptions | None = None
 
     min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopText | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -33,6 +33,17 @@ from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.field_names import fields_named
 from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.messages_api.conversation import has_late_system
+from minisgl.server.messages_api.protocol import (
+    CountTokensRequest,
+    MessagesRequest,
+    Prompt,
+    StrictCountTokensRequest,
+    StrictMessagesRequest,
+)
+from minisgl.server.messages_api.reply import MessageReply, MessageStyle
+from minisgl.server.messages_api.schemas import TokenCount
+from minisgl.server.messages_api.translation import Translation, translated
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.parsed_reply import ParsedReply
@@ -49,7 +60,7 @@ from minisgl.server.protocol import (
 from minisgl.server.replies import Reply
 from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
-from minisgl.server.responses_api.conversation import bracketed, chat_of, has_late_system
+from minisgl.server.responses_api.conversation import bracketed, chat_of
 from minisgl.server.responses_api.protocol import (
     HOSTED,
     ResponsesRequest,
@@ -78,6 +89,8 @@ class Routes:
         self._responses_request = StrictResponsesRequest if strict else ResponsesRequest
         self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
+        self._messages_request = StrictMessagesRequest if strict else MessagesRequest
+        self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
@@ -135,7 +148,9 @@ class Routes:
         with fields_named(bracketed, **names):
             body = await read_body(request, self._responses_request)
             model = self._state.model_name(body.model)
-            anywhere = not has_late_system(body) or (await engine.template_facts()).system_anywhere
+            anywhere = False
+            if body.has_late_system:
+                anywhere = (await engine.template_facts()).system_anywhere
             chat = chat_of(body, system_anywhere=anywhere)
         if chat.left_out:
             logger.info(
@@ -148,6 +163,35 @@ class Routes:
         reply = ResponsesReply(jobs[0], body, model=model, id=reply_id(request.scope))
         limit_field = names["limit_field"]
         return _response(request, engine, reply, plan, stream=body.stream, limit_field=limit_field)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        body = await read_body(request, self._messages_request)
+        model = self._state.model_name(body.model)
+        chat = await self._chat_of(request, engine, body)
+        with chat.fields_named():
+            plan, (job,) = await self._chat_jobs(request, engine, chat.request, clamp=True)
+        style = MessageStyle(
+            id=f"msg_{reply_id(request.scope)}",
+            model=model,
+            max_tokens=body.max_tokens,
+            thinking=body.shown_thinking,
+        )
+        reply = MessageReply(job, style, request_id(request.scope))
+        return _response(request, engine, reply, plan, stream=body.stream, limit_field="max_tokens")
+
+    async def count_tokens(self, request: Request) -> Response:
+        engine = self._state.engine()
+        body = await read_body(request, self._count_request)
+        self._state.model_name(body.model)
+        chat = await self._chat_of(request, engine, body)
+        with chat.fields_named():
+            conversation = await read_conversation(engine, chat.request, any_length=True)
+        return json_response(TokenCount(len(conversation.prompt_token_ids)))
+
+    async def root(self, request: Request) -> Response:
+        """Answer clients that look whether there is a server before they ask it anything."""
+        return Response()
 
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._state.model_names()]
@@ -228,10 +272,28 @@ class Routes:
             count_call=self._metrics.count_tool_call,
         )
 
+    async def _chat_of(self, request: Request, engine: ServedEngine, body: Prompt) -> Translation:
+        """The chat request that one to the Messages API stands for."""
+        system_anywhere = False
+        if has_late_system(body.messages):
+            system_anywhere = (await engine.template_facts()).system_anywhere
+        can_think = self._state.answer_format().reasoning is not None
+        chat = translated(body, system_anywhere=system_anywhere, can_think=can_think)
+        if chat.num_server_tools:
+            logger.info(
+                "request %s: left out %d tools that Anthropic runs",
+                request_id(request.scope),
+                chat.num_server_tools,
+            )
+        return chat
+
     async def _chat_jobs(
-        self, request: Request, engine: ServedEngine, body: ChatRequest
+        self, request: Request, engine: ServedEngine, body: ChatRequest, *, clamp: bool = False
     ) -> tuple[AnswerPlan, list[GenerationJob]]:
-        """What the answers to a conversation have in common, and the job of each."""
+        """What the answers to a conversation have in common, and the job of each.
+
+        clamp: shorten max_tokens to the room left, whatever the option says.
+        """
         conversation = await read_conversation(
             engine,
             body,
@@ -239,7 +301,8 @@ class Routes:
             any_length=body.truncate_prompt_tokens is not None,
         )
         plan = await self._planner().plan(engine, body, conversation)
-        return plan, self._jobs(request, engine, body, [conversation.prompt_token_ids], plan)
+        prompt = conversation.prompt_token_ids
+        return plan, self._jobs(request, engine, body, [prompt], plan, clamp=clamp)
 
     def _jobs(
         self,
@@ -248,9 +311,11 @@ class Routes:
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[list[int]],
         plan: AnswerPlan,
+        *,
+        clamp: bool = False,
     ) -> list[GenerationJob]:
         tenant = body.tenant(client_of(request.scope))
-        clamp = self._state.config.clamp_max_tokens
+        clamp = clamp or self._state.config.clamp_max_tokens
         return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp, plan=plan)
 
 

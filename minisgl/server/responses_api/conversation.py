@@ -22,6 +22,7 @@ from minisgl.server.constraints import (
 from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCall
 from minisgl.server.protocol import ChatRequest
 from minisgl.server.responses_api.protocol import (
+    SYSTEM_ROLES,
     AllowedChoice,
     CustomChoice,
     FlatGrammar,
@@ -50,7 +51,6 @@ from minisgl.server.tools import (
 )
 
 BREAK = "\n\n"  # between texts of several items that become one message
-SYSTEM_ROLES = ("system", "developer")
 CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
 NAMES = {
@@ -155,13 +155,6 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
     )
     others = frozenset(tool.type for tool in body.tools or ()) - CALLABLE
     return Chat(chat, turns, [index for index, _ in offered], others)
-
-
-def has_late_system(body: ResponsesRequest) -> bool:
-    """Whether a system message follows others."""
-    items = body.input if isinstance(body.input, list) else []
-    roles = [item.role in SYSTEM_ROLES for item in items]
-    return True in roles[roles.index(False) :] if False in roles else False
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from minisgl.server.tools import MAX_TOOLS, TextInput
 
 NOT_GIVEN: Any = None
 MAX_METADATA = 16
+SYSTEM_ROLES = ("system", "developer")
 
 # Fields that only a server has that stores answers, and what to send instead.
 STATELESS = "is not supported, because answers are not stored. Send the whole conversation in input"
@@ -203,6 +204,13 @@ class ResponsesRequest(CommonFields, kw_only=True):
                 raise InvalidRequestError(name, instead)
         if self.background:
             raise InvalidRequestError("background", STREAM_INSTEAD)
+
+    @property
+    def has_late_system(self) -> bool:
+        """Whether a system message follows others."""
+        items = self.input if isinstance(self.input, list) else []
+        given = [item.role in SYSTEM_ROLES for item in items]
+        return False in given and True in given[given.index(False) :]
 
     @property
     def wants_logprobs(self) -> bool:
