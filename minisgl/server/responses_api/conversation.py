@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Raw
@@ -50,6 +50,7 @@ from minisgl.server.tools import (
     ToolName,
 )
 
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 BREAK = "\n\n"  # between texts of several items that become one message
 CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
@@ -73,7 +74,7 @@ INDEX = re.compile(r"\.(\d+)(?=\.|$)")
 class _Turn:
     """A message of the chat, while the items that it is made of are read."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     item: int | None  # the first of them; None: the instructions
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -183,15 +184,12 @@ def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
             text = _text(item.content, f"{path}.content")
             if item.role is None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
-            if item.role == "assistant":
-                _answer(turns, index).texts.append(text)
-            else:
-                turns.append(_Turn(item.role, index, [text]))
+            _turn_of(item.role, turns, index).texts.append(text)
         case "reasoning":
             text = _text(item.content or item.summary or "", path, between=BREAK)
-            _answer(turns, index).reasoning.append(text)
+            _turn_of("assistant", turns, index).reasoning.append(text)
         case "function_call" | "custom_tool_call":
-            turn = _answer(turns, index)
+            turn = _turn_of("assistant", turns, index)
             turn.calls.append(_call(item, path))
             turn.call_items.append(index)
         case "function_call_output" | "custom_tool_call_output":
@@ -205,10 +203,11 @@ def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
             )
 
 
-def _answer(turns: list[_Turn], index: int) -> _Turn:
-    """The message of the assistant that an item belongs to: adjacent ones make one message."""
-    if not turns or turns[-1].role != "assistant":
-        turns.append(_Turn("assistant", index))
+def _turn_of(role: Role, turns: list[_Turn], item: int) -> _Turn:
+    """The message that an item belongs to. Adjacent items of one role make one message: templates
+    may insist on turns."""
+    if not turns or turns[-1].role != role:
+        turns.append(_Turn(role, item))
     return turns[-1]
 
 
