@@ -196,7 +196,7 @@ class PartDone(ItemEvent, tag="response.content_part.done"):
 
 class TextDelta(ItemEvent, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[ScoredToken]
+    logprobs: list[ScoredToken] = []
     content_index: int = 0
 
 
