@@ -122,6 +122,8 @@ class ScriptedStream:
         run = engine.run
         for start in range(0, len(ids), run):
             await asyncio.sleep(0)
+            if self.aborted:
+                return
             taken, texts = ids[start : start + run], []
             last = start + run >= len(ids)
             for token_id in taken:

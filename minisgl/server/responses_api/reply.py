@@ -37,21 +37,21 @@ from minisgl.server.responses_api.schemas import (
     IncompleteDetails,
     InputDelta,
     InputDone,
-    InputTokensDetails,
     ItemAdded,
     ItemDone,
     ItemStatus,
     MessageItem,
     OutputItem,
     OutputText,
-    OutputTokensDetails,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
-    ReasoningDelta,
-    ReasoningDone,
     ReasoningEcho,
     ReasoningItem,
     ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -59,10 +59,10 @@ from minisgl.server.responses_api.schemas import (
     ResponseFailure,
     ResponseIncomplete,
     ResponseInProgress,
+    ResponseInputDetails,
+    ResponseOutputDetails,
     ResponseUsage,
     StreamEvent,
-    TextDelta,
-    TextDone,
     TextEcho,
 )
 from minisgl.server.schemas import ScoredToken
@@ -116,9 +116,9 @@ class ResponseChoice(BlockChoice):
         num_input, num_output = len(self.job.prompt_token_ids), self.num_output_tokens
         return ResponseUsage(
             input_tokens=num_input,
-            input_tokens_details=InputTokensDetails(self.num_cached_tokens, 0),
+            input_tokens_details=ResponseInputDetails(self.num_cached_tokens, 0),
             output_tokens=num_output,
-            output_tokens_details=OutputTokensDetails(self.num_reasoning_tokens),
+            output_tokens_details=ResponseOutputDetails(self.num_reasoning_tokens),
             total_tokens=num_input + num_output,
         )
 
@@ -133,7 +133,7 @@ class ResponseChoice(BlockChoice):
                 number, self._num_events = self._num_events, self._num_events + 1
                 return self._delta.encoded(text, number)
             case BlockText(block, text, scored):
-                delta = TextDelta(self._id(block), block.index, text, self._shown(scored))
+                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
                 return self.numbered(delta)
 
     def _first_of(self, block: Block) -> Iterator[StreamEvent]:
@@ -146,7 +146,7 @@ class ResponseChoice(BlockChoice):
                 item.content = []
                 yield ItemAdded(index, item)
                 yield PartAdded(id, index, part)
-                kind = TextDelta if isinstance(item, MessageItem) else ReasoningDelta
+                kind = OutputTextDelta if isinstance(item, MessageItem) else ReasoningTextDelta
                 empty = kind(id, index, "")
             case _:
                 yield ItemAdded(index, item)
@@ -160,10 +160,10 @@ class ResponseChoice(BlockChoice):
         item = self._item(block, block.text, self._status(block))
         match item:
             case MessageItem(content=[text]):
-                yield TextDone(id, index, text.text, text.logprobs)
+                yield OutputTextDone(id, index, text.text, text.logprobs)
                 yield PartDone(id, index, text)
             case ReasoningItem(content=[thought]):
-                yield ReasoningDone(id, index, thought.text)
+                yield ReasoningTextDone(id, index, thought.text)
                 yield PartDone(id, index, thought)
             case FunctionCallItem(name=name, arguments=arguments):
                 yield ArgumentsDone(id, index, name, arguments)
