@@ -19,6 +19,7 @@ from minisgl.server import constraints, messages, protocol, tools
 from minisgl.server.messages_api import protocol as messages_protocol
 from minisgl.server.messages_api.paths import status_of
 from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.responses_api import protocol as responses_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +30,12 @@ UNROUTED = "other"  # an unknown path, or refused before routing; the path itsel
 # Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for module in (protocol, messages, tools, constraints, messages_protocol)
+    for module in (protocol, messages, tools, constraints, messages_protocol, responses_protocol)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )
+BRACKETS = str.maketrans({"[": ".", "]": None})  # of input[2].content[0]
 
 
 class Observe:
@@ -117,7 +119,7 @@ def _reason(error: MinisglError) -> str:
     if not isinstance(error, CallerError) or isinstance(error, ContextLengthError):
         return str(error)
     reason = error.code or type(error).__name__
-    path = error.param.split(".") if error.param else []
+    path = error.param.translate(BRACKETS).split(".") if error.param else []
     if path and all(name in FIELD_NAMES or name.isdigit() for name in path):
         reason += f" ({error.param})"
     return reason

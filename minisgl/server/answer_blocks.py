@@ -74,9 +74,9 @@ class BlockChoice(ReplyChoice):
         for _ in self._read(delta):
             pass
 
-    @abstractmethod
     def _opening(self, delta: OutputDelta) -> bytes:
-        """The events before all others."""
+        """The events before those of the blocks; `delta` is the first one."""
+        return b""
 
     @abstractmethod
     def _event(self, found: BlockEvent) -> bytes:
@@ -105,6 +105,12 @@ class BlockChoice(ReplyChoice):
                     yield from self._end_open(cut=cut and not _is_json(self._open))
         if delta.finish_reason is not None:
             yield from self._end_open(cut=cut)
+            if all(block.kind == "reasoning" for block in self.blocks) and not (
+                cut and self.blocks
+            ):
+                # Clients look for a text, or a call, in every answer that has ended by itself.
+                yield BlockStart(self._begin("text", []))
+                yield from self._end_open(cut=cut)
 
     def _go_on(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockEvent]:
         block = self._open

@@ -63,6 +63,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/", routes.hint, include_in_schema=False),
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
             Route(MESSAGES, routes.messages, methods=["POST"]),
             Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),

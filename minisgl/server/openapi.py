@@ -26,6 +26,8 @@ from minisgl.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from minisgl.server.responses_api.protocol import ResponsesRequest
+from minisgl.server.responses_api.schemas import AnyEvent, Response
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -79,6 +81,15 @@ OPERATIONS: Mapping[str, Operation] = {
         answer=schemas.Completion,
         chunk=schemas.CompletionChunk,
         errors=READING,
+    ),
+    "/v1/responses": Operation(
+        summary="Answer a conversation, as the Responses API has it.",
+        method="post",
+        body=ResponsesRequest,
+        answer=Response,
+        chunk=AnyEvent,
+        errors=READING,
+        named_events=True,
     ),
     MESSAGES: Operation(
         summary="Answer a conversation, as Anthropic's API does.",

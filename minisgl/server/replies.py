@@ -80,6 +80,10 @@ class Reply(ABC):
     def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
 
+    def first_events(self) -> bytes:
+        """The events before those of the choices, sent before anything is generated."""
+        return b""
+
     @abstractmethod
     def last_events(self) -> bytes:
         """The events after those of the choices."""

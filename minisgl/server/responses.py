@@ -123,6 +123,8 @@ class StreamedResponse(ReplyResponse):
         headers = [*self.HEADERS, *self._headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
+            if first := self._reply.first_events():
+                await send({"type": "http.response.body", "body": first, "more_body": True})
             choices = self._reply.choices
             await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
             last = self._reply.last_events()

@@ -31,6 +31,7 @@ from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
+from minisgl.server.field_names import fields_named
 from minisgl.server.jobs import GenerationJob, jobs_of
 from minisgl.server.messages_api.conversation import has_late_system
 from minisgl.server.messages_api.protocol import (
@@ -59,6 +60,13 @@ from minisgl.server.protocol import (
 from minisgl.server.replies import Reply
 from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
+from minisgl.server.responses_api.conversation import bracketed, chat_of
+from minisgl.server.responses_api.protocol import (
+    HOSTED,
+    ResponsesRequest,
+    StrictResponsesRequest,
+)
+from minisgl.server.responses_api.reply import ResponsesReply
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -78,6 +86,7 @@ class Routes:
         strict = state.config.strict_fields
         self._chat_request = StrictChatRequest if strict else ChatRequest
         self._completion_request = StrictCompletionRequest if strict else CompletionRequest
+        self._responses_request = StrictResponsesRequest if strict else ResponsesRequest
         self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
         self._messages_request = StrictMessagesRequest if strict else MessagesRequest
@@ -132,6 +141,28 @@ class Routes:
                 for job in others:
                     job.echo = first.echo
         return _answer(request, engine, body, model, CompletionReply, jobs, plan)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        names = {"prompt_field": "input", "limit_field": "max_output_tokens"}
+        with fields_named(bracketed, **names):
+            body = await read_body(request, self._responses_request)
+            model = self._state.model_name(body.model)
+            anywhere = False
+            if body.has_late_system:
+                anywhere = (await engine.template_facts()).system_anywhere
+            chat = chat_of(body, system_anywhere=anywhere)
+        if chat.left_out:
+            logger.info(
+                "request %s: tools that this server does not run are left out: %s",
+                request_id(request.scope),
+                ", ".join(sorted({kind if kind in HOSTED else "others" for kind in chat.left_out})),
+            )
+        with fields_named(chat.name, **names):
+            plan, jobs = await self._chat_jobs(request, engine, chat.body)
+        reply = ResponsesReply(jobs[0], body, model=model, id=reply_id(request.scope))
+        limit_field = names["limit_field"]
+        return _response(request, engine, reply, plan, stream=body.stream, limit_field=limit_field)
 
     async def messages(self, request: Request) -> ASGIApp:
         engine = self._state.engine()

@@ -1,0 +1,306 @@
+"""A request of the Responses API as a chat, and how its fields are named there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Raw
+
+from minisgl.errors import InvalidRequestError
+from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.server.constraints import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    ResponseFormat,
+    TextFormat,
+)
+from minisgl.server.messages import CalledFunction, CustomInput, Message, ToolCall
+from minisgl.server.protocol import ChatRequest
+from minisgl.server.responses_api.protocol import (
+    SYSTEM_ROLES,
+    AllowedChoice,
+    CustomChoice,
+    FlatGrammar,
+    FlatJsonSchema,
+    FunctionChoice,
+    InputItem,
+    Parts,
+    ResponsesRequest,
+    ResponseTool,
+    ResponseToolChoice,
+)
+from minisgl.server.tools import (
+    Allowance,
+    AllowedTools,
+    CustomSpec,
+    CustomTool,
+    FunctionSpec,
+    FunctionTool,
+    GrammarInput,
+    InputGrammar,
+    NamedCustom,
+    NamedFunction,
+    OfferedTool,
+    ToolChoice,
+    ToolName,
+)
+
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+BREAK = "\n\n"  # between texts of several items that become one message
+CALLABLE = frozenset(("function", "custom"))
+# Fields of the request by their names in the chat that it becomes.
+NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.schema": "text.format.schema",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+CHAT_ONLY = ("function", "custom", "grammar", "allowed_tools")  # members that here are not there
+IN_MESSAGE = re.compile(r"messages\.(\d+)(?:\.tool_calls\.(\d+))?")
+INDEX = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A message of the chat, while the items that it is made of are read."""
+
+    role: Role
+    item: int | None  # the first of them; None: the instructions
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    call_items: list[int] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    def message(self) -> Message:
+        return Message(
+            role=self.role,
+            content=_joined(self.texts),
+            reasoning_content=_joined(self.reasoning) or None,
+            tool_calls=self.calls or None,
+            tool_call_id=self.tool_call_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request as a chat."""
+
+    body: ChatRequest
+    turns: Sequence[_Turn]
+    tools: Sequence[int]  # the places of its tools in the request
+    left_out: frozenset[str]  # the types of the others
+
+    def name(self, param: str) -> str:
+        """The client's name of a field of the chat, as input[2].content[0]."""
+        return bracketed(self._path(param))
+
+    def _path(self, param: str) -> str:
+        if param in NAMES:
+            return NAMES[param]
+        if found := IN_MESSAGE.match(param):
+            turn = self.turns[int(found[1])]
+            item = turn.call_items[int(found[2])] if found[2] else turn.item
+            return "instructions" if item is None else f"input.{item}"
+        path = param.split(".")
+        if path[0] == "tools" and len(path) > 1:
+            path[1] = str(self.tools[int(path[1])])
+        if path[0] in ("tools", "tool_choice"):
+            path = [name for name in path if name not in CHAT_ONLY]
+        return ".".join(path)
+
+
+def bracketed(path: str) -> str:
+    """A dotted path as OpenAI writes it here: input[2].content[0]."""
+    return INDEX.sub(r"[\1]", path)
+
+
+def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
+    """The chat that a request asks for; raises InvalidRequestError.
+
+    system_anywhere: whether the chat template takes a system message after others. Otherwise all
+    are joined to the first one.
+    """
+    turns = _turns(body, system_anywhere=system_anywhere)
+    offered = [
+        (index, _tool(tool, f"tools.{index}"))
+        for index, tool in enumerate(body.tools or ())
+        if tool.type in CALLABLE
+    ]
+    options: dict[str, Any] = {}
+    if body.wants_logprobs:
+        options = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    chat = ChatRequest(
+        **body.common_fields(),
+        messages=[turn.message() for turn in turns],
+        model=body.model,
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        tools=[tool for _, tool in offered],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        **options,
+    )
+    others = frozenset(tool.type for tool in body.tools or ()) - CALLABLE
+    return Chat(chat, turns, [index for index, _ in offered], others)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _turns(body: ResponsesRequest, *, system_anywhere: bool) -> list[_Turn]:
+    turns: list[_Turn] = []
+    if body.instructions:
+        turns.append(_Turn("system", None, [body.instructions]))
+    if isinstance(body.input, str):
+        turns.append(_Turn("user", None, [body.input]))
+    else:
+        for index, item in enumerate(body.input):
+            _add(turns, index, item)
+    turns = _with_system_joined(turns, system_anywhere=system_anywhere)
+    if all(turn.role in SYSTEM_ROLES for turn in turns):
+        # Templates need somebody to answer to. Clients ask so to see whether the server is there.
+        turns.append(_Turn("user", None))
+    return turns
+
+
+def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
+    path = f"input.{index}"
+    match item.type:
+        case None | "message":
+            text = _text(item.content, f"{path}.content")
+            if item.role is None:
+                raise InvalidRequestError(f"{path}.role", "is missing.")
+            _turn_of(item.role, turns, index).texts.append(text)
+        case "reasoning":
+            text = _text(item.content or item.summary or "", path, between=BREAK)
+            _turn_of("assistant", turns, index).reasoning.append(text)
+        case "function_call" | "custom_tool_call":
+            turn = _turn_of("assistant", turns, index)
+            turn.calls.append(_call(item, path))
+            turn.call_items.append(index)
+        case "function_call_output" | "custom_tool_call_output":
+            output = _text(item.output, f"{path}.output")
+            call_id = _given(item.call_id, f"{path}.call_id")
+            turns.append(_Turn("tool", index, [output], tool_call_id=call_id))
+        case "item_reference":
+            raise InvalidRequestError(
+                f"{path}.type",
+                "cannot be item_reference, because answers are not stored; send the item itself.",
+            )
+
+
+def _turn_of(role: Role, turns: list[_Turn], item: int) -> _Turn:
+    """The message that an item belongs to. Adjacent items of one role make one message: templates
+    may insist on turns."""
+    if not turns or turns[-1].role != role:
+        turns.append(_Turn(role, item))
+    return turns[-1]
+
+
+def _call(item: InputItem, path: str) -> ToolCall:
+    call_id = _given(item.call_id, f"{path}.call_id")
+    name = _given(item.name, f"{path}.name")
+    if item.type == "custom_tool_call":
+        input = _given(item.input, f"{path}.input")
+        return ToolCall(call_id, "custom", custom=CustomInput(name, input))
+    arguments = _given(item.arguments, f"{path}.arguments")
+    return ToolCall(call_id, function=CalledFunction(name, _arguments(arguments)))
+
+
+def _arguments(text: str) -> dict[str, Raw]:
+    """Arguments as an object. What a model wrote instead of one is shown to it as a text."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Raw])
+    except (ValueError, RecursionError):
+        return {CUSTOM_ARGUMENT: Raw(msgspec.json.encode(text))}
+
+
+def _given(value: str | None, path: str) -> str:
+    if value is None:
+        raise InvalidRequestError(path, "is missing.")
+    return value
+
+
+def _text(parts: Parts | None, path: str, between: str = "") -> str:
+    if parts is None:
+        raise InvalidRequestError(path, "must be a text or a list of text parts.")
+    return parts if isinstance(parts, str) else between.join(part.text for part in parts)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    return BREAK.join(filter(None, texts))
+
+
+def _with_system_joined(turns: list[_Turn], *, system_anywhere: bool) -> list[_Turn]:
+    """The turns with the system messages at the beginning made one.
+
+    Many templates know one system message only, the first. For those later ones join it too.
+    """
+    first: list[_Turn] = []
+    others: list[_Turn] = []
+    for turn in turns:
+        joins = turn.role in SYSTEM_ROLES and not (others and system_anywhere)
+        (first if joins else others).append(turn)
+    if len(first) > 1:
+        texts = [text for turn in first for text in turn.texts]
+        first = [_Turn("system", first[0].item, texts)]
+    return first + others
+
+
+# -- tools and formats -----------------------------------------------------------------------------
+
+
+def _tool(tool: ResponseTool, path: str) -> OfferedTool:
+    name = _given(tool.name, f"{path}.name")
+    if tool.type == "function":
+        return FunctionTool(FunctionSpec(name, tool.description, tool.parameters, tool.strict))
+    format = tool.format
+    if isinstance(format, FlatGrammar):
+        grammar = GrammarInput(InputGrammar(format.syntax, format.definition))
+        return CustomTool(CustomSpec(name, tool.description, grammar))
+    return CustomTool(CustomSpec(name, tool.description, format))
+
+
+def _tool_choice(choice: ResponseToolChoice | None) -> ToolChoice | None:
+    match choice:
+        case FunctionChoice(name):
+            return NamedFunction(ToolName(name))
+        case CustomChoice(name):
+            return NamedCustom(ToolName(name))
+        case AllowedChoice(mode, tools):
+            return AllowedTools(
+                Allowance(
+                    mode,
+                    [
+                        NamedFunction(name) if tool.type == "function" else NamedCustom(name)
+                        for index, tool in enumerate(tools)
+                        if tool.type in CALLABLE
+                        for name in [ToolName(_given(tool.name, f"tool_choice.tools.{index}.name"))]
+                    ],
+                )
+            )
+        case _:
+            return choice
+
+
+def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
+    format = body.text.format if body.text else None
+    if isinstance(format, FlatJsonSchema):
+        named = NamedSchema(format.name, format.description, format.schema, format.strict)
+        return JsonSchemaFormat(json_schema=named)
+    assert format is None or isinstance(format, TextFormat | JsonObjectFormat)
+    return format
