@@ -12,7 +12,7 @@ from minisgl.server.faults import HTTPError
 from minisgl.server.root_path import route_path
 
 CLIENT = "client"  # in the state of a scope
-OPEN_PATHS = frozenset(("/", "/health", "/metrics", "/version"))  # for probes, which send no key
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/"))  # for probes, which send no key
 
 
 class RequireKey:

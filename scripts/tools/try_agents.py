@@ -58,6 +58,19 @@ AGENTS = {
         tool="exec_command",
         tool_arguments=lambda line: {"cmd": line},
     ),
+    "claude": Agent(
+        package="@anthropic-ai/claude-code@2.1.197",
+        command="@anthropic-ai/claude-code-linux-x64/claude",  # the wrapper needs install scripts
+        arguments=("--allowedTools", "Bash", "-p"),
+        variables={
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_AUTH_TOKEN": KEY,
+            "ANTHROPIC_MODEL": "scripted",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        },
+        tool="Bash",
+        tool_arguments=lambda line: {"command": line, "description": "Read a file"},
+    ),
 }
 
 
