@@ -23,7 +23,9 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from anthropic import APIStatusError as AnthropicStatusError
 from instructor.core import IncompleteOutputException
+from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -428,6 +430,99 @@ def litellm_responses_reports_an_error_and_a_cut_answer(url: str, model: str) ->
     assert "temperature" in said, said
     cut = lite_responses(url, model, max_output_tokens=1)
     assert cut.incomplete_details.reason == "max_output_tokens", cut
+
+
+# -- the Messages API ------------------------------------------------------------------------------
+
+
+def root(url: str) -> str:
+    return url.removesuffix("/v1")
+
+
+def langchain_messages(url: str, model: str, **options: Any) -> ChatAnthropic:
+    settings = {"max_tokens": MAX_TOKENS, **options}
+    return ChatAnthropic(
+        base_url=root(url), api_key=KEY, model_name=model, max_retries=0, timeout=600, **settings
+    )
+
+
+@check
+def langchain_anthropic_bind_tools_and_a_second_turn(url: str, model: str) -> None:
+    chat = langchain_messages(url, model)
+    messages: list[Any] = [HumanMessage(QUESTION)]
+    bound = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False, strict=True)
+    answer = bound.invoke(messages)
+    assert isinstance(answer, AIMessage) and answer.tool_calls, answer
+    messages.append(answer)
+    for call in answer.tool_calls:
+        assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Oslo"), call
+        messages.append(ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]))
+    last = chat.bind_tools([weather], tool_choice={"type": "none"}).invoke(messages)
+    assert not last.tool_calls and last.usage_metadata, last
+
+
+@check
+def langchain_anthropic_streams_calls(url: str, model: str) -> None:
+    whole: Any = None
+    bound = langchain_messages(url, model).bind_tools([weather], tool_choice="weather", strict=True)
+    for chunk in bound.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.tool_calls[0]["args"]["city"] in ("Rome", "Oslo"), whole
+    assert whole.response_metadata["stop_reason"] == "tool_use", whole
+    assert whole.usage_metadata["output_tokens"], whole
+
+
+@check
+def langchain_anthropic_structured_output(url: str, model: str) -> None:
+    for method in ("json_schema", "function_calling"):
+        chat = langchain_messages(url, model).with_structured_output(Warmer, method=method)
+        assert isinstance(chat.invoke(QUESTION), Warmer), method
+
+
+@check
+def langchain_anthropic_reports_an_error_and_a_cut_answer(url: str, model: str) -> None:
+    wrong = langchain_messages(url, model, temperature=WRONG)
+    said = raises(AnthropicStatusError, lambda: wrong.invoke(QUESTION))
+    assert "temperature" in said, said
+    cut = langchain_messages(url, model, max_tokens=2).invoke(QUESTION)
+    assert cut.response_metadata["stop_reason"] == "max_tokens", cut
+
+
+def lite_messages(url: str, model: str, **options: Any) -> Any:
+    settings = {"max_tokens": MAX_TOKENS, "num_retries": 0, **options}
+    messages = settings.pop("messages", [{"role": "user", "content": QUESTION}])
+    return litellm.completion(
+        f"anthropic/{model}", messages=messages, api_base=root(url), api_key=KEY, **settings
+    )
+
+
+@check
+def litellm_anthropic_tools_and_a_second_turn(url: str, model: str) -> None:
+    message = lite_messages(url, model, **REQUIRED).choices[0].message
+    messages = [{"role": "user", "content": QUESTION}, message.model_dump()]
+    for call in message.tool_calls:
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "18 degrees"})
+    last = lite_messages(url, model, messages=messages, tools=[TOOL], tool_choice="none")
+    assert last.choices[0].finish_reason in ("stop", "length"), last
+    assert not last.choices[0].message.tool_calls, last
+
+
+@check
+def litellm_anthropic_streams_calls(url: str, model: str) -> None:
+    whole = litellm.stream_chunk_builder([*lite_messages(url, model, **REQUIRED, stream=True)])
+    assert whole is not None
+    [call, *_] = whole.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
+
+
+@check
+def litellm_anthropic_reports_an_error_and_a_cut_answer(url: str, model: str) -> None:
+    wrong: Any = {"temperature": WRONG}
+    said = raises(litellm.BadRequestError, lambda: lite_messages(url, model, **wrong))
+    assert "temperature" in said, said
+    cut = lite_messages(url, model, max_tokens=2)
+    assert cut.choices[0].finish_reason == "length", cut
 
 
 def main() -> int:

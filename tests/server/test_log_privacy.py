@@ -34,6 +34,7 @@ from minisgl.server.access_log import log_failure
 
 SECRET = "xyzzy"  # of letters that no word of ours has in this order
 CHAT = "/v1/chat/completions"
+ANTHROPIC = "/v1/messages"
 COMPLETIONS = "/v1/completions"
 MESSAGES = [{"role": "user", "content": SECRET}]
 
@@ -64,12 +65,29 @@ REFUSED: list[tuple[str, Any]] = [
     (COMPLETIONS, {"prompt": [SECRET, 1]}),
     (COMPLETIONS, {"prompt": SECRET, "suffix": SECRET}),
     (COMPLETIONS, {"prompt": SECRET, "user": {SECRET: SECRET}, "n": 1000}),
+    (ANTHROPIC, {"messages": MESSAGES, "model": SECRET}),
+    (ANTHROPIC, {"messages": [{"role": SECRET, "content": SECRET}]}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": SECRET}]}]}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image", SECRET: SECRET}]}]}),
+    (ANTHROPIC, {"messages": MESSAGES, "tools": [{"name": SECRET, "input_schema": [SECRET]}]}),
+    (ANTHROPIC, {"messages": MESSAGES, "system": {SECRET: SECRET}}),
+    (ANTHROPIC, {"messages": [{"role": "user", "content": SECRET * 1000}]}),
 ]
 ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES, "max_tokens": 5}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5, "stream": True, "logprobs": True}),
     (CHAT, {"messages": MESSAGES, "max_tokens": 5, "stop": SECRET, "user": SECRET}),
     (COMPLETIONS, {"prompt": SECRET, "max_tokens": 5, "echo": True}),
+    (
+        ANTHROPIC,
+        {
+            "messages": MESSAGES,
+            "system": SECRET,
+            "max_tokens": 5,
+            "tools": [{"type": "web_search_20250305", "name": SECRET}],
+            "stream": True,
+        },
+    ),
     (COMPLETIONS, {"prompt": [SECRET, SECRET], "max_tokens": 5, "echo": True, "stream": True}),
 ]
 

@@ -76,7 +76,7 @@ class _Turn:
     """A message of the chat, while the items that it is made of are read."""
 
     role: Role
-    item: int | None  # the first of them; None: the instructions
+    item: int | None  # the first of them; None: the instructions, or an input that is a text
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -113,7 +113,9 @@ class Chat:
         if found := IN_MESSAGE.match(param):
             turn = self.turns[int(found[1])]
             item = turn.call_items[int(found[2])] if found[2] else turn.item
-            return "instructions" if item is None else f"input.{item}"
+            if item is None:
+                return "instructions" if turn.role == "system" else "input"
+            return f"input.{item}"
         path = param.split(".")
         if path[0] in ("tools", "tool_choice"):
             path = [name for name in path if name not in CHAT_ONLY]
@@ -188,8 +190,8 @@ def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
             _turn_of(item.role, turns, index).texts.append(text)
         case "reasoning":
-            text = _text(item.content or item.summary or "", path, between=BREAK)
-            _turn_of("assistant", turns, index).reasoning.append(text)
+            if text := _text(item.content or item.summary or "", path, between=BREAK):
+                _turn_of("assistant", turns, index).reasoning.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, index)
             turn.calls.append(_call(item, path))

@@ -122,19 +122,22 @@ class ResponseChoice(BlockChoice):
             total_tokens=num_input + num_output,
         )
 
+    def _more(self, block: Block, text: str) -> bytes:
+        assert self._delta is not None
+        number, self._num_events = self._num_events, self._num_events + 1
+        return self._delta.encoded(text, number)
+
     def _event(self, found: BlockEvent) -> bytes:
         match found:
+            case BlockText(block, text, []):
+                return self._more(block, text)
+            case BlockText(block, text, scored):
+                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
+                return self.numbered(delta)
             case BlockStart(block):
                 return b"".join(map(self.numbered, self._first_of(block)))
             case BlockEnd(block):
                 return b"".join(map(self.numbered, self._last_of(block)))
-            case BlockText(block, text, []):
-                assert self._delta is not None
-                number, self._num_events = self._num_events, self._num_events + 1
-                return self._delta.encoded(text, number)
-            case BlockText(block, text, scored):
-                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
-                return self.numbered(delta)
 
     def _first_of(self, block: Block) -> Iterator[StreamEvent]:
         """The events before the first delta of an item."""
