@@ -256,6 +256,7 @@ class ResponsesReply(Reply):
 def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> Response:
     """The response before its answer."""
     format = body.text.format if body.text else None
+    tools = [] if body.tool_choice == "none" else body.tools or []  # that the model sees
     return Response(
         id=id,
         object="response",
@@ -271,7 +272,7 @@ def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> R
         temperature=job.params.temperature,
         text=TextEcho(format or TextFormat()),
         tool_choice=body.tool_choice or "auto",
-        tools=[echo for tool in body.tools or () if (echo := _echo(tool)) is not None],
+        tools=[echo for tool in tools if (echo := _echo(tool)) is not None],
         top_logprobs=body.top_logprobs or 0,
         top_p=job.params.top_p,
     )
