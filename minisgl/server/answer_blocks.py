@@ -92,13 +92,13 @@ class BlockChoice(ReplyChoice):
         for _ in self._read(delta):
             pass
 
-    def _opening(self, delta: OutputDelta) -> bytes:
-        """The events before those of the blocks; `delta` is the first one."""
-        return b""
-
     @property
     def num_scored(self) -> int:
         return sum(len(block.scored) for block in self.blocks)
+
+    def _opening(self, delta: OutputDelta) -> bytes:
+        """The events before those of the blocks; `delta` is the first one."""
+        return b""
 
     @abstractmethod
     def _event(self, found: BlockEvent) -> bytes:
@@ -149,16 +149,16 @@ class BlockChoice(ReplyChoice):
                 case CallEnd():
                     assert self._open is not None
                     yield from self._end_open(cut=cut and not _is_json(self._open))
-        if delta.finish_reason is not None:
-            if scores is not None and self._open is not None and self._open.kind == "text":
-                self._open.scored += scores.finish()
+        if self._finish_reason is None:
+            return
+        if scores is not None and self._open is not None and self._open.kind == "text":
+            self._open.scored += scores.finish()
+        yield from self._end_open(cut=cut)
+        only_thought = all(block.kind == "reasoning" for block in self.blocks)
+        if only_thought and not (cut and self.blocks):
+            # Clients look for a text, or a call, in every answer that has ended by itself.
+            yield BlockStart(self._begin("text", []))
             yield from self._end_open(cut=cut)
-            if all(block.kind == "reasoning" for block in self.blocks) and not (
-                cut and self.blocks
-            ):
-                # Clients look for a text, or a call, in every answer that has ended by itself.
-                yield BlockStart(self._begin("text", []))
-                yield from self._end_open(cut=cut)
 
     def _go_on(
         self,

@@ -590,7 +590,7 @@ def test_tools_that_the_server_does_not_run_are_left_out_and_logged(
     with caplog.at_level(logging.INFO):
         response = client.responses.create(model="fake", input="Hi", tools=[*odd, CLOCK])
     assert [tool.type for tool in response.tools] == ["function"]
-    assert "left out: mcp, namespace, others, web_search" in caplog.text
+    assert "does not run: mcp, namespace, others, web_search" in caplog.text
     assert "sEcReT" not in caplog.text
     assert client.responses.create(model="fake", input="Hi", tools=odd).output_text == "Yes."
     assert client.responses.create(model="fake", input="Hi", tools=[]).tools == []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.server import field_names
 from minisgl.server.constraints import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -52,14 +54,15 @@ from minisgl.server.tools import (
 )
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+LIMIT_FIELD = "max_output_tokens"
 BREAK = "\n\n"  # between texts of several items that become one message
 CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
 NAMES = {
     "messages": "input",
     "prompt": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": LIMIT_FIELD,
+    "max_tokens": LIMIT_FIELD,
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
@@ -103,9 +106,9 @@ class Chat:
     allowed: Sequence[int]  # and of those that are allowed, in tool_choice
     left_out: frozenset[str]  # the types of the others
 
-    def name(self, param: str) -> str:
-        """The client's name of a field of the chat, as input[2].content[0]."""
-        return bracketed(self._path(param))
+    def fields_named(self) -> AbstractContextManager[None]:
+        """Errors about the chat name the fields of the request."""
+        return _named_by(lambda param: _bracketed(self._path(param)))
 
     def _path(self, param: str) -> str:
         if param in NAMES:
@@ -124,8 +127,16 @@ class Chat:
         return ".".join(path)
 
 
-def bracketed(path: str) -> str:
-    """A dotted path as OpenAI writes it here: input[2].content[0]."""
+def fields_named() -> AbstractContextManager[None]:
+    """Errors about a request name its fields as OpenAI does here: input[2].content[0]."""
+    return _named_by(_bracketed)
+
+
+def _named_by(name: Callable[[str], str]) -> AbstractContextManager[None]:
+    return field_names.fields_named(name, prompt_field="input", limit_field=LIMIT_FIELD)
+
+
+def _bracketed(path: str) -> str:
     return INDEX.sub(r"[\1]", path)
 
 
