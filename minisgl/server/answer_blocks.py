@@ -6,17 +6,20 @@ The Responses API calls them items, the Messages API content blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, ReasoningText
 from minisgl.request import FinishReason, OutputDelta
+from minisgl.server.alignment import PlacedToken
 from minisgl.server.answer_reader import AnswerReader, Call
+from minisgl.server.content_scores import ContentScores
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import ReplyChoice
+from minisgl.server.served_engine import ServedTokenizer
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +31,7 @@ class Block:
     texts: list[str]
     call: Call | None = None
     cut: bool = False  # the answer ended inside of it
+    scored: list[PlacedToken] = field(default_factory=list)  # of a text, if requested
 
     @property
     def text(self) -> str:
@@ -46,6 +50,7 @@ class BlockText:
 
     block: Block
     text: str
+    scored: Sequence[PlacedToken] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,12 @@ BlockEvent: TypeAlias = BlockStart | BlockText | BlockEnd
 class BlockChoice(ReplyChoice):
     """An answer in blocks. A subclass has the schema of an endpoint."""
 
-    def __init__(self, job: GenerationJob) -> None:
+    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer | None = None) -> None:
+        """tokenizer: for logprobs, if the job asks for them."""
         super().__init__(job)
+        self._scores: ContentScores | None = None
+        if job.params.logprobs is not None and tokenizer is not None:
+            self._scores = ContentScores(job, tokenizer)
         self.blocks: list[Block] = []
         self._open: Block | None = None
         self._reader = AnswerReader(job.style)
@@ -78,6 +87,10 @@ class BlockChoice(ReplyChoice):
         """The events before those of the blocks; `delta` is the first one."""
         return b""
 
+    @property
+    def num_scored(self) -> int:
+        return sum(len(block.scored) for block in self.blocks)
+
     @abstractmethod
     def _event(self, found: BlockEvent) -> bytes:
         """The events that report `found`."""
@@ -85,10 +98,14 @@ class BlockChoice(ReplyChoice):
     def _read(self, delta: OutputDelta) -> Iterator[BlockEvent]:
         self._take(delta)
         cut = delta.finish_reason is FinishReason.LENGTH
+        scores = self._scores
+        if scores is not None:
+            scores.add(delta, token_ended=self._token_ended)
         for found in self._reader.read(delta):
+            scored = scores.read(found) if scores is not None else ()
             match found:
                 case ContentText(text):
-                    yield from self._go_on("text", text)
+                    yield from self._go_on("text", text, scored)
                 case ReasoningText(text):
                     yield from self._go_on("reasoning", text)
                 case CallStart(index):
@@ -104,6 +121,8 @@ class BlockChoice(ReplyChoice):
                     assert self._open is not None
                     yield from self._end_open(cut=cut and not _is_json(self._open))
         if delta.finish_reason is not None:
+            if scores is not None and self._open is not None and self._open.kind == "text":
+                self._open.scored += scores.finish()
             yield from self._end_open(cut=cut)
             if all(block.kind == "reasoning" for block in self.blocks) and not (
                 cut and self.blocks
@@ -112,14 +131,20 @@ class BlockChoice(ReplyChoice):
                 yield BlockStart(self._begin("text", []))
                 yield from self._end_open(cut=cut)
 
-    def _go_on(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockEvent]:
+    def _go_on(
+        self,
+        kind: Literal["reasoning", "text"],
+        text: str,
+        scored: Sequence[PlacedToken] = (),
+    ) -> Iterator[BlockEvent]:
         block = self._open
         if block is None or block.kind != kind:
             yield from self._end_open()
             block = self._begin(kind, [])
             yield BlockStart(block)
         block.texts.append(text)
-        yield BlockText(block, text)
+        block.scored += scored
+        yield BlockText(block, text, scored)
 
     def _begin(
         self, kind: Literal["reasoning", "text", "call"], texts: list[str], call: Call | None = None

@@ -18,6 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from minisgl.request import OutputDelta, TokenLogprobs
 from minisgl.server.alignment import Alignment, PlacedToken, place_prompt
+from minisgl.server.content_scores import LOWEST_LOGPROB
 from minisgl.server.encoding import DONE, encode, error_body, event
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import Reply, ReplyChoice
@@ -30,8 +31,6 @@ from minisgl.server.schemas import (
     Usage,
 )
 from minisgl.server.served_engine import ServedTokenizer
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 LogprobsT = TypeVar("LogprobsT", bound=Struct)
 ChoiceT = TypeVar("ChoiceT", bound="ChunkedChoice[Any]")

@@ -8,7 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from minisgl.request import TokenLogprobs
 from minisgl.server.alignment import PlacedToken
-from minisgl.server.chunked_replies import LOWEST_LOGPROB, ChunkedChoice, ChunkedReply
+from minisgl.server.chunked_replies import ChunkedChoice, ChunkedReply
+from minisgl.server.content_scores import LOWEST_LOGPROB
 from minisgl.server.encoding import event
 from minisgl.server.schemas import (
     Completion,

@@ -13,7 +13,7 @@ from minisgl.server.alignment import PlacedToken
 from minisgl.server.answer_plan import AnswerStyle
 from minisgl.server.answer_reader import AnswerReader, Call
 from minisgl.server.chat_reply import ChatChoice, ChatReply
-from minisgl.server.content_alignment import ContentAlignment
+from minisgl.server.content_scores import ContentScores
 from minisgl.server.encoding import encode, event
 from minisgl.server.schemas import (
     AnswerMessage,
@@ -40,7 +40,9 @@ class ParsedChoice(ChatChoice):
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._placed: list[PlacedToken] = []  # tokens of the content that are not yet reported
-        self._content_alignment: ContentAlignment | None = None
+        self._scores: ContentScores | None = None
+        if self._scored and self._tokenizer is not None:
+            self._scores = ContentScores(self.job, self._tokenizer)
         # The frequent events are encoded once, and cut where their text is.
         self._reasoning_head = self._reasoning_tail = b""
         if len(self._style.reasoning_fields) == 1:
@@ -102,8 +104,12 @@ class ParsedChoice(ChatChoice):
         """The events of `delta`, in order, the first time with those of the echo."""
         self._take(delta)
         found = self._reader.read(delta)
-        if self._scored:
-            self._align(delta)
+        if self._scores is not None:
+            self._scores.add(delta, token_ended=self._token_ended)
+            for each in delta.events:  # an echo has no tokens
+                self._placed += self._scores.read(each)
+            if self._finish_reason is not None:
+                self._placed += self._scores.finish()
         return found
 
     # -- events ------------------------------------------------------------------------------------
@@ -158,29 +164,6 @@ class ParsedChoice(ChatChoice):
         """The logprobs of the tokens of content that have become complete."""
         placed, self._placed = self._placed, []
         return self._show(placed) if placed else None
-
-    def _align(self, delta: OutputDelta) -> None:
-        job, tokenizer = self.job, self._tokenizer
-        if tokenizer is None or job.parser is None:
-            return
-        table = tokenizer.byte_table(skip_special_tokens=job.params.skip_special_tokens)
-        if self._content_alignment is None:
-            drops = tokenizer.drops_first_space
-            self._content_alignment = ContentAlignment(
-                reasoning_end=self._style.reasoning_end,
-                call_end=self._style.call_end,
-                drops_first_space=drops and not any(table[id] for id in job.prompt_token_ids),
-            )
-        alignment = self._content_alignment
-        scored = delta.logprobs
-        for token in scored[:-1] if self._token_ended else scored:
-            is_marker = token.token_id in job.parser.marker_ids
-            data = tokenizer.token_bytes(token.token_id) if is_marker else table[token.token_id]
-            alignment.add(token, data)
-        for each in delta.events:
-            self._placed += alignment.read(each)
-        if self._finish_reason is not None:
-            self._placed += alignment.finish()
 
 
 def _whole_call(call: Call) -> FunctionCall | CustomCall:

@@ -160,7 +160,9 @@ class Routes:
             )
         with fields_named(chat.name, **names):
             plan, jobs = await self._chat_jobs(request, engine, chat.body)
-        reply = ResponsesReply(jobs[0], body, model=model, id=reply_id(request.scope))
+        reply = ResponsesReply(
+            jobs[0], body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
+        )
         limit_field = names["limit_field"]
         return _response(request, engine, reply, plan, stream=body.stream, limit_field=limit_field)
 

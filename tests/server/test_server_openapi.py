@@ -132,6 +132,11 @@ def test_the_description_gives_errors_the_envelope_of_their_api() -> None:
     assert details["required"] == ["message", "type", "param", "code"]
 
 
+def test_types_have_names_of_their_own() -> None:
+    """Types of one name in two modules would have the names of the modules too."""
+    assert not [name for name in DESCRIPTION["components"]["schemas"] if "." in name]
+
+
 def test_the_description_states_which_routes_need_the_key() -> None:
     described = describe(ROUTES, open_paths=("/health",), with_key=True)
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -295,8 +300,12 @@ def test_requests_forbidden_by_the_schema_are_refused(
 
 REQUESTS = (
     *("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"),
-    *("MessagesRequest", "CountTokensRequest"),
+    *("MessagesRequest", "CountTokensRequest", "ResponsesRequest"),
 )
+LAST_EVENTS = {
+    "/v1/messages": 'event: message_stop\ndata: {"type":"message_stop"}',
+    "/v1/responses": "event: response.",
+}
 CONSTRAINTS = [name for name in ConstraintFields.__dict__ if not name.startswith("_")]
 
 
@@ -357,6 +366,18 @@ def sharpened() -> dict[str, Any]:
         fields["stream"] = {"const": True}
         for field in ("tools", "tool_choice", "output_config", "output_format", "system"):
             del fields[field]
+    schemas["InputItem"] = {
+        "type": "object",
+        "properties": {"role": {"enum": ["user", "developer"]}, "content": text},
+        "required": ["role", "content"],
+        "additionalProperties": False,
+    }
+    fields = schemas["ResponsesRequest"]["properties"]
+    fields["max_output_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
+    fields["stream"] = {"const": True}
+    schemas["ResponsesRequest"]["required"] += ["stream"]
+    for field in ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs"):
+        del fields[field]
     for name in REQUESTS:
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False
@@ -383,8 +404,8 @@ def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
         statuses[response.status_code] += 1
         assert 'data: {"error"' not in response.text and "event: error" not in response.text
         if response.headers["content-type"][0].startswith("text/event-stream"):
-            end = '{"type":"message_stop"}' if "messages" in operation.path else "[DONE]"
-            assert response.text.endswith(f"data: {end}\n\n")
+            [*_, last, end] = response.text.split("\n\n")
+            assert end == "" and last.startswith(LAST_EVENTS.get(operation.path, "data: [DONE]"))
         case.validate_response(response, excluded_checks=LEFT_OUT)
 
     check()
@@ -407,7 +428,8 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages"]
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"],
 )
 def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     demo: Served[AsyncEngine], path: str
@@ -415,7 +437,10 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
     base: dict[str, Any] = {"max_tokens": 2} if path.startswith("/v1") else {}
     spoken = path.endswith(("chat/completions", "messages"))
-    base |= {"messages": hello()} if spoken else {"prompt": "a"}
+    if path == "/v1/responses":
+        base = {"max_output_tokens": 2, "input": "a"}
+    else:
+        base |= {"messages": hello()} if spoken else {"prompt": "a"}
 
     @settings(BOUNDED, max_examples=200)
     @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))

@@ -123,6 +123,8 @@ class ScriptedStream:
         end = 0
         while end < len(ids):
             await asyncio.sleep(0)
+            if self.aborted:
+                return
             run = engine.chance.randint(1, engine.run) if engine.chance else engine.run
             start, end = end, min(end + run, len(ids))
             taken, texts = ids[start:end], []

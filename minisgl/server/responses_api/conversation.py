@@ -24,6 +24,7 @@ from minisgl.server.protocol import ChatRequest
 from minisgl.server.responses_api.protocol import (
     SYSTEM_ROLES,
     AllowedChoice,
+    AllowedTool,
     CustomChoice,
     FlatGrammar,
     FlatJsonSchema,
@@ -99,6 +100,7 @@ class Chat:
     body: ChatRequest
     turns: Sequence[_Turn]
     tools: Sequence[int]  # the places of its tools in the request
+    allowed: Sequence[int]  # and of those that are allowed, in tool_choice
     left_out: frozenset[str]  # the types of the others
 
     def name(self, param: str) -> str:
@@ -113,10 +115,10 @@ class Chat:
             item = turn.call_items[int(found[2])] if found[2] else turn.item
             return "instructions" if item is None else f"input.{item}"
         path = param.split(".")
-        if path[0] == "tools" and len(path) > 1:
-            path[1] = str(self.tools[int(path[1])])
         if path[0] in ("tools", "tool_choice"):
             path = [name for name in path if name not in CHAT_ONLY]
+            places = self.tools if path[0] == "tools" else self.allowed
+            path = [str(places[int(name)]) if name.isdecimal() else name for name in path]
         return ".".join(path)
 
 
@@ -132,30 +134,30 @@ def chat_of(body: ResponsesRequest, *, system_anywhere: bool) -> Chat:
     are joined to the first one.
     """
     turns = _turns(body, system_anywhere=system_anywhere)
-    offered = [
-        (index, _tool(tool, f"tools.{index}"))
-        for index, tool in enumerate(body.tools or ())
-        if tool.type in CALLABLE
-    ]
-    options: dict[str, Any] = {}
+    given = body.tools or ()
+    places = [place for place, tool in enumerate(given) if tool.type in CALLABLE]
+    choice, allowed = body.tool_choice, []
+    if isinstance(choice, AllowedChoice):
+        allowed = [place for place, tool in enumerate(choice.tools) if tool.type in CALLABLE]
+    logprobs: dict[str, Any] = {}
     if body.wants_logprobs:
-        options = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+        logprobs = {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     chat = ChatRequest(
         **body.common_fields(),
         messages=[turn.message() for turn in turns],
         model=body.model,
         stream=body.stream,
         max_completion_tokens=body.max_output_tokens,
-        tools=[tool for _, tool in offered],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=[_tool(given[place], f"tools.{place}") for place in places],
+        tool_choice=_tool_choice(choice, allowed),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_response_format(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         chat_template_kwargs=body.chat_template_kwargs,
-        **options,
+        **logprobs,
     )
-    others = frozenset(tool.type for tool in body.tools or ()) - CALLABLE
-    return Chat(chat, turns, [index for index, _ in offered], others)
+    left_out = frozenset(tool.type for tool in given) - CALLABLE
+    return Chat(chat, turns, places, allowed, left_out)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -275,26 +277,25 @@ def _tool(tool: ResponseTool, path: str) -> OfferedTool:
     return CustomTool(CustomSpec(name, tool.description, format))
 
 
-def _tool_choice(choice: ResponseToolChoice | None) -> ToolChoice | None:
+def _tool_choice(choice: ResponseToolChoice | None, allowed: Sequence[int]) -> ToolChoice | None:
+    """allowed: the places of the tools that are allowed, in an AllowedChoice."""
     match choice:
         case FunctionChoice(name):
             return NamedFunction(ToolName(name))
         case CustomChoice(name):
             return NamedCustom(ToolName(name))
         case AllowedChoice(mode, tools):
-            return AllowedTools(
-                Allowance(
-                    mode,
-                    [
-                        NamedFunction(name) if tool.type == "function" else NamedCustom(name)
-                        for index, tool in enumerate(tools)
-                        if tool.type in CALLABLE
-                        for name in [ToolName(_given(tool.name, f"tool_choice.tools.{index}.name"))]
-                    ],
-                )
-            )
+            named = [_named(tools[place], f"tool_choice.tools.{place}") for place in allowed]
+            if not named:
+                raise InvalidRequestError("tool_choice.tools", "has no tool that can be called.")
+            return AllowedTools(Allowance(mode, named))
         case _:
             return choice
+
+
+def _named(tool: AllowedTool, path: str) -> NamedFunction | NamedCustom:
+    name = ToolName(_given(tool.name, f"{path}.name"))
+    return NamedFunction(name) if tool.type == "function" else NamedCustom(name)
 
 
 def _response_format(body: ResponsesRequest) -> ResponseFormat | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,8 +12,17 @@ from msgspec import UNSET, Raw
 from msgspec.structs import replace
 
 from minisgl.errors import foreseen
-from minisgl.server.answer_blocks import Block, BlockChoice, BlockEnd, BlockEvent, BlockStart
+from minisgl.server.alignment import PlacedToken
+from minisgl.server.answer_blocks import (
+    Block,
+    BlockChoice,
+    BlockEnd,
+    BlockEvent,
+    BlockStart,
+    BlockText,
+)
 from minisgl.server.constraints import TextFormat
+from minisgl.server.content_scores import scored_token
 from minisgl.server.encoding import MAX_ERROR_CHARS, encode, typed_event
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.replies import Reply
@@ -28,21 +37,21 @@ from minisgl.server.responses_api.schemas import (
     IncompleteDetails,
     InputDelta,
     InputDone,
-    InputTokensDetails,
     ItemAdded,
     ItemDone,
     ItemStatus,
     MessageItem,
     OutputItem,
     OutputText,
-    OutputTokensDetails,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
-    ReasoningDelta,
-    ReasoningDone,
     ReasoningEcho,
     ReasoningItem,
     ReasoningText,
+    ReasoningTextDelta,
+    ReasoningTextDone,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -50,14 +59,16 @@ from minisgl.server.responses_api.schemas import (
     ResponseFailure,
     ResponseIncomplete,
     ResponseInProgress,
+    ResponseInputDetails,
+    ResponseOutputDetails,
     ResponseUsage,
     StreamEvent,
-    TextDelta,
-    TextDone,
     TextEcho,
 )
+from minisgl.server.schemas import ScoredToken
+from minisgl.server.served_engine import ServedTokenizer
 
-PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}  # of the ids of items
+ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +91,13 @@ class _DeltaEvent:
 
 
 class ResponseChoice(BlockChoice):
-    """The one answer of a response."""
+    """The one answer of a response. Its blocks are items."""
 
-    def __init__(self, job: GenerationJob) -> None:
-        super().__init__(job)
+    def __init__(self, job: GenerationJob, tokenizer: ServedTokenizer | None) -> None:
+        super().__init__(job, tokenizer)
+        self._tokenizer = tokenizer
         self._num_events = 0
-        self._ids: list[str] = []  # of the items
+        self._random = uuid.uuid4().hex  # in the ids of the items
         self._delta: _DeltaEvent | None = None  # of the open item
 
     def numbered(self, event: StreamEvent) -> bytes:
@@ -96,101 +108,90 @@ class ResponseChoice(BlockChoice):
 
     @property
     def items(self) -> list[OutputItem]:
-        """The items of the answer, with the one that is being written."""
-        return [
-            _item(block, self._id(block), _status(block, is_open=block is self._open))
-            for block in self.blocks
-        ]
+        """The items of the answer, as far as it has come."""
+        return [self._item(block, block.text, self._status(block)) for block in self.blocks]
 
     @property
     def usage(self) -> ResponseUsage:
         num_input, num_output = len(self.job.prompt_token_ids), self.num_output_tokens
         return ResponseUsage(
             input_tokens=num_input,
-            input_tokens_details=InputTokensDetails(self.num_cached_tokens, 0),
+            input_tokens_details=ResponseInputDetails(self.num_cached_tokens, 0),
             output_tokens=num_output,
-            output_tokens_details=OutputTokensDetails(self.num_reasoning_tokens),
+            output_tokens_details=ResponseOutputDetails(self.num_reasoning_tokens),
             total_tokens=num_input + num_output,
         )
 
     def _event(self, found: BlockEvent) -> bytes:
         match found:
             case BlockStart(block):
-                return self._start(block)
+                return b"".join(map(self.numbered, self._first_of(block)))
             case BlockEnd(block):
-                return self._end_of(block)
-            case _:
+                return b"".join(map(self.numbered, self._last_of(block)))
+            case BlockText(block, text, []):
                 assert self._delta is not None
                 number, self._num_events = self._num_events, self._num_events + 1
-                return self._delta.encoded(found.text, number)
+                return self._delta.encoded(text, number)
+            case BlockText(block, text, scored):
+                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
+                return self.numbered(delta)
 
-    def _start(self, block: Block) -> bytes:
+    def _first_of(self, block: Block) -> Iterator[StreamEvent]:
+        """The events before the first delta of an item."""
         id, index = self._id(block), block.index
-        self._delta = _DeltaEvent.of(_empty_delta(block, id))
-        item = _item(block, id, "in_progress")
-        if isinstance(item, MessageItem | ReasoningItem):
-            [part] = item.content
-            item.content = []
-            added = self.numbered(ItemAdded(index, item))
-            return added + self.numbered(PartAdded(id, index, part))
-        return self.numbered(ItemAdded(index, item))
-
-    def _end_of(self, block: Block) -> bytes:
-        id, index = self._id(block), block.index
-        item = _item(block, id, _status(block))
-        events: list[StreamEvent] = []
+        item = self._item(block, "", "in_progress")
+        empty: StreamEvent
         match item:
-            case MessageItem(content=[part]):
-                events += [
-                    TextDone(
-                        item_id=id, output_index=index, text=part.text, logprobs=part.logprobs
-                    ),
-                    PartDone(item_id=id, output_index=index, part=part),
-                ]
-            case ReasoningItem(content=[part]):
-                events += [
-                    ReasoningDone(item_id=id, output_index=index, text=part.text),
-                    PartDone(item_id=id, output_index=index, part=part),
-                ]
+            case MessageItem(content=[part]) | ReasoningItem(content=[part]):
+                item.content = []
+                yield ItemAdded(index, item)
+                yield PartAdded(id, index, part)
+                kind = OutputTextDelta if isinstance(item, MessageItem) else ReasoningTextDelta
+                empty = kind(id, index, "")
+            case _:
+                yield ItemAdded(index, item)
+                kind_of_call = InputDelta if isinstance(item, CustomCallItem) else ArgumentsDelta
+                empty = kind_of_call(id, index, "")
+        self._delta = _DeltaEvent.of(empty)
+
+    def _last_of(self, block: Block) -> Iterator[StreamEvent]:
+        """The events after the last delta of an item."""
+        id, index = self._id(block), block.index
+        item = self._item(block, block.text, self._status(block))
+        match item:
+            case MessageItem(content=[text]):
+                yield OutputTextDone(id, index, text.text, text.logprobs)
+                yield PartDone(id, index, text)
+            case ReasoningItem(content=[thought]):
+                yield ReasoningTextDone(id, index, thought.text)
+                yield PartDone(id, index, thought)
             case FunctionCallItem(name=name, arguments=arguments):
-                events.append(
-                    ArgumentsDone(item_id=id, output_index=index, name=name, arguments=arguments)
-                )
+                yield ArgumentsDone(id, index, name, arguments)
             case CustomCallItem(input=input):
-                events.append(InputDone(item_id=id, output_index=index, input=input))
-        events.append(ItemDone(index, item))
-        return b"".join(map(self.numbered, events))
+                yield InputDone(id, index, input)
+        yield ItemDone(index, item)
 
-    def _id(self, block: Block) -> str:
-        while len(self._ids) <= block.index:
-            next = self.blocks[len(self._ids)]
-            prefix = "ctc" if next.call and next.call.custom else PREFIXES[next.kind]
-            self._ids.append(f"{prefix}_{uuid.uuid4().hex}")
-        return self._ids[block.index]
-
-
-def _status(block: Block, *, is_open: bool = False) -> ItemStatus:
-    return "in_progress" if is_open else "incomplete" if block.cut else "completed"
-
-
-def _item(block: Block, id: str, status: ItemStatus) -> OutputItem:
-    text, call = block.text, block.call
-    if call is None:
+    def _item(self, block: Block, text: str, status: ItemStatus) -> OutputItem:
+        id, call = self._id(block), block.call
+        if call is not None:
+            kind = CustomCallItem if call.custom else FunctionCallItem
+            return kind(id, call.id, call.name, text, status)
         if block.kind == "reasoning":
             return ReasoningItem(id, [], [ReasoningText(text)], status)
-        return MessageItem(id, "assistant", status, [OutputText(text, [], [])])
-    kind = CustomCallItem if call.custom else FunctionCallItem
-    return kind(id, call.id, call.name, text, status)
+        part = OutputText(text, [], self._shown(block.scored))
+        return MessageItem(id, "assistant", status, [part])
 
+    def _id(self, block: Block) -> str:
+        prefix = "ctc" if block.call and block.call.custom else ID_PREFIXES[block.kind]
+        return f"{prefix}_{self._random}{block.index:02}"
 
-def _empty_delta(block: Block, id: str) -> StreamEvent:
-    index = block.index
-    if block.call is not None:
-        kind = InputDelta if block.call.custom else ArgumentsDelta
-        return kind(id, index, "")
-    if block.kind == "reasoning":
-        return ReasoningDelta(id, index, "")
-    return TextDelta(id, index, "", [])
+    def _status(self, block: Block) -> ItemStatus:
+        if block is self._open:
+            return "in_progress"
+        return "incomplete" if block.cut else "completed"
+
+    def _shown(self, scored: Sequence[PlacedToken]) -> list[ScoredToken]:
+        return [scored_token(token, self._tokenizer) for token in scored]
 
 
 class ResponsesReply(Reply):
@@ -198,10 +199,18 @@ class ResponsesReply(Reply):
 
     prompt_field = "input"
 
-    def __init__(self, job: GenerationJob, body: ResponsesRequest, *, model: str, id: str) -> None:
+    def __init__(
+        self,
+        job: GenerationJob,
+        body: ResponsesRequest,
+        *,
+        model: str,
+        tokenizer: ServedTokenizer | None,
+        id: str,
+    ) -> None:
         """`id` must differ from that of every other reply."""
         super().__init__(f"resp_{id}")
-        self._choice = ResponseChoice(job)
+        self._choice = ResponseChoice(job, tokenizer)
         self.choices: Sequence[ResponseChoice] = [self._choice]
         self._begun = _begun(self.id, job, body, model)
 

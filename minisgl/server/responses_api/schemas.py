@@ -85,20 +85,20 @@ class ReasoningEcho(Struct):
     summary: None
 
 
-class InputTokensDetails(Struct):
+class ResponseInputDetails(Struct):
     cached_tokens: int  # found in the prefix cache
     cache_write_tokens: int
 
 
-class OutputTokensDetails(Struct):
+class ResponseOutputDetails(Struct):
     reasoning_tokens: int  # with their markers
 
 
 class ResponseUsage(Struct):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: ResponseInputDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
 
 
@@ -194,24 +194,24 @@ class PartDone(ItemEvent, tag="response.content_part.done"):
     content_index: int = 0
 
 
-class TextDelta(ItemEvent, tag="response.output_text.delta"):
+class OutputTextDelta(ItemEvent, tag="response.output_text.delta"):
     delta: str
-    logprobs: list[ScoredToken]
+    logprobs: list[ScoredToken] = []
     content_index: int = 0
 
 
-class TextDone(ItemEvent, tag="response.output_text.done"):
+class OutputTextDone(ItemEvent, tag="response.output_text.done"):
     text: str
     logprobs: list[ScoredToken]
     content_index: int = 0
 
 
-class ReasoningDelta(ItemEvent, tag="response.reasoning_text.delta"):
+class ReasoningTextDelta(ItemEvent, tag="response.reasoning_text.delta"):
     delta: str
     content_index: int = 0
 
 
-class ReasoningDone(ItemEvent, tag="response.reasoning_text.done"):
+class ReasoningTextDone(ItemEvent, tag="response.reasoning_text.done"):
     text: str
     content_index: int = 0
 
@@ -243,10 +243,10 @@ AnyEvent: TypeAlias = (
     | ItemDone
     | PartAdded
     | PartDone
-    | TextDelta
-    | TextDone
-    | ReasoningDelta
-    | ReasoningDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
     | ArgumentsDelta
     | ArgumentsDone
     | InputDelta
