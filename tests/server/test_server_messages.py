@@ -542,7 +542,10 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
             "messages.0.role: cannot be 'tool'; all",
         ),
         ({"messages": block("text")}, "messages.1.content.1.text: is missing."),
-        ({"messages": block("audio")}, "messages.1.content.1.type: cannot be 'audio'; allowed: "),
+        (
+            {"messages": block("audio")},
+            "messages.1.content.1.type: cannot be 'audio', because sounds",
+        ),
         ({"messages": block("image", **IMAGE)}, "messages.1.content.1: images are not supported"),
         ({"messages": block("document")}, "messages.1.content.1: documents are not supported"),
         ({"messages": block("container_upload")}, "messages.1.content.1: files are not supported"),
