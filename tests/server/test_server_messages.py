@@ -544,7 +544,7 @@ def block(kind: str, **fields: Any) -> list[dict[str, Any]]:
         ({"messages": block("text")}, "messages.1.content.1.text: is missing."),
         (
             {"messages": block("audio")},
-            "messages.1.content.1.type: cannot be 'audio', because sounds",
+            "messages.1.content.1.type: cannot be 'audio', because",
         ),
         ({"messages": block("image", **IMAGE)}, "messages.1.content.1: images are not supported"),
         ({"messages": block("document")}, "messages.1.content.1: documents are not supported"),
