@@ -69,7 +69,7 @@ class MessageChoice(BlockChoice):
         events = super().events(delta)
         if self._finish_reason is None:
             return events
-        if not self._num_shown:  # clients take content[0] for granted
+        if not self._num_shown:  # all of it is hidden thinking, and clients look at content[0]
             events += self._start(AnswerText("")) + self._stop()
         reason = self._stop_reason()
         end = MessageEnd(reason, self._stop_sequence(reason))
