@@ -32,7 +32,6 @@ from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
-from minisgl.server.messages_api.conversation import has_late_system
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
     MessagesRequest,
@@ -168,7 +167,7 @@ class Routes:
         engine = self._state.engine()
         body = await read_body(request, self._messages_request)
         model = self._state.model_name(body.model)
-        chat = await self._chat_of(request, engine, body)
+        chat = await self._translated(request, engine, body)
         with chat.fields_named():
             plan, (job,) = await self._chat_jobs(request, engine, chat.request, clamp=True)
         style = MessageStyle(
@@ -184,7 +183,7 @@ class Routes:
         engine = self._state.engine()
         body = await read_body(request, self._count_request)
         self._state.model_name(body.model)
-        chat = await self._chat_of(request, engine, body)
+        chat = await self._translated(request, engine, body)
         with chat.fields_named():
             conversation = await read_conversation(engine, chat.request, any_length=True)
         return json_response(TokenCount(len(conversation.prompt_token_ids)))
@@ -275,16 +274,18 @@ class Routes:
             count_call=self._metrics.count_tool_call,
         )
 
-    async def _chat_of(self, request: Request, engine: ServedEngine, body: Prompt) -> Translation:
+    async def _translated(
+        self, request: Request, engine: ServedEngine, body: Prompt
+    ) -> Translation:
         """The chat request that one to the Messages API stands for."""
-        system_anywhere = False
-        if has_late_system(body.messages):
-            system_anywhere = (await engine.template_facts()).system_anywhere
+        anywhere = False
+        if body.has_late_system:
+            anywhere = (await engine.template_facts()).system_anywhere
         can_think = self._state.answer_format().reasoning is not None
-        chat = translated(body, system_anywhere=system_anywhere, can_think=can_think)
+        chat = translated(body, system_anywhere=anywhere, can_think=can_think)
         if chat.num_server_tools:
             logger.info(
-                "request %s: left out %d tools that Anthropic runs",
+                "request %s: %d tools that this server does not run are left out",
                 request_id(request.scope),
                 chat.num_server_tools,
             )

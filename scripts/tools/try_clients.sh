@@ -11,5 +11,6 @@ venv=${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/try_clients
 
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-  openai-agents langchain-openai langchain-anthropic 'pydantic-ai-slim[openai]' instructor litellm
+  openai-agents langchain-openai langchain-anthropic 'pydantic-ai-slim[openai]' instructor \
+  litellm mcp
 exec "$venv/bin/python" "$here/try_clients.py" "$@"

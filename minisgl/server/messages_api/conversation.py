@@ -9,10 +9,7 @@ from typing import Literal
 from minisgl.errors import InvalidRequestError
 from minisgl.server.messages import MAX_PARTS, CalledFunction, Message, ToolCall
 from minisgl.server.messages_api.protocol import (
-    ContainerUploadBlock,
     ContentBlock,
-    DocumentBlock,
-    ImageBlock,
     InputMessage,
     Prompt,
     ResultPart,
@@ -29,17 +26,6 @@ from minisgl.server.messages_api.protocol import (
 BILLING_HEADER = "x-anthropic-billing-header"
 GAP = "\n\n"  # between texts that come as blocks of their own
 FAILED = "Error: "  # before the result of a tool that failed
-FILES = {ImageBlock: "images", DocumentBlock: "documents", ContainerUploadBlock: "files"}
-
-
-def has_late_system(messages: Sequence[InputMessage]) -> bool:
-    """Whether instructions follow other messages, which not every chat template takes."""
-    begun = False
-    for message in messages:
-        if begun and message.role == "system":
-            return True
-        begun = begun or message.role != "system"
-    return False
 
 
 @dataclass(slots=True)
@@ -125,7 +111,7 @@ class _Reader:
                 _check_said_by("user", role, path)
                 turn.results[path] = block
             case _:
-                text = _text(block, path)
+                text = _text(block)
                 if role == "system":
                     self._instruct(text or "")
                 elif text is not None:
@@ -152,7 +138,7 @@ class _Reader:
         for path, result in turn.results.items():
             number = len(self.messages)
             self.fields |= {f"messages.{number}": path, f"messages.{number}.role": path}
-            text = self._result(result, path)
+            text = self._result(result)
             self.messages.append(Message("tool", text, tool_call_id=result.tool_use_id))
         if turn.texts:
             self.fields[f"messages.{len(self.messages)}"] = turn.path
@@ -175,17 +161,15 @@ class _Reader:
             )
         )
 
-    def _result(self, result: ToolResultBlock, path: str) -> str:
+    def _result(self, result: ToolResultBlock) -> str:
         content = result.content or ""
         if not isinstance(content, str):
             self._count(len(content))
-            places = (f"{path}.content.{index}" for index in range(len(content)))
-            texts = [_text(part, place) for part, place in zip(content, places, strict=True)]
-            content = GAP.join(text for text in texts if text)
+            content = GAP.join(filter(None, map(_text, content)))
         return FAILED + content if result.is_error else content
 
 
-def _text(block: ContentBlock | ResultPart, path: str) -> str | None:
+def _text(block: ContentBlock | ResultPart) -> str | None:
     """The text of a block; None for one that concerns Anthropic's servers alone."""
     match block:
         case TextBlock(text):
@@ -194,8 +178,6 @@ def _text(block: ContentBlock | ResultPart, path: str) -> str | None:
             return "\n".join(filter(None, [title, source, *(part.text for part in content)]))
         case ToolReferenceBlock(tool_name):
             return tool_name
-        case ImageBlock() | DocumentBlock() | ContainerUploadBlock():
-            raise InvalidRequestError(path, f"{FILES[type(block)]} are not supported; send text.")
     return None
 
 

@@ -6,6 +6,7 @@ and has no effect: their tools, their caches, their way to shorten a conversatio
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Raw, Struct
@@ -46,18 +47,6 @@ class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Raw]
-
-
-class ImageBlock(Struct, tag_field="type", tag="image"):
-    pass
-
-
-class DocumentBlock(Struct, tag_field="type", tag="document"):
-    pass
-
-
-class ContainerUploadBlock(Struct, tag_field="type", tag="container_upload"):
-    """A file in a container of Anthropic."""
 
 
 class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
@@ -114,8 +103,6 @@ class McpToolResultBlock(Struct, tag_field="type", tag="mcp_tool_result"):
     pass
 
 
-# Blocks without a text that this server could show to a model.
-File: TypeAlias = ImageBlock | DocumentBlock | ContainerUploadBlock
 ServerBlock: TypeAlias = (
     ServerToolUseBlock
     | WebSearchResultBlock
@@ -127,9 +114,7 @@ ServerBlock: TypeAlias = (
     | McpToolUseBlock
     | McpToolResultBlock
 )
-ResultPart: TypeAlias = (
-    TextBlock | SearchResultBlock | ToolReferenceBlock | ImageBlock | DocumentBlock
-)
+ResultPart: TypeAlias = TextBlock | SearchResultBlock | ToolReferenceBlock
 ContentBlock: TypeAlias = (
     TextBlock
     | ThinkingBlock
@@ -137,7 +122,6 @@ ContentBlock: TypeAlias = (
     | ToolUseBlock
     | ToolResultBlock
     | SearchResultBlock
-    | File
     | ServerBlock
 )
 
@@ -219,6 +203,12 @@ class Prompt(Struct, kw_only=True):
     thread: Ignored = NOT_GIVEN
     user_profile_id: Ignored = NOT_GIVEN
     workspace_id: Ignored = NOT_GIVEN
+
+    @property
+    def has_late_system(self) -> bool:
+        """Whether instructions follow other messages, which not every chat template takes."""
+        roles = [role for role, _ in groupby(message.role for message in self.messages)]
+        return "system" in roles[1:]
 
     @property
     def format(self) -> SchemaFormat | None:

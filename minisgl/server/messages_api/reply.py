@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Raw
 
 from minisgl.request import OutputDelta
-from minisgl.server.answer_blocks import Block, BlockChoice, BlockEnd, BlockEvent, BlockStart
+from minisgl.server.answer_blocks import Block, BlockChoice, BlockEvent, BlockStart, BlockText
 from minisgl.server.encoding import encode, typed_event
 from minisgl.server.jobs import GenerationJob
 from minisgl.server.messages_api.errors import error_body
@@ -62,14 +62,15 @@ class MessageChoice(BlockChoice):
         self._style = style
         self._stop_text: str | None = None  # the stop sequence that was found
         self._num_shown = 0
-        # The frequent event is encoded once for each block, and cut where its text is.
+        # The frequent event is encoded once for each block, and cut where its text is. Without a
+        # head the text of the block is not reported.
         self._head = self._tail = b""
 
     def events(self, delta: OutputDelta) -> bytes:
         events = super().events(delta)
         if self._finish_reason is None:
             return events
-        if not self._num_shown:  # clients take content[0] for granted
+        if not self._num_shown:  # all of it is hidden thinking, and clients look at content[0]
             events += self._start(AnswerText("")) + self._stop()
         reason = self._stop_reason()
         end = MessageEnd(reason, self._stop_sequence(reason))
@@ -138,7 +139,10 @@ class MessageChoice(BlockChoice):
         return typed_event(MessageStart(self._message([], None))) + typed_event(Ping())
 
     def _event(self, found: BlockEvent) -> bytes:
+        if isinstance(found, BlockText):
+            return self._head and self._head + encode(found.text) + self._tail
         block = found.block
+        self._head = b""
         if not self._is_shown(block):
             return b""
         if isinstance(found, BlockStart):
@@ -146,19 +150,17 @@ class MessageChoice(BlockChoice):
                 case "text":
                     return self._start(AnswerText(""), TextDelta(""))
                 case "reasoning":
-                    return self._start(AnswerThinking("", ""), ThinkingDelta(""))
+                    shown = self._style.thinking == "shown"
+                    return self._start(AnswerThinking("", ""), ThinkingDelta("") if shown else None)
                 case "call":
                     return self._start(_tool_use(block, NO_INPUT), InputJsonDelta(""))
-        if not isinstance(found, BlockEnd):
-            if block.kind == "reasoning" and self._style.thinking == "omitted":
-                return b""
-            return self._head + encode(found.text) + self._tail
         if block.kind == "reasoning":
             signed = ContentBlockDelta(self._num_shown, SignatureDelta(SIGNATURE))
             return typed_event(signed) + self._stop()
         return self._stop()
 
     def _start(self, empty: AnswerBlock, delta: BlockDelta | None = None) -> bytes:
+        """delta: of the events that have the text of the block; None if it is not reported."""
         if delta is not None:
             event = typed_event(ContentBlockDelta(self._num_shown, delta))
             self._head, _, self._tail = event.rpartition(b'""')
