@@ -26,7 +26,7 @@ ORIGIN = "https://example.org"
 # -- the key --------------------------------------------------------------------------------------
 
 
-async def test_only_probes_are_served_without_the_key() -> None:
+async def test_only_probes_and_pages_are_served_without_the_key() -> None:
     state = EngineState(ServerConfig(api_key=("secret",)), FakeEngine())
     app = create_app(state)
     transport = httpx.ASGITransport(app)

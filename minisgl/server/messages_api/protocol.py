@@ -23,6 +23,7 @@ from minisgl.server.protocol import (
 from minisgl.server.tools import MAX_TOOLS
 
 NOT_GIVEN: Any = None
+Schema: TypeAlias = dict[str, Raw]  # of JSON
 
 
 # -- content ---------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class ToolSpec(Struct):
     type: str | None = None
     name: str | None = None
     description: str | None = None
-    input_schema: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = NOT_GIVEN
+    input_schema: Schema | None = None
     strict: bool | None = None
 
 
@@ -163,7 +164,7 @@ class Thinking(Struct):
 
 
 class SchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    schema: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
+    schema: Schema
 
 
 class OutputConfig(Struct):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from msgspec import Raw
+
 from minisgl.errors import InvalidRequestError
 from minisgl.server.constraints import JsonSchemaFormat, NamedSchema
+from minisgl.server.encoding import encode
 from minisgl.server.field_names import fields_named
 from minisgl.server.messages import Reasoning
 from minisgl.server.messages_api.conversation import conversation_of
@@ -86,7 +89,7 @@ def translated(body: Prompt, *, system_anywhere: bool, can_think: bool) -> Trans
         config = body.output_config
         name = "output_config.format" if config and config.format else "output_format"
         fields[SCHEMA] = f"{name}.schema"
-        named = NamedSchema(schema=body.format.schema, strict=True)
+        named = NamedSchema(schema=Raw(encode(body.format.schema)), strict=True)
         chat.response_format = JsonSchemaFormat(json_schema=named)
     if isinstance(body, MessagesRequest):
         _sample(body, chat)
@@ -118,10 +121,10 @@ def _reasoning(body: Prompt) -> Reasoning:
 def _tool(tool: ToolSpec, path: str) -> FunctionTool:
     if tool.name is None:
         raise InvalidRequestError(f"{path}.name", "is missing.")
-    if tool.input_schema is None or bytes(tool.input_schema) == b"null":
+    if tool.input_schema is None:
         raise InvalidRequestError(f"{path}.input_schema", "is missing.")
-    spec = FunctionSpec(tool.name, tool.description, tool.input_schema, tool.strict)
-    return FunctionTool(spec)
+    schema = Raw(encode(tool.input_schema))
+    return FunctionTool(FunctionSpec(tool.name, tool.description, schema, tool.strict))
 
 
 def _choice(choice: MessagesToolChoice) -> ToolChoice:
