@@ -22,8 +22,9 @@ from minisgl.server.error_responses import (
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
 from minisgl.server.metrics import Metrics
-from minisgl.server.request_ids import HEADER, RequestIds
+from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
 
@@ -51,7 +52,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
+            expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
@@ -59,8 +60,12 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
     app = Starlette(
         routes=[
+            Route("/", routes.hint, include_in_schema=False),
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route(MESSAGES, routes.messages, methods=["POST"]),
+            Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),

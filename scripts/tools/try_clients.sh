@@ -12,6 +12,7 @@ venv=${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/try_clients
 
 [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-  langchain-openai 'pydantic-ai-slim[openai]' instructor litellm
+  openai-agents langchain-openai langchain-anthropic 'pydantic-ai-slim[openai]' instructor \
+  litellm mcp
 export LITELLM_LOCAL_MODEL_COST_MAP=True  # it would fetch a list of prices
 exec "$venv/bin/python" "$here/try_clients.py" "$@"
