@@ -6,7 +6,7 @@ The Responses API calls them items, the Messages API content blocks.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -58,6 +58,12 @@ class BlockEnd:
     block: Block
 
 
+# What goes on with an open block, by its kind. Calls take more than a text.
+RUNS: Mapping[str, type[ContentText | ReasoningText] | None] = {
+    "text": ContentText,
+    "reasoning": ReasoningText,
+    "call": None,
+}
 BlockEvent: TypeAlias = BlockStart | BlockText | BlockEnd
 
 
@@ -75,6 +81,9 @@ class BlockChoice(ReplyChoice):
         self._reader = AnswerReader(job.style)
 
     def events(self, delta: OutputDelta) -> bytes:
+        if text := self._more_of_open(delta):  # the frequent case
+            assert self._open is not None
+            return self._more(self._open, text)
         parts = [] if self._started else [self._opening(delta)]
         parts += map(self._event, self._read(delta))
         return b"".join(parts)
@@ -83,17 +92,37 @@ class BlockChoice(ReplyChoice):
         for _ in self._read(delta):
             pass
 
-    def _opening(self, delta: OutputDelta) -> bytes:
-        """The events before those of the blocks; `delta` is the first one."""
-        return b""
-
     @property
     def num_scored(self) -> int:
         return sum(len(block.scored) for block in self.blocks)
 
+    def _opening(self, delta: OutputDelta) -> bytes:
+        """The events before those of the blocks; `delta` is the first one."""
+        return b""
+
     @abstractmethod
     def _event(self, found: BlockEvent) -> bytes:
         """The events that report `found`."""
+
+    def _more(self, block: Block, text: str) -> bytes:
+        """The event that goes on with a block, without logprobs: the frequent one."""
+        return self._event(BlockText(block, text))
+
+    def _more_of_open(self, delta: OutputDelta) -> str:
+        """Take a delta that does nothing but go on with the open run; "" for any other, untaken."""
+        block = self._open
+        if block is None or delta.finish_reason is not None or self._scores is not None:
+            return ""
+        if self.job.style is None:
+            text = delta.text
+        elif len(delta.events) == 1 and type(event := delta.events[0]) is RUNS[block.kind]:
+            text = event.text
+        else:
+            return ""
+        if text:
+            self._take(delta)
+            block.texts.append(text)
+        return text
 
     def _read(self, delta: OutputDelta) -> Iterator[BlockEvent]:
         self._take(delta)
@@ -120,16 +149,16 @@ class BlockChoice(ReplyChoice):
                 case CallEnd():
                     assert self._open is not None
                     yield from self._end_open(cut=cut and not _is_json(self._open))
-        if delta.finish_reason is not None:
-            if scores is not None and self._open is not None and self._open.kind == "text":
-                self._open.scored += scores.finish()
+        if self._finish_reason is None:
+            return
+        if scores is not None and self._open is not None and self._open.kind == "text":
+            self._open.scored += scores.finish()
+        yield from self._end_open(cut=cut)
+        only_thought = all(block.kind == "reasoning" for block in self.blocks)
+        if only_thought and not (cut and self.blocks):
+            # Clients look for a text, or a call, in every answer that has ended by itself.
+            yield BlockStart(self._begin("text", []))
             yield from self._end_open(cut=cut)
-            if all(block.kind == "reasoning" for block in self.blocks) and not (
-                cut and self.blocks
-            ):
-                # Clients look for a text, or a call, in every answer that has ended by itself.
-                yield BlockStart(self._begin("text", []))
-                yield from self._end_open(cut=cut)
 
     def _go_on(
         self,

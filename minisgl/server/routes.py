@@ -31,7 +31,6 @@ from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
-from minisgl.server.field_names import fields_named
 from minisgl.server.jobs import GenerationJob, jobs_of
 from minisgl.server.messages_api.protocol import (
     CountTokensRequest,
@@ -59,7 +58,8 @@ from minisgl.server.protocol import (
 from minisgl.server.replies import Reply
 from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
-from minisgl.server.responses_api.conversation import bracketed, chat_of
+from minisgl.server.responses_api import conversation as responses_conversation
+from minisgl.server.responses_api.conversation import LIMIT_FIELD, chat_of
 from minisgl.server.responses_api.protocol import (
     HOSTED,
     ResponsesRequest,
@@ -143,8 +143,7 @@ class Routes:
 
     async def responses(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
-        names = {"prompt_field": "input", "limit_field": "max_output_tokens"}
-        with fields_named(bracketed, **names):
+        with responses_conversation.fields_named():
             body = await read_body(request, self._responses_request)
             model = self._state.model_name(body.model)
             anywhere = False
@@ -152,18 +151,17 @@ class Routes:
                 anywhere = (await engine.template_facts()).system_anywhere
             chat = chat_of(body, system_anywhere=anywhere)
         if chat.left_out:
+            kinds = {kind if kind in HOSTED else "others" for kind in chat.left_out}
             logger.info(
-                "request %s: tools that this server does not run are left out: %s",
-                request_id(request.scope),
-                ", ".join(sorted({kind if kind in HOSTED else "others" for kind in chat.left_out})),
+                "request %s: left out tools that this server does not run: %s",
+                *(request_id(request.scope), ", ".join(sorted(kinds))),
             )
-        with fields_named(chat.name, **names):
-            plan, jobs = await self._chat_jobs(request, engine, chat.body)
+        with chat.fields_named():
+            plan, (job,) = await self._chat_jobs(request, engine, chat.body)
         reply = ResponsesReply(
-            jobs[0], body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
+            job, body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
         )
-        limit_field = names["limit_field"]
-        return _response(request, engine, reply, plan, stream=body.stream, limit_field=limit_field)
+        return _response(request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD)
 
     async def messages(self, request: Request) -> ASGIApp:
         engine = self._state.engine()

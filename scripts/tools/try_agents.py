@@ -98,7 +98,7 @@ def try_agent(agent: Agent, folder: Path) -> None:
     work.mkdir()
     environment = {**os.environ, "HOME": str(home), "npm_config_cache": str(folder / "npm")}
     subprocess.run(
-        ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", agent.package],
+        ["npm", "install", "--ignore-scripts", "--loglevel=error", agent.package],
         cwd=folder,
         env=environment,
         check=True,

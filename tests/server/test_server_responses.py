@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,14 +93,15 @@ def ask(server: Served[ScriptedEngine], http: httpx.Client, described: Any) -> A
 
     def asked(answer: str, **fields: Any) -> Response:
         engine = server.engine
-        engine.answers, engine.run = [answer], 1
+        engine.answers, engine.run, engine.chance = [answer], 1, None
         body = post(http, **fields).json()
         check_described(described, {"$ref": "#/components/schemas/Response"}, body)
         whole = Response.model_validate(body)
         content = described["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
         data = content["text/event-stream"]["schema"]["properties"]["data"]
-        for run in (1, 2, 3, 7, 1000):
-            engine.run = run
+        splits = [(run, None) for run in (1, 2, 3, 1000)]
+        for run, chance in [*splits, *((9, random.Random(seed)) for seed in range(5))]:
+            engine.run, engine.chance = run, chance
             events = events_of(post(http, **fields, stream=True))
             for event in events if run == 3 else ():
                 EVENT.validate_python(event)
@@ -155,6 +157,10 @@ def contents(response: Response) -> list[tuple[str, ...]]:
                 ("clock", "{}"),
                 ("get_weather", ARGUMENTS),
             ],
+        ),
+        (
+            f"One.\n{CALL}\nTwo.",
+            [("message", "One."), ("get_weather", ARGUMENTS), ("message", "Two.")],
         ),
         (hermes("note", {"input": 'a\n"b" \\ é'}), [("note", 'a\n"b" \\ é')]),
         # What the model wrote comes out letter for letter, and so do tools that do not exist.
@@ -528,6 +534,34 @@ def test_formats_and_choices_hold_the_answer(
         assert (response.status_code, response.json()["error"]["code"]) == (500, "grammar_failed")
 
 
+def test_null_in_any_field_is_as_if_it_was_left_out(
+    server: Served[ScriptedEngine], http: httpx.Client, described: Any
+) -> None:
+    server.engine.answers = ["Yes."]
+    fields = described["components"]["schemas"]["ResponsesRequest"]["properties"]
+    nothing = dict.fromkeys(fields, None)
+    body = {**nothing, "input": "Hi"}
+    assert http.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"] == "Yes."
+
+
+def test_what_is_large_or_deep_is_read_or_refused(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    deep = "[" * 100_000
+    # (Input, status.)
+    cases: list[tuple[list[Any], int]] = [
+        ([said("x")] * 8192, 200),
+        ([called("c")] * 1000, 200),
+        ([called("c", arguments=deep)], 200),  # shown to the model as a text
+        ([said("x")] * 8193, 400),
+        ([user("x")] * 100_000, 413),
+    ]
+    for items, status in cases:
+        assert http.post("/v1/responses", json={"input": items}).status_code == status
+    post(http)
+
+
 def test_effort_and_template_options_reach_the_template(
     server: Served[ScriptedEngine], http: httpx.Client
 ) -> None:
@@ -537,7 +571,7 @@ def test_effort_and_template_options_reach_the_template(
     post(http, reasoning={"effort": "high"}, chat_template_kwargs={"a": 1})
     assert server.engine.template_options["enable_thinking"] is True
     assert {"reasoning_effort", "a"} <= server.engine.template_options.keys()
-    post(http, tools=TOOLS, tool_choice="none")
+    assert post(http, tools=TOOLS, tool_choice="none").json()["tools"] == []
     assert "tools" not in server.engine.template_options
 
 
@@ -556,7 +590,7 @@ def test_tools_that_the_server_does_not_run_are_left_out_and_logged(
     with caplog.at_level(logging.INFO):
         response = client.responses.create(model="fake", input="Hi", tools=[*odd, CLOCK])
     assert [tool.type for tool in response.tools] == ["function"]
-    assert "left out: mcp, namespace, others, web_search" in caplog.text
+    assert "does not run: mcp, namespace, others, web_search" in caplog.text
     assert "sEcReT" not in caplog.text
     assert client.responses.create(model="fake", input="Hi", tools=odd).output_text == "Yes."
     assert client.responses.create(model="fake", input="Hi", tools=[]).tools == []
@@ -625,6 +659,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata"),
     ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
     ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),

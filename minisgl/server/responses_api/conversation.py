@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from msgspec import Raw
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import CUSTOM_ARGUMENT
+from minisgl.server import field_names
 from minisgl.server.constraints import (
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -52,14 +54,15 @@ from minisgl.server.tools import (
 )
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
+LIMIT_FIELD = "max_output_tokens"
 BREAK = "\n\n"  # between texts of several items that become one message
 CALLABLE = frozenset(("function", "custom"))
 # Fields of the request by their names in the chat that it becomes.
 NAMES = {
     "messages": "input",
     "prompt": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": LIMIT_FIELD,
+    "max_tokens": LIMIT_FIELD,
     "logprobs": "top_logprobs",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
@@ -76,7 +79,7 @@ class _Turn:
     """A message of the chat, while the items that it is made of are read."""
 
     role: Role
-    item: int | None  # the first of them; None: the instructions
+    item: int | None  # the first of them; None: the instructions, or an input that is a text
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -103,9 +106,9 @@ class Chat:
     allowed: Sequence[int]  # and of those that are allowed, in tool_choice
     left_out: frozenset[str]  # the types of the others
 
-    def name(self, param: str) -> str:
-        """The client's name of a field of the chat, as input[2].content[0]."""
-        return bracketed(self._path(param))
+    def fields_named(self) -> AbstractContextManager[None]:
+        """Errors about the chat name the fields of the request."""
+        return _named_by(lambda param: _bracketed(self._path(param)))
 
     def _path(self, param: str) -> str:
         if param in NAMES:
@@ -113,7 +116,9 @@ class Chat:
         if found := IN_MESSAGE.match(param):
             turn = self.turns[int(found[1])]
             item = turn.call_items[int(found[2])] if found[2] else turn.item
-            return "instructions" if item is None else f"input.{item}"
+            if item is None:
+                return "instructions" if turn.role == "system" else "input"
+            return f"input.{item}"
         path = param.split(".")
         if path[0] in ("tools", "tool_choice"):
             path = [name for name in path if name not in CHAT_ONLY]
@@ -122,8 +127,16 @@ class Chat:
         return ".".join(path)
 
 
-def bracketed(path: str) -> str:
-    """A dotted path as OpenAI writes it here: input[2].content[0]."""
+def fields_named() -> AbstractContextManager[None]:
+    """Errors about a request name its fields as OpenAI does here: input[2].content[0]."""
+    return _named_by(_bracketed)
+
+
+def _named_by(name: Callable[[str], str]) -> AbstractContextManager[None]:
+    return field_names.fields_named(name, prompt_field="input", limit_field=LIMIT_FIELD)
+
+
+def _bracketed(path: str) -> str:
     return INDEX.sub(r"[\1]", path)
 
 
@@ -188,8 +201,8 @@ def _add(turns: list[_Turn], index: int, item: InputItem) -> None:
                 raise InvalidRequestError(f"{path}.role", "is missing.")
             _turn_of(item.role, turns, index).texts.append(text)
         case "reasoning":
-            text = _text(item.content or item.summary or "", path, between=BREAK)
-            _turn_of("assistant", turns, index).reasoning.append(text)
+            if text := _text(item.content or item.summary or "", path, between=BREAK):
+                _turn_of("assistant", turns, index).reasoning.append(text)
         case "function_call" | "custom_tool_call":
             turn = _turn_of("assistant", turns, index)
             turn.calls.append(_call(item, path))

@@ -20,7 +20,11 @@ from minisgl.server.protocol import (
 from minisgl.server.tools import MAX_TOOLS, TextInput
 
 NOT_GIVEN: Any = None
-MAX_METADATA = 16
+# As OpenAI limits it.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 SYSTEM_ROLES = ("system", "developer")
 
 # Fields that only a server has that stores answers, and what to send instead.
@@ -178,7 +182,7 @@ class ResponsesRequest(CommonFields, kw_only=True):
     include: list[str] | None = None
     top_logprobs: NumLogprobs | None = None
     stream: bool | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
+    metadata: Metadata | None = None
     truncation: Literal["disabled"] | None = None
 
     previous_response_id: Stored = NOT_GIVEN

@@ -122,19 +122,22 @@ class ResponseChoice(BlockChoice):
             total_tokens=num_input + num_output,
         )
 
+    def _more(self, block: Block, text: str) -> bytes:
+        assert self._delta is not None
+        number, self._num_events = self._num_events, self._num_events + 1
+        return self._delta.encoded(text, number)
+
     def _event(self, found: BlockEvent) -> bytes:
         match found:
+            case BlockText(block, text, []):
+                return self._more(block, text)
+            case BlockText(block, text, scored):
+                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
+                return self.numbered(delta)
             case BlockStart(block):
                 return b"".join(map(self.numbered, self._first_of(block)))
             case BlockEnd(block):
                 return b"".join(map(self.numbered, self._last_of(block)))
-            case BlockText(block, text, []):
-                assert self._delta is not None
-                number, self._num_events = self._num_events, self._num_events + 1
-                return self._delta.encoded(text, number)
-            case BlockText(block, text, scored):
-                delta = OutputTextDelta(self._id(block), block.index, text, self._shown(scored))
-                return self.numbered(delta)
 
     def _first_of(self, block: Block) -> Iterator[StreamEvent]:
         """The events before the first delta of an item."""
@@ -253,6 +256,7 @@ class ResponsesReply(Reply):
 def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> Response:
     """The response before its answer."""
     format = body.text.format if body.text else None
+    tools = [] if body.tool_choice == "none" else body.tools or []  # that the model sees
     return Response(
         id=id,
         object="response",
@@ -268,7 +272,7 @@ def _begun(id: str, job: GenerationJob, body: ResponsesRequest, model: str) -> R
         temperature=job.params.temperature,
         text=TextEcho(format or TextFormat()),
         tool_choice=body.tool_choice or "auto",
-        tools=[echo for tool in body.tools or () if (echo := _echo(tool)) is not None],
+        tools=[echo for tool in tools if (echo := _echo(tool)) is not None],
         top_logprobs=body.top_logprobs or 0,
         top_p=job.params.top_p,
     )
