@@ -12,9 +12,14 @@ from minisgl.server.config import ServerConfig
 def run(engine: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal comes; from the main thread. Returns the exit code.
 
-    Raises MinisglError if the address or a key is unavailable or the engine does not start.
+    A node other than 0 serves nothing: it works for node 0 until that ends. Raises MinisglError if
+    the address or a key is unavailable or the engine does not start.
     """
     # The command line imports this package for --help, which must be fast.
+    if engine.node_rank:
+        from minisgl.server.worker_node import run_worker_node
+
+        return run_worker_node(engine)
     from minisgl.server.process import ServerProcess
 
     return ServerProcess(engine, with_all_keys(server)).run()
