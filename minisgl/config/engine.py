@@ -57,8 +57,8 @@ class EngineConfig:
     master_port: int = option(
         29500, "Port of machine 0, on which it listens for the others.", group="Parallelism"
     )
-    cluster_token_file: str | None = option(
-        None,
+    cluster_token_file: str = option(
+        "",
         "File with the secret that all machines share; MINISGL_CLUSTER_TOKEN if not given.",
         group="Parallelism",
     )

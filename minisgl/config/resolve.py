@@ -52,7 +52,7 @@ class ResolvedConfig:
     node_rank: int
     master_addr: str
     master_port: int
-    cluster_token_file: str | None
+    cluster_token_file: str
     disable_pynccl: bool
     memory_ratio: float
     num_pages: int  # 0: as many as fit into memory_ratio
@@ -172,7 +172,7 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
             + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
             "divisible"
         )
-    refuse(config, "tp", f"{reason}; {one_of(allowed or ['another model'])}")
+    refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:

@@ -82,6 +82,8 @@ def gather_nodes(
             for link in gathering.links.values():
                 link.close()
             raise
+        finally:
+            gathering.refuse_late()
     return Nodes(gathering.links, rendezvous, interface_of(host), store)
 
 
@@ -93,6 +95,7 @@ class _Gathering:
         self._token = token
         self._joining: queue.SimpleQueue[tuple[NodeLink, Join]] = queue.SimpleQueue()
         self._pending = threading.Semaphore(MAX_PENDING)
+        self._over = False
 
     def run(self, listener: socket.socket, report: Callable[[float], None]) -> None:
         num_others = self._config.nnodes - 1
@@ -112,6 +115,14 @@ class _Gathering:
             self._drop_lost()
             with contextlib.suppress(queue.Empty):
                 self._take(*self._joining.get_nowait())
+
+    def refuse_late(self) -> None:
+        """Refuse nodes that come too late, or too often."""
+        self._over = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                link, _ = self._joining.get_nowait()
+                _refuse(link, "node 0 waits for no more nodes")
 
     def _admit_in_thread(self, connection: socket.socket, address: str) -> None:
         if not self._pending.acquire(blocking=False):
@@ -139,6 +150,8 @@ class _Gathering:
                 for frame in link.receive(LOOK_S):
                     if isinstance(frame, Join):
                         self._joining.put((link, frame))
+                        if self._over:
+                            self.refuse_late()
                         return
         link.close()
 
@@ -146,8 +159,7 @@ class _Gathering:
         reason = self._why_not(join)
         if reason is not None:
             logger.warning("Refused node %d (%s): %s", join.node, link.name, reason)
-            link.send_last(Refused(reason))
-            link.close()
+            _refuse(link, reason)
             return
         link.name = f"Node {join.node} ({link.name})"
         logger.info("%s has joined", link.name)
@@ -170,3 +182,8 @@ class _Gathering:
                 logger.warning("%s; it may join again", error)
                 link.close()
                 del self.links[node]
+
+
+def _refuse(link: NodeLink, reason: str) -> None:
+    link.send_last(Refused(reason))
+    link.close()

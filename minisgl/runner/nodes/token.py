@@ -26,7 +26,7 @@ def cluster_token(config: ResolvedConfig, address: str) -> bytes:
     an address beyond loopback.
     """
     source, text = VARIABLE, os.environ.get(VARIABLE, "")
-    if config.cluster_token_file is not None:
+    if config.cluster_token_file:
         source, text = OPTION, _read(config.cluster_token_file)
     token = text.strip()
     if source == OPTION or token:
