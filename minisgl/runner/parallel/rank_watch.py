@@ -83,12 +83,10 @@ class RankWatch:
         for rank, silence in self.silence.items():
             if silence > SILENCE_LIMIT_S or min(silence, self._waited_s) > self._step_timeout_s:
                 # Of a rank on another machine the process is not known.
-                who = (
-                    f"Rank {rank} (process {states[rank].pid})"
-                    if rank in states
-                    else f"Rank {rank}"
+                process = f" (process {states[rank].pid})" if rank in states else ""
+                return EngineStoppedError(
+                    f"Rank {rank}{process} has given no sign of life for {silence:.0f} s."
                 )
-                return EngineStoppedError(f"{who} has given no sign of life for {silence:.0f} s.")
         return None
 
 
