@@ -197,4 +197,4 @@ class RemoteRanks:
             self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 
     def _verdict(self) -> Exception | None:
-        return self._channel.broken() or self._watch.verdict(self._launcher.states())
+        return self._watch.verdict(self._launcher.states(), self._channel.broken())

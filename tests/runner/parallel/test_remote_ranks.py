@@ -171,8 +171,12 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
     with remote_ranks() as (ranks, _, channel):
         channel.failure = EngineStoppedError("Node 1 has closed the connection.")
-        channel.received.put((3, None))  # which is only what follows from it
+        channel.ends[3].report(RankFailed("RuntimeError", "no answer"))  # which follows from it
         assert reason_of(ranks) is channel.failure
+    with remote_ranks() as (ranks, launcher, channel):
+        launcher.exit_codes[3] = -9
+        channel.failure = EngineStoppedError("Node 1: Rank 4 failed.")  # which follows from that
+        assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGKILL."
     with remote_ranks() as (ranks, _, channel):
         channel.unreachable = True
         with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):
