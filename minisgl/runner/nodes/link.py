@@ -187,7 +187,7 @@ class NodeLink:
             if self._poll.poll(timeout_s * 1000):
                 data = self._connection.recv(_CHUNK_BYTES)
                 if not data:
-                    raise LinkError(f"{self.name} has closed the connection")
+                    raise LinkError(f"{self.name} has closed the connection; its log may say why")
                 self._received += data
                 self._silence_s = 0.0
                 self._looked_s = time.monotonic()
