@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -105,9 +106,19 @@ class GroupCommunicator:
     It uses the default process group, so a process can have one at a time.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """Form the group; blocks until all ranks have joined. store: a torch.distributed.Store that
-        they share."""
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        interface: str | None = LOOPBACK,
+    ) -> None:
+        """Form the group; blocks until all ranks have joined.
+
+        store: a torch.distributed.Store that they share. interface: the network interface on which
+        gloo and NCCL listen, unless the environment names one; None: they choose.
+        """
         self.rank = rank
         self.size = size
         self.device = device
@@ -115,7 +126,7 @@ class GroupCommunicator:
         # torch numbers process groups per process; reset the counter in case an earlier start
         # failed. Keep torch from replacing sys.excepthook.
         _world.group_count, hook = 0, sys.excepthook
-        with _listening_on_loopback():
+        with _listening_on(interface):
             dist.init_process_group(
                 # Collectives of host values use gloo in both cases.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -158,12 +169,12 @@ class GroupCommunicator:
 
 
 @contextlib.contextmanager
-def _listening_on_loopback() -> Iterator[None]:
-    """Bind the sockets of gloo and NCCL to loopback, unless the environment names an interface.
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """Bind the sockets of gloo and NCCL to a network interface, unless the environment names one.
     Both read these variables when a group is formed."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
-    os.environ.update(dict.fromkeys(names, loopback))
+    if interface is not None:
+        os.environ.update(dict.fromkeys(names, interface))
     try:
         yield
     finally:

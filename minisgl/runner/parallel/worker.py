@@ -21,6 +21,7 @@ import torch
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.group import join_group
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report, load_runner, rank_device
@@ -42,6 +43,7 @@ class RankSpec:
     model_config: ModelConfig
     folder: Path
     rendezvous: Rendezvous
+    interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
 
 
 def run_rank(spec: RankSpec, end: RankEnd) -> None:
@@ -100,6 +102,8 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
         hidden_size=spec.model_config.hidden_size,
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,
+        one_host=config.nnodes == 1,
+        interface=spec.interface,
     )
     try:
         runner = load_runner(
