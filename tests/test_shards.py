@@ -93,8 +93,8 @@ def test_the_ranks_together_hold_the_whole_checkpoint(
 
 def test_dummy_weights_differ_by_rank_and_have_the_scale_of_a_single_ranks(tmp_path: Path) -> None:
     folder = make_checkpoint(spec_named("llama"), tmp_path)
-    first, second = (load(folder, rank, 2, "dummy").layers[0] for rank in range(2))
-    alone = load(folder, load_format="dummy").layers[0]
+    first, second = (load(folder, rank, 2, "dummy").layers["0"] for rank in range(2))
+    alone = load(folder, load_format="dummy").layers["0"]
     for path in ("mlp.down_proj", "self_attn.o_proj", "self_attn.qkv_proj"):
         one, other = first.get_submodule(path).weight, second.get_submodule(path).weight
         assert not torch.equal(one, other)

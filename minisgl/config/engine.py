@@ -39,8 +39,14 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Number of tensor-parallel ranks, on one host.",
+        "Number of tensor-parallel ranks of each stage, on one host.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
+        group="Parallelism",
+    )
+    pp: int = option(
+        1,
+        "Number of pipeline stages, each of --tp ranks and with a part of the layers.",
+        names=("--pp", "--pipeline-parallel-size", "--pp-size"),
         group="Parallelism",
     )
     disable_pynccl: bool = option(
@@ -115,6 +121,7 @@ class EngineConfig:
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
         self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)
+        check_at_least(self, "pp", 1)
         check_at_least(self, "num_pages", 2)
         check_at_least(self, "page_size", 1)
         check_at_least(self, "max_seq_len_override", 1)

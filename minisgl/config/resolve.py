@@ -48,6 +48,7 @@ class ResolvedConfig:
     load_format: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
+    pp: int
     disable_pynccl: bool
     memory_ratio: float
     num_pages: int  # 0: as many as fit into memory_ratio
@@ -64,6 +65,11 @@ class ResolvedConfig:
     cuda_graph_max_bs: int
     overlap: bool
     notes: tuple[str, ...]  # decisions and their reasons, for the log
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ def resolve(
         )
 
     _check_tp(config, model, device, target)
+    _check_pp(config, model, device, target)
     dtype = _resolve_dtype(config, model, target, notes)
     kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
@@ -124,6 +131,7 @@ def resolve(
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         max_seq_len=_resolve_max_seq_len(config, model, notes),
         tp=config.tp,
+        pp=config.pp,
         disable_pynccl=config.disable_pynccl,
         memory_ratio=config.memory_ratio,
         kv_dtype=kv_dtype,
@@ -162,6 +170,21 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
             "divisible"
         )
     refuse(config, "tp", f"{reason}; {one_of(allowed)}")
+
+
+def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+    """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
+    most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
+    num_layers = len(model.attention)
+    room = most // config.tp
+    if config.pp <= min(room, num_layers):
+        return
+    reason = f"this model has {num_layers} layers"
+    if config.pp > room:
+        reason = f"there are {most} GPUs" if target == "cuda" else f"at most {most} ranks on a CPU"
+        if config.tp > 1:
+            reason += f", and each stage has {config.tp} ranks (--tp)"
+    refuse(config, "pp", f"{reason}; {one_of(range(1, min(room, num_layers) + 1))}")
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
