@@ -189,7 +189,6 @@ class ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
 
-
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """The layers of each of `num_stages` pipeline stages, of about equal work in decoding,
         which reads every weight once."""

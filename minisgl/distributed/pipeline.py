@@ -52,7 +52,11 @@ class Pipeline(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave all groups. No work may be queued."""
+        """Leave all groups. No work may be queued, and what was sent is received meanwhile."""
+        ...
+
+    def abandon(self) -> None:
+        """Leave all groups after a failure, without waiting for anybody."""
         ...
 
 
@@ -75,6 +79,8 @@ class OneStage:
 
     def close(self) -> None:
         self._ranks.close()
+
+    abandon = close
 
 
 class _Link:
@@ -164,5 +170,8 @@ class GroupPipeline:
         for link in (self._after, self._tokens):
             if link is not None:
                 link.finish()
+        self.abandon()
+
+    def abandon(self) -> None:
         self._ranks.close()
         self._world.close()

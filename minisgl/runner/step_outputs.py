@@ -10,8 +10,9 @@ from minisgl.kernels.slots.dispatch import feed_slots
 from minisgl.kernels.slots.state import OutputRing, SlotState
 from minisgl.request import MAX_LOGPROBS
 
-# Must exceed the number of steps queued and not yet collected.
-RING_SIZE = 8
+# With an entry for each stage of a pipeline it exceeds the number of steps queued and not yet
+# collected.
+RING_SIZE = 7
 
 
 class StepOutputs:
@@ -21,15 +22,16 @@ class StepOutputs:
     next entry, because every replay of a captured step is identical; the host counts as well.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._ring = OutputRing.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
+    def __init__(self, num_rows: int, device: torch.device, num_stages: int = 1) -> None:
+        self._size = RING_SIZE + num_stages
+        self._ring = OutputRing.allocate(self._size, num_rows, MAX_LOGPROBS, device)
         self._token_ids = self._ring.token_ids.numpy()
         self._entry = 0
         self._next_entry = 0
 
     def open(self) -> int:
         """Reserve the ring entry of the next step, and return its index."""
-        self._entry, self._next_entry = self._next_entry, (self._next_entry + 1) % RING_SIZE
+        self._entry, self._next_entry = self._next_entry, (self._next_entry + 1) % self._size
         return self._entry
 
     def send(

@@ -7,8 +7,8 @@ closed by chunks. Prefix hits, chunked prefill and resuming after a retraction n
 Called from one thread. The caller launches plans in order and settles them in order; any number
 may be in flight, of a pipeline at most one more than it has stages.
 
-The stages of a pipeline work on different steps, so a row cannot be in all of them. Decode rows form
-as many groups as there are stages, and the groups take turns.
+The stages of a pipeline work on different steps, so a row cannot be in all of these. Decode rows
+form as many groups as there are stages, and the groups take turns.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class SpawnLauncher:
         self._processes: dict[int, SpawnProcess] = {}
 
     def placed(self, spec: RankSpec) -> RankSpec:
-        return replace(spec, local_rank=spec.rank, num_local_ranks=spec.config.tp)
+        return replace(spec, local_rank=spec.rank, num_local_ranks=spec.config.num_ranks)
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         # The new processes inherit blocked signals, and keep them blocked until they ignore them.

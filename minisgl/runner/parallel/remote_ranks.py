@@ -36,7 +36,7 @@ class RemoteRanks:
 
     def __init__(self, own: RankSpec, launcher: Launcher, channel: Channel) -> None:
         """Return at once. own: the spec of rank 0; the others differ only in their numbers."""
-        others = range(1, own.config.tp)
+        others = range(1, own.config.num_ranks)
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         self.on_gpu = own.config.device == "cuda"
         self._specs = [launcher.placed(replace(own, rank=rank)) for rank in others]

@@ -2,7 +2,9 @@
 
     this process                                   rank 1, 2, ...
     launch(plan) ── the encoded plan ────────────▶ launch(plan)
-    collect(handle): the tokens of rank 0          (the same tokens, which are dropped)
+    collect(handle): the tokens of rank 0          (the same tokens, which are dropped, or none)
+
+Rank 0 is in the last stage of a pipeline, which samples.
 
 A step that fails on one rank is fatal for all: the others hang in a collective, which on a GPU
 nothing can interrupt. So a thread of this process starts and watches the other ranks; if one ends,
@@ -23,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.communicator import Communicator
+from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
@@ -42,13 +44,14 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 def load_ranks(
     config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
 ) -> TensorParallelRunner:
-    """Start config.tp ranks on this machine and load a shard of the model on each.
+    """Start config.num_ranks ranks on this machine and load a part of the model on each.
 
     Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here,
     CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
     """
+    option, number = ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
     if reason := spawn_obstacle() or _group_obstacle():
-        raise ConfigError("--tp", config.tp, reason)
+        raise ConfigError(option, number, reason)
     report = report or (lambda phase, fraction: None)
     try:
         rendezvous = FileRendezvous.create()
@@ -57,13 +60,15 @@ def load_ranks(
             "the ranks exchange addresses through a temporary file, which cannot be created: "
             f"{obstacle}"
         )
-        raise ConfigError("--tp", config.tp, reason) from obstacle
+        raise ConfigError(option, number, reason) from obstacle
     context = multiprocessing.get_context("spawn")
     launcher = SpawnLauncher(context)
     spec = launcher.placed(RankSpec(0, 0, 1, config, model_config, folder, rendezvous))
-    masks = MaskRing.allocate(context, config.max_running_requests, model_config.vocab_size)
-    others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.tp), context, masks))
-    own: tuple[ModelRunner, Communicator] | None = None
+    masks = MaskRing.allocate(
+        context, config.max_running_requests, model_config.vocab_size, config.pp
+    )
+    others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.num_ranks), context, masks))
+    own: tuple[ModelRunner, Pipeline] | None = None
     try:
         # In a daemon thread, which is abandoned if it waits for a rank that has died.
         loading = _in_thread(lambda: join_and_load(spec, report))
@@ -87,7 +92,7 @@ def load_ranks(
                 part.close()
             others.close_rendezvous()
         raise
-    return TensorParallelRunner(*own, others)
+    return TensorParallelRunner(*own, others, config.pp)
 
 
 def _group_obstacle() -> str | None:
@@ -101,9 +106,9 @@ def _group_obstacle() -> str | None:
 
 
 def _in_thread(
-    work: Callable[[], tuple[ModelRunner, Communicator]],
-) -> Future[tuple[ModelRunner, Communicator]]:
-    future: Future[tuple[ModelRunner, Communicator]] = Future()
+    work: Callable[[], tuple[ModelRunner, Pipeline]],
+) -> Future[tuple[ModelRunner, Pipeline]]:
+    future: Future[tuple[ModelRunner, Pipeline]] = Future()
 
     def run() -> None:
         try:
@@ -123,13 +128,15 @@ class TensorParallelRunner:
     few seconds later.
     """
 
-    def __init__(self, own: ModelRunner, ranks: Communicator, others: RemoteRanks) -> None:
-        """own, ranks: the runner and the communicator of rank 0."""
+    def __init__(
+        self, own: ModelRunner, pipeline: Pipeline, others: RemoteRanks, num_stages: int = 1
+    ) -> None:
+        """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.others = others
         self._own = own
-        self._ranks = ranks
-        self._encoder = PlanEncoder()
+        self._pipeline = pipeline
+        self._encoder = PlanEncoder(num_stages)
         # If the other ranks were killed during a step, neither the step nor this process would end.
         atexit.register(self.close)
 
@@ -175,6 +182,6 @@ class TensorParallelRunner:
             return  # the steps in flight may never end
         self.others.begin_to_end()
         self._own.close()
-        self._ranks.close()
+        self._pipeline.close()
         self.others.end()
         self.others.close_rendezvous()
