@@ -29,6 +29,7 @@ from minisgl.runner.memory import (
 )
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.stage import Stage
+from minisgl.runner.stage_times import StageTimes
 from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 
 NO_ROOM_FOR_GRAPHS = (
@@ -74,7 +75,9 @@ def load_runner(
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
-    stage = Stage(pipeline, model_config.hidden_size, getattr(torch, config.dtype), device)
+    times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
+    dtype = getattr(torch, config.dtype)
+    stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
     build = _Builder(config, facts, model, lanes, ranks, stage)
     trial = build(pages_for_largest_step(config))
     try:

@@ -397,6 +397,7 @@ class ModelRunner:
         with self.lanes.compute("drain"):
             self._stage.drain(self._tables.state.last_tokens)
         self.lanes.synchronize()
+        self._stage.write_times()
         self._graphs = StepGraphs()
         self._kv.clear()
 
@@ -448,9 +449,7 @@ class ModelRunner:
             else:
                 captured.replay()
                 rows = self._stage.outbox[: shape.num_rows].clone()
-            self._stage.pipeline.send(rows)
-            if plan.num_samples and not plan.deferred:
-                self._stage.will_return(plan.step)
+            self._stage.send(plan, rows)
             done = self.lanes.mark()
         return _Queued(done, 0, (), (), [], None, captured is not None)
 
@@ -499,7 +498,7 @@ class ModelRunner:
             chunks = self._tables.upload_chunks(plan, shape, num_samples)
             if captured is not None and captured.chunks is not None:
                 captured.chunks.copy_(chunks)
-        self._received = self._stage.receive(shape.num_rows, captured=captured is not None)
+        self._received = self._stage.receive(plan, shape.num_rows, captured=captured is not None)
         return features, captured, shape, chunks
 
     def _queued(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl.distributed.communicator import SINGLE_RANK
 from minisgl.distributed.pipeline import OneStage, Pipeline
+from minisgl.runner.stage_times import StageTimes
 from minisgl.scheduler.plan import StepPlan
 
 
@@ -23,14 +24,20 @@ class Stage:
     """The stage of a rank. Its methods are called in launch order, on the compute lane."""
 
     def __init__(
-        self, pipeline: Pipeline, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        pipeline: Pipeline,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        times: StageTimes | None = None,
     ) -> None:
-        """hidden_size, dtype: of the rows that pass between stages."""
+        """hidden_size, dtype: of the rows that pass between stages. times: to be recorded."""
         self.pipeline = pipeline
         self.is_first = pipeline.stage == 0
         self.is_last = pipeline.stage == pipeline.size - 1
         # Of captured steps: the rows that they read and those that they write.
         self.inbox = self.outbox = torch.empty((0, hidden_size), dtype=dtype, device=device)
+        self._times = times
         self._unreturned: deque[int] = deque()  # on the first stage: steps that have sampled
 
     def make_boxes(self, num_rows: int) -> None:
@@ -44,17 +51,25 @@ class Stage:
         [num_slots + 1]."""
         self._wait_for_tokens(plan.step - plan.lag, last_tokens)
 
-    def receive(self, num_rows: int, *, captured: bool) -> Tensor | None:
+    def receive(self, plan: StepPlan, num_rows: int, *, captured: bool) -> Tensor | None:
         """The rows that the stage before has computed: [num_rows, hidden_size], in the inbox if the
-        step is captured. None on the first stage."""
-        if self.is_first:
-            return None
-        if captured:
-            rows = self.inbox[:num_rows]
-        else:
-            rows = self.inbox.new_empty((num_rows, self.inbox.shape[1]))
-        self.pipeline.receive(rows)
+        step is captured. None on the first stage. What follows is the step's work."""
+        rows: Tensor | None = None
+        if not self.is_first:
+            shape = num_rows, self.inbox.shape[1]
+            rows = self.inbox[:num_rows] if captured else self.inbox.new_empty(shape)
+            self.pipeline.receive(rows)
+        if self._times is not None:
+            self._times.began(plan.step)
         return rows
+
+    def send(self, plan: StepPlan, rows: Tensor) -> None:
+        """Send the rows of a step, whose work is done, to the next stage."""
+        if self._times is not None:
+            self._times.ended()
+        self.pipeline.send(rows)
+        if plan.num_samples and not plan.deferred:
+            self.will_return(plan.step)
 
     def will_return(self, step: int) -> None:
         """Note on the first stage that the tokens of `step` will return."""
@@ -62,7 +77,10 @@ class Stage:
             self._unreturned.append(step)
 
     def return_tokens(self, plan: StepPlan, last_tokens: Tensor) -> None:
-        """Send the tokens to the first stage, unless this is the first or the plan samples none."""
+        """Send the tokens to the first stage, unless this is the first or the plan samples none.
+        The step's work is done."""
+        if self._times is not None:
+            self._times.ended()
         if not self.is_first and plan.num_samples:
             self.pipeline.send_tokens(last_tokens.clone())
 
@@ -70,6 +88,11 @@ class Stage:
         """Wait on the first stage for all tokens, so that the last one does not wait for ever."""
         while self._unreturned:
             self._wait_for_tokens(self._unreturned[0], last_tokens)
+
+    def write_times(self) -> None:
+        """Write the times of all steps, if they are recorded. All work must be done."""
+        if self._times is not None:
+            self._times.write()
 
     def _wait_for_tokens(self, step: int, last_tokens: Tensor) -> None:
         while self._unreturned and self._unreturned[0] <= step:
