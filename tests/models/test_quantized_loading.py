@@ -90,7 +90,7 @@ def load(
     )
 
 
-@pytest.mark.parametrize(("spec", "format"), [("llama", "awq"), ("moe", "ct-int4-zeros-32")])
+@pytest.mark.parametrize(("spec", "format"), [("dense", "awq"), ("moe", "ct-int4-zeros-32")])
 def test_stages_hold_together_the_quantised_weights_of_one_rank(spec: str, format: str) -> None:
     folder = case_of(spec, format).folder
     alone = load(folder)
