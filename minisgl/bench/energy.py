@@ -64,7 +64,8 @@ def engine_gpus(config: ResolvedConfig) -> list[str]:
     """The UUIDs of the GPUs of a running engine, as `energy_counter` takes them."""
     if config.device == "cpu":
         return []
-    uuids = [str(torch.cuda.get_device_properties(rank).uuid) for rank in range(config.num_ranks)]
+    here = config.num_ranks // config.nnodes
+    uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(here)]
     return [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids]  # the prefix is NVML's
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -109,9 +110,20 @@ class GroupCommunicator:
 
     group: dist.ProcessGroup | None = None  # None: the default group
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """Form the group; blocks until all ranks have joined. store: a torch.distributed.Store that
-        they share."""
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        interface: str | None = LOOPBACK,
+    ) -> None:
+        """Form the group; blocks until all ranks have joined.
+
+        store: a torch.distributed.Store that they share. interface: the network interface on which
+        gloo and NCCL listen, unless the environment names one; None: they choose.
+        """
+        self._interface = interface
         self.rank = rank
         self.size = size
         self.device = device
@@ -119,7 +131,7 @@ class GroupCommunicator:
         # torch numbers process groups per process; reset the counter in case an earlier start
         # failed. Keep torch from replacing sys.excepthook.
         _world.group_count, hook = 0, sys.excepthook
-        with _listening_on_loopback():
+        with _listening_on(interface):
             dist.init_process_group(
                 # Collectives of host values use gloo in both cases.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -134,7 +146,7 @@ class GroupCommunicator:
         """Form groups of some ranks of this one, which is the default group; returns that of this
         rank, None if it is in none of them. All ranks call it together, with the same `members`."""
         own: dist.ProcessGroup | None = None
-        with _listening_on_loopback():
+        with _listening_on(self._interface):
             for ranks in members:
                 # A message may lie unread for as long as no request comes.
                 formed = dist.new_group(list(ranks), timeout=timedelta(days=365))
@@ -178,12 +190,12 @@ class GroupCommunicator:
 
 
 @contextlib.contextmanager
-def _listening_on_loopback() -> Iterator[None]:
-    """Bind the sockets of gloo and NCCL to loopback, unless the environment names an interface.
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """Bind the sockets of gloo and NCCL to a network interface, unless the environment names one.
     Both read these variables when a group is formed."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
-    os.environ.update(dict.fromkeys(names, loopback))
+    if interface is not None:
+        os.environ.update(dict.fromkeys(names, interface))
     try:
         yield
     finally:

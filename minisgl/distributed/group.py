@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator, GroupCommunicator
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.peers import over_peer_memory
 from minisgl.distributed.pipeline import GroupPipeline, OneStage, Pipeline
@@ -15,40 +16,26 @@ from minisgl.distributed.pipeline import GroupPipeline, OneStage, Pipeline
 def join_group(
     store: Any,
     rank: int,
-    size: int,
-    device: torch.device,
-    *,
-    hidden_size: int,
-    dtype: torch.dtype,
-    plain: bool,
-) -> Communicator:
-    """Form a group of `size` ranks; returns the fastest communicator for a model of this width.
-
-    Blocks until all ranks have joined. store: a torch.distributed.Store that all ranks can reach.
-    rank: in the group. dtype: of the activations. plain: use only collectives of torch.distributed.
-    """
-    group = GroupCommunicator(store, rank, size, device)
-    return _fastest(group, hidden_size, dtype, plain=plain)
-
-
-def join_pipeline(
-    store: Any,
-    rank: int,
     layout: RankLayout,
     device: torch.device,
     *,
     hidden_size: int,
     dtype: torch.dtype,
     plain: bool,
+    interface: str | None = LOOPBACK,
 ) -> tuple[Communicator, Pipeline]:
-    """As `join_group`, of the ranks of all stages; returns the communicator of the rank's stage,
-    and its place in the pipeline. Closing that closes both."""
+    """Form the groups of all ranks; returns the communicator of the rank's stage, the fastest for a
+    model of this width, and its place in the pipeline. Closing that closes both.
+
+    Blocks until all ranks have joined. store: a torch.distributed.Store that all ranks can reach.
+    dtype: of the activations. plain: use only collectives of torch.distributed. interface: the
+    network interface on which to listen for the others, as of GroupCommunicator.
+    """
+    plain = plain or layout.spans_nodes(layout.stage(rank))  # peer memory is of one machine
+    world = GroupCommunicator(store, rank, layout.world_size, device, interface)
     if layout.pp == 1:
-        ranks = join_group(
-            store, rank, layout.tp, device, hidden_size=hidden_size, dtype=dtype, plain=plain
-        )
+        ranks = _fastest(world, hidden_size, dtype, plain=plain)
         return ranks, OneStage(ranks)
-    world = GroupCommunicator(store, rank, layout.world_size, device)
     ranks = SINGLE_RANK
     if layout.tp > 1:
         stage = world.part([layout.ranks_of_stage(stage) for stage in range(layout.pp)])

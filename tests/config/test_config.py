@@ -42,6 +42,12 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),
         ({"tp": True}, "--tp True: allowed: a whole number"),
         ({"model": None}, "--model None: allowed: a text"),
+        ({"nnodes": 0}, "--nnodes 0: allowed: 1 or more"),
+        ({"tp": 3, "nnodes": 2}, r"^--nnodes 2: the nodes cannot share 3 ranks \(--tp\) evenly$"),
+        ({"node_rank": 1}, r"^--node-rank 1: allowed: 0 to 0 \(--nnodes 1\)$"),
+        ({"tp": 2, "nnodes": 2, "node_rank": -1}, r"--node-rank -1: allowed: 0 to 1"),
+        ({"master_port": 0}, "--master-port 0: allowed: 1 to 65535"),
+        ({"master_addr": ""}, "--master-addr : allowed: a host name or an address"),
     ],
 )
 def test_an_invalid_value_is_refused_at_construction(options: dict[str, Any], message: str) -> None:

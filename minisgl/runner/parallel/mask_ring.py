@@ -17,6 +17,14 @@ RING_SIZE = 2  # and one for each stage
 
 
 @dataclass(frozen=True, slots=True)
+class StepMasks:
+    """The masks of one step."""
+
+    step: int
+    rows: MaskRows  # of its masked slots
+
+
+@dataclass(frozen=True, slots=True)
 class MaskRing:
     """The masks of the last steps. Can be pickled only while a process is being spawned."""
 
@@ -36,6 +44,14 @@ class MaskRing:
 
     def rows(self, plan: StepPlan) -> MaskRows:
         """The masks of the plan's masked slots: written by rank 0, read by all."""
+        return self._entry(plan.step)[: len(plan.masked_slots)]
+
+    def put(self, masks: StepMasks) -> None:
+        """Write masks that were filled on another machine. Raises ValueError if they do not fit."""
+        self._entry(masks.step)[: len(masks.rows)] = masks.rows
+
+    def _entry(self, step: int) -> MaskRows:
         table = np.frombuffer(self.words, dtype=np.uint32)
         entries = table.reshape(self.size, self.max_rows, mask_words(self.vocab_size))
-        return entries[plan.step % self.size, : len(plan.masked_slots)]
+        entry: MaskRows = entries[step % self.size]
+        return entry

@@ -82,10 +82,13 @@ class RankWatch:
             return error_of(failed.kind)(f"Rank {rank} failed: {failed.message}")
         for rank, silence in self.silence.items():
             if silence > SILENCE_LIMIT_S or min(silence, self._waited_s) > self._step_timeout_s:
-                return EngineStoppedError(
-                    f"Rank {rank} (process {states[rank].pid}) has given no sign of life for "
-                    f"{silence:.0f} s."
+                # Of a rank on another machine the process is not known.
+                who = (
+                    f"Rank {rank} (process {states[rank].pid})"
+                    if rank in states
+                    else f"Rank {rank}"
                 )
+                return EngineStoppedError(f"{who} has given no sign of life for {silence:.0f} s.")
         return None
 
 

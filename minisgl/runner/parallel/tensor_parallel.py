@@ -25,14 +25,18 @@ from typing import Any
 import torch.distributed as dist
 
 from minisgl.config import ResolvedConfig
+from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report
+from minisgl.runner.nodes.agreement import facts_of
+from minisgl.runner.nodes.gathering import gather_nodes
+from minisgl.runner.nodes.main_node import NodesChannel, NodesLauncher
 from minisgl.runner.parallel.channel import PipeChannel
 from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
-from minisgl.runner.parallel.mask_ring import MaskRing
+from minisgl.runner.parallel.mask_ring import MaskRing, StepMasks
 from minisgl.runner.parallel.plan_codec import PlanEncoder
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
@@ -44,34 +48,20 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 def load_ranks(
     config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
 ) -> TensorParallelRunner:
-    """Start config.num_ranks ranks on this machine and load a part of the model on each.
+    """Start the other ranks, here and on the nodes that join, and load a part of the model on
+    each of config.num_ranks ranks.
 
-    Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here,
-    CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
+    Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here or nodes
+    cannot join, CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
     """
-    option, number = ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
     if reason := spawn_obstacle() or _group_obstacle():
-        raise ConfigError(option, number, reason)
+        raise ConfigError(*_option(config), reason)
     report = report or (lambda phase, fraction: None)
-    try:
-        rendezvous = FileRendezvous.create()
-    except OSError as obstacle:
-        reason = (
-            "the ranks exchange addresses through a temporary file, which cannot be created: "
-            f"{obstacle}"
-        )
-        raise ConfigError(option, number, reason) from obstacle
-    context = multiprocessing.get_context("spawn")
-    launcher = SpawnLauncher(context)
-    spec = launcher.placed(RankSpec(0, 0, 1, config, model_config, folder, rendezvous))
-    masks = MaskRing.allocate(
-        context, config.max_running_requests, model_config.vocab_size, config.pp
-    )
-    others = RemoteRanks(spec, launcher, PipeChannel(range(1, config.num_ranks), context, masks))
+    others, own_spec, loaded = _start(config, model_config, folder, report)
     own: tuple[ModelRunner, Pipeline] | None = None
     try:
         # In a daemon thread, which is abandoned if it waits for a rank that has died.
-        loading = _in_thread(lambda: join_and_load(spec, report))
+        loading = _in_thread(lambda: join_and_load(own_spec, report))
         either: list[Future[Any]] = [loading, others.lost]
         wait_for_futures(either, return_when=FIRST_COMPLETED)
         if not loading.done():
@@ -83,16 +73,71 @@ def load_ranks(
             raise others.lose(error)
         own = loading.result()
         others.wait_ready(lambda fraction: report("waiting for the other ranks", fraction))
-        if not others.on_gpu:
+        loaded()
+        if not others.may_hang:
             others.close_rendezvous()
     except BaseException:
         others.kill()
-        if not others.on_gpu:
+        if not others.may_hang:
             for part in own or ():
                 part.close()
             others.close_rendezvous()
         raise
     return TensorParallelRunner(*own, others, config.pp)
+
+
+def _start(
+    config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report
+) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
+    """Start the other ranks. Returns them, the spec of rank 0, and what to call once all have
+    loaded."""
+    layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
+    here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
+    context = multiprocessing.get_context("spawn")
+    spawning = SpawnLauncher(context, layout)
+    masks = MaskRing.allocate(
+        context, config.max_running_requests, model_config.vocab_size, config.pp
+    )
+    pipes = PipeChannel(here, context, masks)
+    if config.nnodes == 1:
+        rendezvous = _file_rendezvous(config)
+        spec = RankSpec(0, 0, config.num_ranks, config, model_config, folder, rendezvous)
+        on_gpu = config.device == "cuda"
+        return RemoteRanks(spec, spawning, pipes, here, may_hang=on_gpu), spec, lambda: None
+    nodes = gather_nodes(
+        config,
+        facts_of(config, model_config, folder),
+        lambda fraction: report("waiting for the other nodes", fraction),
+    )
+    spec = RankSpec(
+        *(0, 0, layout.ranks_per_node, config, model_config, folder, nodes.rendezvous),
+        interface=nodes.interface,
+    )
+    others = RemoteRanks(
+        spec,
+        NodesLauncher(spawning, nodes),
+        NodesChannel(pipes, nodes, layout),
+        here,
+        elsewhere,
+        may_hang=True,  # also on a CPU, where gloo waits for a machine that is out of reach
+    )
+    return others, spec, nodes.loaded
+
+
+def _option(config: ResolvedConfig) -> tuple[str, int]:
+    """The option that asks for several ranks, and its value."""
+    return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
+
+
+def _file_rendezvous(config: ResolvedConfig) -> FileRendezvous:
+    try:
+        return FileRendezvous.create()
+    except OSError as obstacle:
+        reason = (
+            "the ranks exchange addresses through a temporary file, which cannot be created: "
+            f"{obstacle}"
+        )
+        raise ConfigError(*_option(config), reason) from obstacle
 
 
 def _group_obstacle() -> str | None:
@@ -124,8 +169,8 @@ class TensorParallelRunner:
     """Same interface as ModelRunner (rank 0 runs in this process); any failure raises
     EngineStoppedError.
 
-    `lost` fails with it at once, even while `collect` hangs. If a GPU was used, the process exits a
-    few seconds later.
+    `lost` fails with it at once, even while `collect` hangs. If a GPU was used, or other nodes, the
+    process exits a few seconds later.
     """
 
     def __init__(
@@ -155,14 +200,15 @@ class TensorParallelRunner:
         ).start()
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepHandle:
-        self.others.send(self._encoder.encode(plan))
+        sent = None if masks is None else StepMasks(plan.step, masks)
+        self.others.send(self._encoder.encode(plan), sent)
         return self._own.launch(plan, masks)
 
     def new_masks(self, plan: StepPlan) -> MaskRows:
         return self.others.masks(plan)
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
-        self.others.send_sampling()
+        self.others.send_sampling(StepMasks(handle.step, masks))
         self._own.sample(handle, masks)
 
     def may_compile(self) -> bool:
@@ -178,7 +224,7 @@ class TensorParallelRunner:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        if self.lost.done() and self.others.on_gpu:
+        if self.lost.done() and self.others.may_hang:
             return  # the steps in flight may never end
         self.others.begin_to_end()
         self._own.close()

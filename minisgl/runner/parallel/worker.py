@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.group import join_pipeline
+from minisgl.distributed.group import join_group
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
@@ -43,6 +44,7 @@ class RankSpec:
     model_config: ModelConfig
     folder: Path
     rendezvous: Rendezvous
+    interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
 
 
 def run_rank(spec: RankSpec, end: RankEnd) -> None:
@@ -93,14 +95,15 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
     device = rank_device(config, spec.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ranks, pipeline = join_pipeline(
+    ranks, pipeline = join_group(
         spec.rendezvous.store(),
         spec.rank,
-        RankLayout(tp=config.tp, pp=config.pp),
+        RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes),
         device,
         hidden_size=spec.model_config.hidden_size,
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,
+        interface=spec.interface,
     )
     try:
         runner = load_runner(

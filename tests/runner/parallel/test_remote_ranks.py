@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from minisgl.errors import CheckpointError, EngineStoppedError
+from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.runner.parallel.channel import Message, RankEnd, RankFailed, RankReady, Waitable
 from minisgl.runner.parallel.launcher import ProcessState
+from minisgl.runner.parallel.mask_ring import StepMasks
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
 from minisgl.runner.parallel.worker import RankSpec
@@ -46,6 +47,8 @@ class QueueChannel:
         self.received: queue.Queue[tuple[int, Message | None]] = queue.Queue()
         self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
         self.unreachable = False
+        self.failure: MinisglError | None = None
+        self.told: list[Exception] = []
 
     def end_of(self, rank: int) -> QueueEnd:
         return self.ends[rank]
@@ -53,7 +56,7 @@ class QueueChannel:
     def launched(self) -> None:
         pass
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, masks: StepMasks | None = None) -> None:
         if self.unreachable:
             raise OSError
         for end in self.ends.values():
@@ -73,6 +76,12 @@ class QueueChannel:
 
     def heartbeats(self) -> Mapping[int, float]:
         return {rank: end.num_beats for rank, end in self.ends.items()}
+
+    def broken(self) -> MinisglError | None:
+        return self.failure
+
+    def send_failure(self, reason: Exception) -> None:
+        self.told.append(reason)
 
 
 class TwoMachines:
@@ -113,7 +122,8 @@ def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
     launcher, channel = TwoMachines(), QueueChannel()
     folder = Path("nowhere")
     own = RankSpec(0, 0, 1, config, model_config, folder, FileRendezvous(folder))
-    ranks = RemoteRanks(launcher.placed(own), launcher, channel)
+    others = range(1, NUM_RANKS)
+    ranks = RemoteRanks(launcher.placed(own), launcher, channel, others, may_hang=False)
     try:
         ranks.wait_ready(lambda fraction: None)
         yield ranks, launcher, channel
