@@ -33,8 +33,8 @@ SCHEMA = {
 CUT_LIMIT_S = 15.0
 
 
-def both(port: int) -> tuple[str, ...]:
-    return ("--tp", "2", "--nnodes", "2", "--master-port", str(port))
+def both(port: int, option: str = "tp") -> tuple[str, ...]:
+    return (f"--{option}", "2", "--nnodes", "2", "--master-port", str(port))
 
 
 async def tokens(engine: AsyncEngine) -> list[list[int]]:
@@ -55,14 +55,16 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
     return [stream.request.output_token_ids for stream in streams]
 
 
+@pytest.mark.parametrize("option", ["tp", "pp"])
 async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 0 is in this process."""
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     port = free_port()
-    with node(tmp_path, *both(port), "--node-rank", "1") as other:
-        async with await demo_engine(tp=2, nnodes=2, master_port=port) as engine:
+    with node(tmp_path, *both(port, option), "--node-rank", "1") as other:
+        options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
+        async with await demo_engine(**options) as engine:
             found = await tokens(engine)
         assert other.process.wait(20) == 0
         until(lambda: not other.pids())
