@@ -40,7 +40,7 @@ from minisgl.runner.sampler import Sampler, list_logprobs
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
 from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
-from minisgl.runner.step_outputs import StepOutputs
+from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # Maximum size of the float32 logits of prompt rows that are scored together.
@@ -139,7 +139,8 @@ class ModelRunner:
             lanes=lanes,
         )
         num_stages = stage.pipeline.size
-        self._outputs = StepOutputs(capacity.num_slots + MAX_CHUNKS, lanes.device, num_stages)
+        num_rows, ring_size = capacity.num_slots + MAX_CHUNKS, RING_SIZE + num_stages - 1
+        self._outputs = StepOutputs(num_rows, lanes.device, ring_size)
         self._graphs = StepGraphs()
         self._graph_pool = lanes.graph_pool()
         self._worker = ThreadPoolExecutor(1, "minisgl-runner", lanes.enter_thread)

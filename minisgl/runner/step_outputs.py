@@ -10,9 +10,8 @@ from minisgl.kernels.slots.dispatch import feed_slots
 from minisgl.kernels.slots.state import OutputRing, SlotState
 from minisgl.request import MAX_LOGPROBS
 
-# With an entry for each stage of a pipeline it exceeds the number of steps queued and not yet
-# collected.
-RING_SIZE = 7
+# Must exceed the number of steps queued and not yet collected.
+RING_SIZE = 8
 
 
 class StepOutputs:
@@ -22,9 +21,9 @@ class StepOutputs:
     next entry, because every replay of a captured step is identical; the host counts as well.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, num_stages: int = 1) -> None:
-        self._size = RING_SIZE + num_stages
-        self._ring = OutputRing.allocate(self._size, num_rows, MAX_LOGPROBS, device)
+    def __init__(self, num_rows: int, device: torch.device, ring_size: int = RING_SIZE) -> None:
+        self._size = ring_size
+        self._ring = OutputRing.allocate(ring_size, num_rows, MAX_LOGPROBS, device)
         self._token_ids = self._ring.token_ids.numpy()
         self._entry = 0
         self._next_entry = 0
