@@ -15,7 +15,7 @@ import httpx
 import pytest
 from support.fake_matcher import FakeMatcher, ending_at, tokens_after
 from support.http_server import HELLO, free_port, wait_for_health
-from support.nodes import TOKEN, Network, Node, network, node, until
+from support.nodes import TOKEN, Network, Node, network, node, program, until
 from support.serving import demo_engine
 
 from minisgl.engine import AsyncEngine
@@ -31,10 +31,33 @@ SCHEMA = {
     "additionalProperties": False,
 }
 CUT_LIMIT_S = 15.0
+ACTOR = """
+import logging, sys
+from concurrent.futures import ThreadPoolExecutor
+
+from minisgl.config import EngineConfig
+from minisgl.engine.startup import work_for_node_0
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    config = EngineConfig(device="cpu", {option}=2, nnodes=2, node_rank=1, master_port={port})
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work_for_node_0, config).result()
+    print("done", file=sys.stderr)
+"""
+# Of a process that torchrun has started on the second of two machines.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}
 
 
-def both(port: int, option: str = "tp") -> tuple[str, ...]:
-    return (f"--{option}", "2", "--nnodes", "2", "--master-port", str(port))
+def both(port: int) -> tuple[str, ...]:
+    return ("--tp", "2", "--nnodes", "2", "--master-port", str(port))
 
 
 async def tokens(engine: AsyncEngine) -> list[list[int]]:
@@ -59,17 +82,19 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
 async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Node 0 is in this process."""
+    """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray."""
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     port = free_port()
-    with node(tmp_path, *both(port, option), "--node-rank", "1") as other:
-        options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
+    script = tmp_path / "actor.py"
+    script.write_text(ACTOR.format(option=option, port=port))
+    options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
+    with program(tmp_path, str(script)) as other:
         async with await demo_engine(**options) as engine:
             found = await tokens(engine)
-        assert other.process.wait(20) == 0
+        assert other.process.wait(20) == 0, other.log
         until(lambda: not other.pids())
-        assert "Node 1 of 2: works for node 0" in other.log and "serves no HTTP" in other.log
-        assert "Node 0 has ended" in other.log and "ERROR" not in other.log
+        assert "Node 0 has ended, and so does this node" in other.log
+        assert other.log.endswith("done\n")
     async with await demo_engine() as alone:
         assert found == await tokens(alone)
 
@@ -83,7 +108,8 @@ async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_na
     monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.EXIT_AFTER_S", 0.1)
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     port = free_port()
-    with node(tmp_path, *both(port), "--node-rank", "1") as other:
+    torchrun = TORCHRUN | {"MASTER_PORT": str(port - 1)}
+    with node(tmp_path, "--tp", "2", env=torchrun) as other:
         async with await demo_engine(tp=2, nnodes=2, master_port=port) as engine:
             streams = [engine.submit([1, 2, 3], ENDLESS) for _ in range(2)]
             for stream in streams:
@@ -98,7 +124,8 @@ async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_na
             assert str(caught.value) == f"Node 1 (127.0.0.1): {reason}"
         until(lambda: bool(exits))  # nothing else ends what waits for the dead
         assert other.process.wait(20) == 1
-        assert reason in other.log
+        assert "Node 1 of 2: works for node 0" in other.log and "serves no HTTP" in other.log
+        assert f"This node ends: Node 1 (127.0.0.1): {reason}" in other.log
         until(lambda: not other.pids())
 
 
@@ -116,7 +143,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node, Network, str]]:
         ) as other,
     ):
         url = f"http://127.0.0.1:{http}"
-        wait_for_health(url, 200, 60)
+        wait_for_health(url, 200, 120)
         yield main, other, between, url
 
 

@@ -24,13 +24,13 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 class Node:
-    """A process of `minisgl serve`, in a session of its own, and its log."""
+    """A process in a session of its own, and its log."""
 
-    def __init__(self, folder: Path, *options: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
         self._log = folder / f"node-{len(list(folder.glob('node-*')))}.log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", *options],
+                [sys.executable, *command],
                 stderr=log,
                 start_new_session=True,
                 env={
@@ -77,7 +77,14 @@ def session_of(session: int) -> list[int]:
 
 @contextlib.contextmanager
 def node(folder: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
-    started = Node(folder, *options, env=env)
+    """`minisgl serve` on a CPU, with these options."""
+    with program(folder, "-m", "minisgl", "serve", "--device", "cpu", *options, env=env) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def program(folder: Path, *command: str, env: Mapping[str, str] | None = None) -> Iterator[Node]:
+    started = Node(folder, *command, env=env)
     try:
         yield started
     finally:

@@ -16,6 +16,7 @@ import torch
 import minisgl
 from minisgl.config import ResolvedConfig
 from minisgl.models.config import ModelConfig
+from minisgl.models.hub import safetensors_files
 
 # What each node may have for itself, what the ranks agree on later, and what only node 0 uses.
 OWN_OPTIONS = frozenset(
@@ -32,7 +33,7 @@ TAIL_BYTES = 4096
 
 
 def facts_of(config: ResolvedConfig, model: ModelConfig, folder: Path) -> dict[str, str]:
-    """What must agree, by a name for people. Raises OSError if the weights cannot be read."""
+    """What must agree, by a name for people. Raises CheckpointError if weights are missing."""
     facts = {
         "the version of minisgl": minisgl.__version__,
         "that of PyTorch": str(torch.__version__),
@@ -70,7 +71,7 @@ def _digest(data: bytes) -> str:
 def _tails(folder: Path) -> bytes:
     """The names, sizes and ends of the files with weights."""
     parts: list[bytes] = []
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in safetensors_files(folder):
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - TAIL_BYTES))

@@ -170,7 +170,7 @@ class NodeLink:
         with contextlib.suppress(OSError):
             while not self._closed.is_set():
                 self.send(self.beat())
-                self._closed.wait(HEARTBEAT_S)
+                self._closed.wait(HEARTBEAT_S / 2)
 
     # -- receiving ---------------------------------------------------------------------------------
 
