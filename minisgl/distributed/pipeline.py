@@ -31,6 +31,11 @@ class Pipeline(Protocol):
         """The number of stages."""
         ...
 
+    @property
+    def num_in_flight(self) -> int:
+        """The largest number of steps in flight."""
+        ...
+
     def receive(self, rows: Tensor) -> None:
         """Fill `rows`, contiguous, with what the stage before sends."""
         ...
@@ -65,6 +70,7 @@ class OneStage:
 
     stage = 0
     size = 1
+    num_in_flight = 2
 
     def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
@@ -88,8 +94,8 @@ class _Link:
     one in another direction."""
 
     def __init__(self, group: GroupCommunicator, other: int, num_in_flight: int) -> None:
-        """other: number of the other rank in the group. num_in_flight: sends before the last so
-        many must have been received when another one begins."""
+        """other: number of the other rank in the group. num_in_flight: when a tensor is sent, all
+        but the last so many before it have been received."""
         self._group, self._other = group, other
         self._num_in_flight = num_in_flight
         # With what is being sent, whose memory must not be reused.
@@ -126,9 +132,7 @@ class GroupPipeline:
         self._before: _Link | None = None
         self._after: _Link | None = None
         self._tokens: _Link | None = None
-        # A stage that works on a step has received all of those that are no longer in flight; one
-        # more than the stages are.
-        num_in_flight = layout.pp + 1
+        self.num_in_flight = layout.pp + 1  # one for each stage, and one for look-ahead
         last = layout.pp - 1
         for stage in range(layout.pp):  # every rank forms every group, in the same order
             following = (stage + 1) % layout.pp
@@ -139,7 +143,7 @@ class GroupPipeline:
             group = world.part(pairs)
             if group is None:
                 continue
-            link = _Link(group, 1 - group.rank, num_in_flight)
+            link = _Link(group, 1 - group.rank, self.num_in_flight)
             if stage == last:
                 self._tokens = link
             elif self.stage == stage:

@@ -96,7 +96,9 @@ def load_runner(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
             # The page tables of the trial were only as wide as its small cache.
-            activation_bytes=step_bytes + page_table_bytes(config),
+            activation_bytes=step_bytes
+            + page_table_bytes(config)
+            + stage.bytes_on_the_way(config.max_prefill_length),
             graph_bytes=graph_bytes,
         ),
     )

@@ -40,6 +40,11 @@ class Stage:
         self._times = times
         self._unreturned: deque[int] = deque()  # on the first stage: steps that have sampled
 
+    def bytes_on_the_way(self, num_rows: int) -> int:
+        """Memory of the rows that are being sent, if steps have `num_rows` of them."""
+        row_bytes = self.inbox.shape[1] * self.inbox.itemsize
+        return 0 if self.is_last else self.pipeline.num_in_flight * num_rows * row_bytes
+
     def make_boxes(self, num_rows: int) -> None:
         """Make room for captured steps of up to `num_rows` rows."""
         if self.pipeline.size > 1 and len(self.inbox) < num_rows:
