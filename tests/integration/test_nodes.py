@@ -18,10 +18,14 @@ from support.http_server import HELLO, free_port, wait_for_health
 from support.nodes import TOKEN, Network, Node, network, node, program, until
 from support.serving import demo_engine
 
+from minisgl import LLM
+from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
-from minisgl.errors import EngineStoppedError
+from minisgl.errors import ConfigError, EngineStoppedError
 from minisgl.request import SamplingParams
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
+from minisgl.server import run
+from minisgl.server.config import ServerConfig
 
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 SCHEMA = {
@@ -127,6 +131,14 @@ async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_na
         assert "Node 1 of 2: works for node 0" in other.log and "serves no HTTP" in other.log
         assert f"This node ends: Node 1 (127.0.0.1): {reason}" in other.log
         until(lambda: not other.pids())
+
+
+def test_another_node_is_no_place_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--node-rank 1: only node 0 takes requests; start the o"):
+        LLM(device="cpu", tp=2, nnodes=2, node_rank=1)
+    for name, value in (TORCHRUN | {"LOCAL_RANK": "1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert run(EngineConfig(tp=2), ServerConfig(port=0)) == 0  # as of no use
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from typing import Any
 
@@ -27,13 +28,21 @@ def find_main(config: ResolvedConfig) -> tuple[int, Any]:
     return family, address
 
 
-def listen(config: ResolvedConfig) -> socket.socket:
-    """Open the port of node 0, on the interface of its address alone. Raises ConfigError."""
+def own_address(config: ResolvedConfig) -> tuple[int, Any]:
+    """The family and the socket address of this machine, which is node 0. Raises ConfigError."""
     try:
         family, address = find_main(config)
     except OSError as error:
         reason = f"not an address ({error.strerror})"
         raise ConfigError("--master-addr", config.master_addr, reason) from error
+    if ipaddress.ip_address(address[0].partition("%")[0]).is_unspecified:
+        reason = "allowed: the address at which the other nodes find this one"
+        raise ConfigError("--master-addr", config.master_addr, reason)
+    return family, address
+
+
+def listen(config: ResolvedConfig, family: int, address: Any) -> socket.socket:
+    """Open the port of node 0, on the interface of its address alone. Raises ConfigError."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

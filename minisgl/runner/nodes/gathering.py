@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.interfaces import interface_of
 from minisgl.errors import EngineStoppedError
-from minisgl.runner.nodes.addresses import listen, place
+from minisgl.runner.nodes.addresses import listen, own_address, place
 from minisgl.runner.nodes.agreement import difference
 from minisgl.runner.nodes.handshake import LIMIT_S, HandshakeError, prove_to_node
 from minisgl.runner.nodes.link import (
@@ -71,9 +71,10 @@ def gather_nodes(
 
     Raises ConfigError for the address or the secret, EngineStoppedError if a node does not come.
     """
-    with listen(config) as listener:
-        host = str(listener.getsockname()[0])
-        gathering = _Gathering(config, facts, cluster_token(config, host))
+    family, address = own_address(config)
+    host = str(address[0])
+    gathering = _Gathering(config, facts, cluster_token(config, host))
+    with listen(config, family, address) as listener:
         logger.info("Node 0 waits at %s for %d more", place(config), config.nnodes - 1)
         try:
             gathering.run(listener, report)

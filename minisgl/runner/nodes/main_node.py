@@ -129,7 +129,7 @@ class NodesChannel:
     def broken(self) -> MinisglError | None:
         return self._broken
 
-    def send_failure(self, reason: Exception) -> None:
+    def send_failure(self, reason: MinisglError) -> None:
         for link in self._links.values():
             if not link.closed:
                 link.send_last(Failed(type(reason).__name__, str(reason)))

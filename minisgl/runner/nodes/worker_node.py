@@ -43,7 +43,7 @@ from minisgl.runner.nodes.link import (
 )
 from minisgl.runner.nodes.token import cluster_token
 from minisgl.runner.parallel.channel import HEARTBEAT_S, PipeChannel
-from minisgl.runner.parallel.launcher import SpawnLauncher
+from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
 from minisgl.runner.parallel.mask_ring import MaskRing, StepMasks
 from minisgl.runner.parallel.remote_ranks import VERDICT_S, RemoteRanks
 from minisgl.runner.parallel.rendezvous import TcpRendezvous
@@ -58,9 +58,11 @@ RETRY_S = 0.5
 def work(config: ResolvedConfig, model: ModelConfig, folder: Path) -> None:
     """Run the ranks of node `config.node_rank` until node 0 ends them in order.
 
-    Blocks. Raises ConfigError if node 0 refuses this node, EngineStoppedError (or the error of
-    loading) if node 0 is lost, a rank is, or any node fails.
+    Blocks. Raises ConfigError if ranks cannot be started here or node 0 refuses this node,
+    EngineStoppedError (or the error of loading) if node 0 is lost, a rank is, or any node fails.
     """
+    if reason := spawn_obstacle():
+        raise ConfigError("--node-rank", config.node_rank, reason)
     node = _WorkerNode(config, model, folder)
     try:
         node.run()

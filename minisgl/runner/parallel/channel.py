@@ -109,7 +109,7 @@ class Channel(Protocol):
         """Why the ranks of another machine cannot go on; None while they can."""
         ...
 
-    def send_failure(self, reason: Exception) -> None:
+    def send_failure(self, reason: MinisglError) -> None:
         """Tell other machines why the ranks are about to be killed. Returns soon, and never
         raises."""
         ...
@@ -167,7 +167,7 @@ class PipeChannel:
     def broken(self) -> MinisglError | None:
         return None
 
-    def send_failure(self, reason: Exception) -> None:
+    def send_failure(self, reason: MinisglError) -> None:
         pass
 
 

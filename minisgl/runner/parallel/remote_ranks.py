@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
-from minisgl.errors import EngineStoppedError
+from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.matcher import MaskRows
 from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel
 from minisgl.runner.parallel.launcher import Launcher
@@ -143,8 +143,11 @@ class RemoteRanks:
         self.kill()
         atexit.unregister(self.kill)
 
-    def kill(self) -> None:
+    def kill(self, reason: BaseException | None = None) -> None:
+        """Kill the ranks and wait for their end. reason: why, for other nodes."""
         self._ending = True
+        if isinstance(reason, MinisglError):
+            self._channel.send_failure(reason)
         self._launcher.kill(CLOSE_LIMIT_S)
         self._gone.set()
 
@@ -159,8 +162,7 @@ class RemoteRanks:
                 return
             self.lost.set_exception(reason)
             self._changed.notify_all()
-        self._channel.send_failure(reason)
-        self.kill()
+        self.kill(reason)
         if self.may_hang:
             # A step of this process may wait for a dead rank for ever, and an orderly exit would
             # wait for the step. So exit, after callers have had time to report the error.
@@ -195,4 +197,4 @@ class RemoteRanks:
             self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 
     def _verdict(self) -> Exception | None:
-        return self._channel.broken() or self._watch.verdict(self._launcher.states())
+        return self._watch.verdict(self._launcher.states(), self._channel.broken())

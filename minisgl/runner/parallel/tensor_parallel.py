@@ -66,18 +66,18 @@ def load_ranks(
         wait_for_futures(either, return_when=FIRST_COMPLETED)
         if not loading.done():
             others.lost.result()
-        error = loading.exception()
-        if isinstance(error, CheckpointError):  # every rank raises the same
-            raise error
-        if isinstance(error, Exception):
-            raise others.lose(error)
+        failed = loading.exception()
+        if isinstance(failed, CheckpointError):  # every rank raises the same
+            raise failed
+        if isinstance(failed, Exception):
+            raise others.lose(failed)
         own = loading.result()
         others.wait_ready(lambda fraction: report("waiting for the other ranks", fraction))
         loaded()
         if not others.may_hang:
             others.close_rendezvous()
-    except BaseException:
-        others.kill()
+    except BaseException as error:
+        others.kill(error)
         if not others.may_hang:
             for part in own or ():
                 part.close()

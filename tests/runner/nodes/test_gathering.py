@@ -227,7 +227,20 @@ def test_a_node_hears_why_node_0_has_failed_and_that_it_has_gone(
                 worked.result(10)
 
 
+def test_without_a_secret_node_0_opens_no_port_beyond_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MINISGL_CLUSTER_TOKEN")
+    monkeypatch.setattr(socket.socket, "bind", lambda *_: pytest.fail("it binds"))
+    with pytest.raises(
+        ConfigError, match=r"--master-addr 192\.0\.2\.1: beyond this machine .* secret"
+    ):
+        gather_nodes(config_of(0, 29500, master_addr="192.0.2.1"), {}, lambda _: None)
+
+
 def test_an_address_that_node_0_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--master-addr 0\.0\.0\.0: allowed: the address at whi"):
+        gather_nodes(config_of(0, free_port(), master_addr="0.0.0.0"), {}, lambda _: None)
     with pytest.raises(ConfigError, match=r"--master-addr 192\.0\.2\.1: not an address of this ma"):
         gather_nodes(config_of(0, free_port(), master_addr="192.0.2.1"), {}, lambda _: None)
     with pytest.raises(ConfigError, match=r"--master-addr no\.invalid: not an address \("):

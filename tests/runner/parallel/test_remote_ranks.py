@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.nodes import until
 
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.runner.parallel.channel import Message, RankEnd, RankFailed, RankReady, Waitable
@@ -48,7 +49,7 @@ class QueueChannel:
         self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
         self.unreachable = False
         self.failure: MinisglError | None = None
-        self.told: list[Exception] = []
+        self.told: list[MinisglError] = []
 
     def end_of(self, rank: int) -> QueueEnd:
         return self.ends[rank]
@@ -80,7 +81,7 @@ class QueueChannel:
     def broken(self) -> MinisglError | None:
         return self.failure
 
-    def send_failure(self, reason: Exception) -> None:
+    def send_failure(self, reason: MinisglError) -> None:
         self.told.append(reason)
 
 
@@ -160,6 +161,7 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
         reason = reason_of(ranks)
         assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
+        until(lambda: channel.told == [reason])  # the other machines hear of it
         assert set(launcher.exit_codes.values()) == {-9}
     with remote_ranks() as (ranks, launcher, channel):
         launcher.exit_codes[3] = -15
@@ -167,6 +169,14 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
     with remote_ranks() as (ranks, _, channel):
         channel.received.put((1, None))
         assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
+    with remote_ranks() as (ranks, _, channel):
+        channel.failure = EngineStoppedError("Node 1 has closed the connection.")
+        channel.ends[3].report(RankFailed("RuntimeError", "no answer"))  # which follows from it
+        assert reason_of(ranks) is channel.failure
+    with remote_ranks() as (ranks, launcher, channel):
+        launcher.exit_codes[3] = -9
+        channel.failure = EngineStoppedError("Node 1: Rank 4 failed.")  # which follows from that
+        assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGKILL."
     with remote_ranks() as (ranks, _, channel):
         channel.unreachable = True
         with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):
