@@ -116,6 +116,19 @@ class TextTooLongError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class GrammarError(CallerError):
+    """An answer could not be held to its grammar any further; other requests continue.
+
+    What a grammar costs depends on the answer, so that not every one is refused at submission.
+    """
+
+    code = "grammar_failed"
+
+    def __init__(self, reason: str) -> None:
+        """reason: without a word of the grammar or of the answer."""
+        super().__init__(f"The answer cannot be constrained any further: {reason}.")
+
+
 class UnsupportedModelError(CallerError):
     """The checkpoint asks for arithmetic that minisgl does not implement."""
 
@@ -159,16 +172,6 @@ class EngineStoppedError(MinisglError):
 
     http_status = 503
     type = "service_unavailable"
-
-
-class GrammarError(MinisglError):
-    """The grammar of a request failed while its answer was generated; other requests continue."""
-
-    code = "grammar_failed"
-
-    def __init__(self, reason: str) -> None:
-        """reason: without a word of the grammar or of the answer."""
-        super().__init__(f"The answer cannot be constrained any further: {reason}.")
 
 
 class HostMemoryError(MinisglError):

@@ -173,8 +173,12 @@ class CausalLM(nn.Module):
         """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
         with few rows on a GPU by trying. Call it before anything is captured."""
         select.prepare(self._products(), self._dtype)
+        for linear in self._linears():
+            linear.register_weights()
 
     def _products(self) -> list[Product]:
-        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
         head = [] if self._head is None else [self._head]
-        return [*(linear.product for linear in linears), *head]
+        return [*(linear.product for linear in self._linears()), *head]
+
+    def _linears(self) -> list[Linear]:
+        return [module for module in self.layers.modules() if isinstance(module, Linear)]

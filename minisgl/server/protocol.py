@@ -18,6 +18,9 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     EVERYONE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_INTEGER,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -57,6 +60,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -119,6 +124,8 @@ class GenerationRequest(Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
@@ -139,8 +146,6 @@ class GenerationRequest(Struct, kw_only=True):
     json_schema: Schema = NOT_GIVEN
     structural_tag: Schema = NOT_GIVEN
     stop_regex: Unsupported = None
-    bad_words: Unsupported = None
-    allowed_token_ids: Unsupported = None
     length_penalty: Unsupported = None
     logprob_token_ids: Unsupported = None
     prompt_embeds: Unsupported = None

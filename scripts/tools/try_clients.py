@@ -16,7 +16,7 @@ from instructor.core import IncompleteOutputException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from openai import APIStatusError, LengthFinishReasonError, OpenAI
+from openai import APIStatusError, LengthFinishReasonError, OpenAI, OpenAIError
 from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError, UnexpectedModelBehavior
@@ -290,6 +290,12 @@ def main() -> int:
     base_url = sys.argv[1].rstrip("/").removesuffix("/v1") + "/v1"
     with OpenAI(base_url=base_url, api_key=KEY) as client:
         model = sys.argv[2] if len(sys.argv) > 2 else next(iter(client.models.list())).id
+        try:
+            asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "tools": [TOOL]}
+            client.chat.completions.create(model=model, max_tokens=1, **asked)
+        except OpenAIError as error:
+            print(f"The server cannot be tried: {error}", file=sys.stderr)
+            return 2
     litellm.suppress_debug_info = True
     num_failed = 0
     for one in CHECKS:

@@ -75,7 +75,7 @@ def image() -> list[dict[str, Any]]:
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"audio": {}}, "audio"),
         ({"guided_regex": {}}, "guided_regex"),
-        ({"bad_words": []}, "bad_words"),
+        ({"stop_regex": []}, "stop_regex"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ],
 )
@@ -128,7 +128,7 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
         (b"{}", "prompt: is missing."),
         (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
         (b'{"prompt": "a", "suffix": "3"}', "suffix: is not supported; leave it out."),
-        (b'{"prompt": "a", "bad_words": []}', "bad_words: is not supported; leave it out."),
+        (b'{"prompt": "a", "stop_regex": []}', "stop_regex: is not supported; leave it out."),
         (b'{"prompt": 5}', "prompt: must be a text or a list, not an integer."),
         (b'{"prompt": []}', "prompt: must not be empty."),
         (b'{"prompt": [1.5]}', "prompt.0: must be an integer or a text or a list."),
@@ -248,7 +248,7 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
         ({"top_k": 2.0, "best_of": [1.0]}, "best_of"),
         ({"top_k": 2.0, "n": 500.0}, "n"),
         ({"top_k": 2.0, "unknown": 1}, "unknown"),
-        ({"top_k": 2.0, "bad_words": ["a"]}, "bad_words"),
+        ({"top_k": 2.0, "bad_words": ["a", 1]}, "bad_words.1"),
     ],
 )
 def test_an_error_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
