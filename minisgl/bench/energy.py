@@ -65,7 +65,8 @@ def engine_gpus(config: ResolvedConfig) -> list[str]:
     on other nodes, whose counters cannot be read here."""
     if config.device == "cpu" or config.nnodes > 1:
         return []
-    uuids = [str(torch.cuda.get_device_properties(rank).uuid) for rank in range(config.tp)]
+    gpus = range(config.num_ranks)
+    uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
     return [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids]  # the prefix is NVML's
 
 

@@ -39,8 +39,14 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Number of tensor-parallel ranks, on all nodes together.",
+        "Number of tensor-parallel ranks of a stage, on all nodes together.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
+        group="Parallelism",
+    )
+    pp: int = option(
+        1,
+        "Number of pipeline stages, each of --tp ranks and with a part of the layers.",
+        names=("--pp", "--pipeline-parallel-size", "--pp-size"),
         group="Parallelism",
     )
     nnodes: int = option(1, "Number of machines that share the ranks evenly.", group="Parallelism")
@@ -134,6 +140,7 @@ class EngineConfig:
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
         self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)
+        check_at_least(self, "pp", 1)
         self._check_nodes()
         check_at_least(self, "num_pages", 2)
         check_at_least(self, "page_size", 1)
@@ -159,8 +166,10 @@ class EngineConfig:
         check_at_least(self, "nnodes", 1)
         if not 0 <= self.node_rank < self.nnodes:
             refuse(self, "node_rank", f"allowed: 0 to {self.nnodes - 1} (--nnodes {self.nnodes})")
-        if self.tp % self.nnodes:
-            refuse(self, "nnodes", f"the nodes cannot share {self.tp} ranks (--tp) evenly")
+        if self.tp * self.pp % self.nnodes:
+            what = "--tp" if self.pp == 1 else "--tp times --pp"
+            reason = f"the nodes cannot share {self.tp * self.pp} ranks ({what}) evenly"
+            refuse(self, "nnodes", reason)
         if not self.master_addr:
             refuse(self, "master_addr", "allowed: a host name or an address")
         if not 1 <= self.master_port <= 65535:

@@ -25,8 +25,11 @@ def with_torchrun(config: EngineConfig, environ: Mapping[str, str]) -> EngineCon
     if _number(environ, "LOCAL_RANK"):
         return None
     num_ranks = _number(environ, "WORLD_SIZE")
-    if num_ranks not in (config.tp, _number(environ, "GROUP_WORLD_SIZE")):
-        refuse(config, "tp", f"torchrun starts {num_ranks} processes; allowed: {num_ranks}")
+    if num_ranks not in (config.tp * config.pp, _number(environ, "GROUP_WORLD_SIZE")):
+        if config.pp == 1:
+            refuse(config, "tp", f"torchrun starts {num_ranks} processes; allowed: {num_ranks}")
+        reason = f"with --tp {config.tp} that is not the {num_ranks} processes that torchrun starts"
+        refuse(config, "pp", f"{reason}; --tp times --pp must be")
     found: dict[str, Any] = {
         "nnodes": _number(environ, "GROUP_WORLD_SIZE"),
         "node_rank": _number(environ, "GROUP_RANK"),

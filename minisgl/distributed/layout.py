@@ -1,10 +1,12 @@
 """Where the ranks of an engine run: in which stage, group and node each is.
 
-Ranks are numbered stage by stage, and nodes take consecutive ranks in equal shares. So the ranks of
-a tensor-parallel group, which exchange the most, are neighbours. With tp 4, pp 2 and 2 nodes:
+Stages are numbered in the order of the model's layers, and ranks stage by stage, from the last
+stage on: this samples, and rank 0, in whose process the scheduler is, so has the tokens. Nodes take
+consecutive ranks in equal shares. So the ranks of a tensor-parallel group, which exchange the most,
+are neighbours. With tp 4, pp 2 and 2 nodes:
 
-    stage       0  0  0  0   1  1  1  1
     rank        0  1  2  3   4  5  6  7
+    stage       1  1  1  1   0  0  0  0
     node        0  0  0  0   1  1  1  1
     local rank  0  1  2  3   0  1  2  3
 """
@@ -38,10 +40,10 @@ class RankLayout:
         return self.world_size // self.num_nodes
 
     def rank(self, stage: int, tp_rank: int) -> int:
-        return stage * self.tp + tp_rank
+        return self.ranks_of_stage(stage)[tp_rank]
 
     def stage(self, rank: int) -> int:
-        return rank // self.tp
+        return (rank // self.tp - 1) % self.pp
 
     def tp_rank(self, rank: int) -> int:
         """The place of a rank in its tensor-parallel group."""
@@ -64,7 +66,8 @@ class RankLayout:
 
     def ranks_of_stage(self, stage: int) -> range:
         """The ranks of a tensor-parallel group."""
-        return range(stage * self.tp, (stage + 1) * self.tp)
+        first = (stage + 1) % self.pp * self.tp
+        return range(first, first + self.tp)
 
     def spans_nodes(self, stage: int) -> bool:
         """True if ranks of this tensor-parallel group run on different nodes."""

@@ -100,9 +100,12 @@ class AsyncEngine:
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
             max_run=loaded.max_run,
+            num_stages=self.config.pp,
+            look_ahead=self.config.overlap,
         )
-        # One step beyond the running one is launched, so that the device never waits for the loop.
-        self._max_in_flight = 2 if self.config.overlap else 1
+        # One step beyond those that run, one in each stage, is launched, so that the device never
+        # waits for the loop.
+        self._max_in_flight = self.config.pp + self.config.overlap
         self._streams: dict[str, OutputStream] = {}
         self._intake: Intake | None = None
         if self.tokenizer is not None:

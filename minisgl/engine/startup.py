@@ -74,7 +74,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | TensorParallelRunner
     ranks: Ranks | None = None
-    if resolved.tp == 1:
+    if resolved.num_ranks == 1:
         runner = load_runner(resolved, model_config, folder, report)
     else:
         runner = ranks = load_ranks(resolved, model_config, folder, report)

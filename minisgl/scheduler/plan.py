@@ -82,6 +82,9 @@ class StepPlan:
     # One of these masks depends on a token that is not settled: the step is launched without its
     # sampling, which follows once the masks are known.
     deferred: bool = False
+    # The inputs of decode rows were sampled by steps up to `step - lag`: in a pipeline, where steps
+    # in flight are in different stages, as many steps before.
+    lag: int = 1
 
     @property
     def num_tokens(self) -> int:

@@ -31,6 +31,8 @@ def test_a_process_knows_its_node_and_the_port_beside_that_of_torchrun() -> None
     assert config == EngineConfig(
         tp=8, nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29501
     )
+    staged = with_torchrun(EngineConfig(tp=2, pp=4), ENVIRON)
+    assert staged is not None and staged.nnodes == 2
 
 
 def test_options_that_are_given_win() -> None:
@@ -49,6 +51,7 @@ def test_one_process_of_a_node_starts_all_its_ranks() -> None:
     ("options", "environ", "message"),
     [
         ({"tp": 4}, {}, r"^--tp 4: torchrun starts 8 processes; allowed: 8$"),
+        ({"tp": 4, "pp": 3}, {}, r"^--pp 3: with --tp 4 .* 8 processes .*; --tp times --pp must"),
         ({"tp": 8}, {"GROUP_RANK": "x"}, r"^GROUP_RANK x: allowed: a number"),
         ({"tp": 8}, {"MASTER_PORT": "65535"}, r"^--master-port 65536: allowed: 1 to 65535$"),
         ({"tp": 3}, {"WORLD_SIZE": "3"}, r"^--nnodes 2: the nodes cannot share 3 ranks"),
@@ -58,4 +61,4 @@ def test_what_does_not_fit_is_refused(
     options: dict[str, int], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        with_torchrun(EngineConfig(tp=options["tp"]), ENVIRON | environ)
+        with_torchrun(EngineConfig(**options), ENVIRON | environ)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def test_one_rank_is_the_default() -> None:
 
 def test_two_nodes_of_two_stages_have_a_stage_each() -> None:
     layout = RankLayout(tp=4, pp=2, num_nodes=2)
-    assert [layout.stage(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [layout.stage(rank) for rank in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
     assert [layout.node(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [layout.local_rank(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert not layout.spans_nodes(0) and not layout.spans_nodes(1)
@@ -37,13 +37,14 @@ def test_a_group_larger_than_a_node_spans_nodes() -> None:
 
 def test_only_the_group_across_the_border_of_nodes_spans_them() -> None:
     layout = RankLayout(tp=2, pp=3, num_nodes=2)
-    assert [layout.spans_nodes(stage) for stage in range(3)] == [False, True, False]
+    assert [layout.spans_nodes(stage) for stage in range(3)] == [True, False, False]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_stages_and_nodes_divide_the_ranks(layout: RankLayout) -> None:
     ranks = list(range(layout.world_size))
-    assert [rank for stage in range(layout.pp) for rank in layout.ranks_of_stage(stage)] == ranks
+    stages = [layout.pp - 1, *range(layout.pp - 1)]  # rank 0 is in the last
+    assert [rank for stage in stages for rank in layout.ranks_of_stage(stage)] == ranks
     nodes = range(layout.num_nodes)
     assert [rank for node in nodes for rank in layout.ranks_of_node(node)] == ranks
     for rank in ranks:

@@ -44,7 +44,7 @@ from minisgl.engine.startup import work_for_node_0
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    config = EngineConfig(device="cpu", tp=2, nnodes=2, node_rank=1, master_port={port})
+    config = EngineConfig(device="cpu", {option}=2, nnodes=2, node_rank=1, master_port={port})
     with ThreadPoolExecutor(1) as thread:
         thread.submit(work_for_node_0, config).result()
     print("done", file=sys.stderr)
@@ -82,16 +82,18 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
     return [stream.request.output_token_ids for stream in streams]
 
 
+@pytest.mark.parametrize("option", ["tp", "pp"])
 async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray."""
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     port = free_port()
     script = tmp_path / "actor.py"
-    script.write_text(ACTOR.format(port=port))
+    script.write_text(ACTOR.format(option=option, port=port))
+    options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
     with program(tmp_path, str(script)) as other:
-        async with await demo_engine(tp=2, nnodes=2, master_port=port) as engine:
+        async with await demo_engine(**options) as engine:
             found = await tokens(engine)
         assert other.process.wait(20) == 0, other.log
         until(lambda: not other.pids())

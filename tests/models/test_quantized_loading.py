@@ -76,6 +76,7 @@ def load(
     load_format: str = "safetensors",
     quantization: str | None = None,
     dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
 ) -> CausalLM:
     return load_model(
         read_model_config(folder, quantization=quantization),
@@ -85,7 +86,20 @@ def load(
         load_format=load_format,
         max_seq_len=64,
         ranks=Rank(rank, size),
+        layers=layers,
     )
+
+
+@pytest.mark.parametrize(("spec", "format"), [("dense", "awq"), ("moe", "ct-int4-zeros-32")])
+def test_stages_hold_together_the_quantised_weights_of_one_rank(spec: str, format: str) -> None:
+    folder = case_of(spec, format).folder
+    alone = load(folder)
+    names: list[str] = []
+    for layers in (range(1), range(1, alone.num_layers)):
+        for name, weight in load(folder, layers=layers).layers.named_parameters():
+            assert torch.equal(weight, alone.layers.get_parameter(name))
+            names.append(name)
+    assert names == [name for name, _ in alone.layers.named_parameters()]
 
 
 def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:

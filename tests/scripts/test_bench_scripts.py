@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -50,7 +51,7 @@ def bench(script: str, *options: object) -> list[str]:
     """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
     result = run_script(script, "--device", "cpu", "--num-pages", 300, *options)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "demo with random weights in float32, on CPU" in result.stdout
+    assert re.search("demo with random weights in float32, on (2 x )?CPU", result.stdout)
     return result.stdout.splitlines()
 
 
@@ -84,6 +85,14 @@ def test_the_shared_prefix_benchmark_compares_the_caches() -> None:
     radix, naive = (float(row[1]) for row in table.values())
     assert lines[-1].startswith("radix has ") and lines[-1].endswith("throughput of naive")
     assert float(lines[-1].split()[2]) == pytest.approx(radix / naive, abs=0.02, rel=0.02)
+
+
+def test_the_pipeline_benchmark_shows_how_long_each_stage_waits() -> None:
+    table = figures(bench("bench_pipeline.py", "--num", 8, "--pp", 2))
+    assert list(table) == ["0", "1"]
+    for rank, whole, middle, step_ms in table.values():
+        assert rank == "0" and float(step_ms) > 0
+        assert 0 < float(whole.rstrip("%")) < 100 and 0 < float(middle.rstrip("%")) < 100
 
 
 @pytest.mark.parametrize("arrivals", [(), ("--poisson",)])

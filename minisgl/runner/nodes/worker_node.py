@@ -84,7 +84,7 @@ class _WorkerNode:
         self._config = config
         self._model = model
         self._folder = folder
-        self._layout = RankLayout(tp=config.tp, num_nodes=config.nnodes)
+        self._layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
         self._own = self._layout.ranks_of_node(config.node_rank)
         self._parts: _Parts | None = None
         self._facts = facts_of(config, model, folder)
@@ -134,7 +134,9 @@ class _WorkerNode:
     def _start_ranks(self, start: Start) -> _Parts:
         config = self._config
         context = multiprocessing.get_context("spawn")
-        masks = MaskRing.allocate(context, config.max_running_requests, self._model.vocab_size)
+        masks = MaskRing.allocate(
+            context, config.max_running_requests, self._model.vocab_size, config.pp
+        )
         launcher = SpawnLauncher(context, self._layout)
         channel = PipeChannel(self._own, context, masks)
         spec = RankSpec(

@@ -2,7 +2,9 @@
 
     this process                                   rank 1, 2, ...
     launch(plan) ── the encoded plan ────────────▶ launch(plan)
-    collect(handle): the tokens of rank 0          (the same tokens, which are dropped)
+    collect(handle): the tokens of rank 0          (the same tokens, which are dropped, or none)
+
+Rank 0 is in the last stage of a pipeline, which samples.
 
 A step that fails on one rank is fatal for all: the others hang in a collective, which on a GPU
 nothing can interrupt. So a thread of this process starts and watches the other ranks; if one ends,
@@ -23,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.layout import RankLayout
+from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
@@ -46,17 +48,17 @@ from minisgl.scheduler.plan import StepPlan, StepResult
 def load_ranks(
     config: ResolvedConfig, model_config: ModelConfig, folder: Path, report: Report | None = None
 ) -> TensorParallelRunner:
-    """Start the other ranks, here and on the nodes that join, and load a shard of the model on
-    each of config.tp ranks.
+    """Start the other ranks, here and on the nodes that join, and load a part of the model on
+    each of config.num_ranks ranks.
 
     Blocks, for seconds or minutes. Raises ConfigError if ranks cannot be started here or nodes
     cannot join, CheckpointError, DeviceMemoryError, or EngineStoppedError if a rank dies.
     """
     if reason := spawn_obstacle() or _group_obstacle():
-        raise ConfigError("--tp", config.tp, reason)
+        raise ConfigError(*_option(config), reason)
     report = report or (lambda phase, fraction: None)
     others, own_spec, loaded = _start(config, model_config, folder, report)
-    own: tuple[ModelRunner, Communicator] | None = None
+    own: tuple[ModelRunner, Pipeline] | None = None
     try:
         # In a daemon thread, which is abandoned if it waits for a rank that has died.
         loading = _in_thread(lambda: join_and_load(own_spec, report))
@@ -81,7 +83,7 @@ def load_ranks(
                 part.close()
             others.close_rendezvous()
         raise
-    return TensorParallelRunner(*own, others)
+    return TensorParallelRunner(*own, others, config.pp)
 
 
 def _start(
@@ -89,17 +91,17 @@ def _start(
 ) -> tuple[RemoteRanks, RankSpec, Callable[[], None]]:
     """Start the other ranks. Returns them, the spec of rank 0, and what to call once all have
     loaded."""
-    layout = RankLayout(tp=config.tp, num_nodes=config.nnodes)
+    layout = RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes)
     here, elsewhere = layout.ranks_of_node(0)[1:], range(layout.ranks_per_node, layout.world_size)
     context = multiprocessing.get_context("spawn")
     spawning = SpawnLauncher(context, layout)
-    pipes = PipeChannel(
-        here,
-        context,
-        MaskRing.allocate(context, config.max_running_requests, model_config.vocab_size),
+    masks = MaskRing.allocate(
+        context, config.max_running_requests, model_config.vocab_size, config.pp
     )
+    pipes = PipeChannel(here, context, masks)
     if config.nnodes == 1:
-        spec = RankSpec(0, 0, config.tp, config, model_config, folder, _file_rendezvous(config))
+        rendezvous = _file_rendezvous(config)
+        spec = RankSpec(0, 0, config.num_ranks, config, model_config, folder, rendezvous)
         on_gpu = config.device == "cuda"
         return RemoteRanks(spec, spawning, pipes, here, may_hang=on_gpu), spec, lambda: None
     nodes = gather_nodes(
@@ -122,6 +124,11 @@ def _start(
     return others, spec, nodes.loaded
 
 
+def _option(config: ResolvedConfig) -> tuple[str, int]:
+    """The option that asks for several ranks, and its value."""
+    return ("--tp", config.tp) if config.tp > 1 else ("--pp", config.pp)
+
+
 def _file_rendezvous(config: ResolvedConfig) -> FileRendezvous:
     try:
         return FileRendezvous.create()
@@ -130,7 +137,7 @@ def _file_rendezvous(config: ResolvedConfig) -> FileRendezvous:
             "the ranks exchange addresses through a temporary file, which cannot be created: "
             f"{obstacle}"
         )
-        raise ConfigError("--tp", config.tp, reason) from obstacle
+        raise ConfigError(*_option(config), reason) from obstacle
 
 
 def _group_obstacle() -> str | None:
@@ -144,9 +151,9 @@ def _group_obstacle() -> str | None:
 
 
 def _in_thread(
-    work: Callable[[], tuple[ModelRunner, Communicator]],
-) -> Future[tuple[ModelRunner, Communicator]]:
-    future: Future[tuple[ModelRunner, Communicator]] = Future()
+    work: Callable[[], tuple[ModelRunner, Pipeline]],
+) -> Future[tuple[ModelRunner, Pipeline]]:
+    future: Future[tuple[ModelRunner, Pipeline]] = Future()
 
     def run() -> None:
         try:
@@ -166,13 +173,15 @@ class TensorParallelRunner:
     process exits a few seconds later.
     """
 
-    def __init__(self, own: ModelRunner, ranks: Communicator, others: RemoteRanks) -> None:
-        """own, ranks: the runner and the communicator of rank 0."""
+    def __init__(
+        self, own: ModelRunner, pipeline: Pipeline, others: RemoteRanks, num_stages: int = 1
+    ) -> None:
+        """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.others = others
         self._own = own
-        self._ranks = ranks
-        self._encoder = PlanEncoder()
+        self._pipeline = pipeline
+        self._encoder = PlanEncoder(num_stages)
         # If the other ranks were killed during a step, neither the step nor this process would end.
         atexit.register(self.close)
 
@@ -219,6 +228,6 @@ class TensorParallelRunner:
             return  # the steps in flight may never end
         self.others.begin_to_end()
         self._own.close()
-        self._ranks.close()
+        self._pipeline.close()
         self.others.end()
         self.others.close_rendezvous()

@@ -118,7 +118,7 @@ class TwoMachines:
 
 @contextmanager
 def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
-    config: Any = SimpleNamespace(tp=NUM_RANKS, device="cpu", step_timeout=100.0)
+    config: Any = SimpleNamespace(num_ranks=NUM_RANKS, device="cpu", step_timeout=100.0)
     model_config: Any = None
     launcher, channel = TwoMachines(), QueueChannel()
     folder = Path("nowhere")
