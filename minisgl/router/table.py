@@ -11,10 +11,8 @@ from typing import Generic, TypeVar
 
 from minisgl.errors import one_of
 from minisgl.kvcache.prefix import pack_tokens
+from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
 from minisgl.router.prefixes import PrefixTree
-
-CACHE, LEAST_LOADED, ROUND_ROBIN = "cache", "least-loaded", "round-robin"
-POLICIES = (CACHE, LEAST_LOADED, ROUND_ROBIN)
 
 # What a table remembers of the keys of each replica, and of one key.
 MAX_BYTES = 64 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
 from minisgl.server import constraints, messages, protocol, tools
-from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.metrics import Answered
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,13 @@ class Observe:
     """Middleware that counts responses, and answers unexpected exceptions with a 500."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, error_response: Callable[[Exception], ASGIApp]
+        self,
+        app: ASGIApp,
+        responses: Counter[Answered],
+        error_response: Callable[[Exception], ASGIApp],
     ) -> None:
         self._app = app
-        self._responses = metrics.responses
+        self._responses = responses
         self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

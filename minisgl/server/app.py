@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from minisgl.errors import MinisglError
 from minisgl.server.access_log import Observe
 from minisgl.server.auth import RequireKey
 from minisgl.server.bodies import BodyBudget
+from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.error_responses import (
     answer_disconnect,
@@ -22,7 +27,7 @@ from minisgl.server.error_responses import (
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
-from minisgl.server.metrics import Metrics
+from minisgl.server.metrics import Answered, Metrics
 from minisgl.server.request_ids import HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
@@ -33,30 +38,7 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     metrics = Metrics(state)
     routes = Routes(state, metrics)
     config = state.config
-    middleware = [
-        Middleware(Observe, metrics=metrics, error_response=error_response),
-        Middleware(AnswerFaults, error_response=error_response),
-    ]
-    if hosts is not None:
-        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=error_response))
-    if config.api_key:
-        middleware.append(
-            Middleware(RequireKey, keys=config.api_key, error_response=error_response)
-        )
-    if config.cors_origin:
-        # Outermost, because browsers send preflights without a key, and hide errors without
-        # these headers from the page.
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origin,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
-        )
-        middleware.insert(0, cors)
-    middleware.insert(0, Middleware(RequestIds))
-    if config.root_path:
-        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    middleware = middleware_of(config, metrics.responses, hosts, error_response)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
@@ -79,3 +61,37 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     )
     app.state.bodies = BodyBudget()
     return app
+
+
+def middleware_of(
+    config: ServerConfig,
+    responses: Counter[Answered],
+    hosts: Hosts | None,
+    error_response: Callable[..., ASGIApp],
+) -> list[Middleware]:
+    """What every request passes, outermost first: ids, counting, and who may ask."""
+    middleware = [
+        Middleware(Observe, responses=responses, error_response=error_response),
+        Middleware(AnswerFaults, error_response=error_response),
+    ]
+    if hosts is not None:
+        middleware.append(Middleware(CheckHost, hosts=hosts, error_response=error_response))
+    if config.api_key:
+        middleware.append(
+            Middleware(RequireKey, keys=config.api_key, error_response=error_response)
+        )
+    if config.cors_origin:
+        # Outermost, because browsers send preflights without a key, and hide errors without
+        # these headers from the page.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
+        )
+        middleware.insert(0, cors)
+    middleware.insert(0, Middleware(RequestIds))
+    if config.root_path:
+        middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    return middleware

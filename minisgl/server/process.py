@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -159,11 +159,16 @@ class ServerProcess:
             logger.info("%s", DEMO_NOTE)
 
 
-def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+def http_settings(
+    app: ASGIApp,
+    certfile: str = "",
+    keyfile: str = "",
+    connection: type[ServerConnection] = ServerConnection,
+) -> uvicorn.Config:
     """The settings of uvicorn; HTTPS if there is a certificate."""
     return uvicorn.Config(
         app,
-        http=ServerConnection,
+        http=connection,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -178,8 +183,15 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
     )
 
 
+class Mortal(Protocol):
+    """What a server stops without: its engine."""
+
+    @property
+    def dead(self) -> bool: ...
+
+
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves signals to ServerProcess.
+    """uvicorn that stops when the engine is dead, and leaves signals to its process.
 
     uvicorn's own handlers would close connections before they are drained.
     """
@@ -187,7 +199,7 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, state: EngineState, max_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, state: Mortal, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
         self.server_state = Connections(max_connections)
@@ -197,7 +209,8 @@ class Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
+        kind: Any = self.config.http_protocol_class
+        connect = partial(kind, self.config, self.server_state, self.lifespan.state)
         servers: list[Any] = [
             TLSServer(listener, self.config.ssl, self.server_state, connect)
             for listener in sockets or ()

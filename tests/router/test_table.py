@@ -8,18 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
 from minisgl.router.prefixes import PrefixTree
-from minisgl.router.table import (
-    BLOCK_BYTES,
-    CACHE,
-    LEAST_LOADED,
-    MAX_AHEAD,
-    MAX_KEY_BYTES,
-    POLICIES,
-    ROUND_ROBIN,
-    RouteTable,
-    is_uneven,
-)
+from minisgl.router.table import BLOCK_BYTES, MAX_AHEAD, MAX_KEY_BYTES, RouteTable, is_uneven
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 LONG = b"x" * 2 * BLOCK_BYTES

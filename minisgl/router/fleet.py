@@ -1,0 +1,122 @@
+"""The replicas as one routing process sees them: which take requests, and what each has to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from minisgl.router.table import RouteTable
+from minisgl.router.upstream import Upstream, UpstreamLostError
+from minisgl.server.engine_state import NotReadyError
+
+# An idle connection is closed by the replica after a while, which takes a moment to be noticed.
+MAX_IDLE = 256  # connections to a replica
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What the parent process says of a replica."""
+
+    is_ready: bool = False
+    start: int = 0  # counts its starts; each begins with an empty cache
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A replica, with the connections of this process to it."""
+
+    index: int
+    path: str  # of its socket
+    state: ReplicaState = field(default_factory=ReplicaState)
+    num_open: int = 0  # requests
+    idle: list[Upstream] = field(default_factory=list)
+
+    async def connect(self) -> Upstream:
+        """A connection that may be asked; raises UpstreamLostError."""
+        while self.idle:
+            upstream = self.idle.pop()
+            if upstream.is_free:
+                return upstream
+        try:
+            loop = asyncio.get_running_loop()
+            _, upstream = await loop.create_unix_connection(Upstream, self.path)
+        except OSError:
+            raise UpstreamLostError from None
+        return upstream
+
+    async def get(self, path: str) -> bytes:
+        """The body of a document; raises UpstreamLostError, also for an error."""
+        upstream = await self.connect()
+        try:
+            request = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
+            head = await upstream.ask(request, relays=False)
+            body = b"".join([piece async for piece in upstream.pieces()])
+        finally:
+            self.give_back(upstream)
+        if head.status != 200:
+            raise UpstreamLostError
+        return body
+
+    def give_back(self, upstream: Upstream) -> None:
+        """Keep a connection for the next request, if its answer is complete."""
+        if upstream.is_free and len(self.idle) < MAX_IDLE:
+            self.idle.append(upstream)
+        else:
+            with suppress(RuntimeError):  # closed already
+                upstream.abort()
+
+
+class Fleet:
+    """All replicas, and the table by which requests are sent to them."""
+
+    def __init__(self, paths: Sequence[str], policy: str) -> None:
+        self.replicas = [Replica(index, path) for index, path in enumerate(paths)]
+        self.is_draining = False
+        self.num_sent: Counter[int] = Counter()  # requests, by replica
+        self.num_resent = 0
+        self._table: RouteTable[int] = RouteTable(policy)
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state.is_ready]
+
+    @property
+    def num_open(self) -> int:
+        return sum(replica.num_open for replica in self.replicas)
+
+    def update(self, states: Sequence[ReplicaState]) -> None:
+        """Take the states that the parent process reports, one for each replica."""
+        for replica, state in zip(self.replicas, states, strict=True):
+            if state.start != replica.state.start:
+                self._table.gone(replica.index)
+            replica.state = state
+
+    def check_ready(self) -> list[Replica]:
+        """The replicas that take requests; raises NotReadyError if there is none."""
+        if self.is_draining:
+            raise NotReadyError("draining", "The server is shutting down.")
+        ready = self.ready
+        if not ready:
+            code, why = "loading", "The model is still loading"
+            if any(replica.state.start > 1 for replica in self.replicas):
+                code, why = "dead", "Every replica has ended, and is being started again"
+            count = len(self.replicas)
+            raise NotReadyError(code, f"{why} (ready: 0 of {count} replicas).")
+        return ready
+
+    def choose(self, key: bytes | None, avoided: Collection[Replica] = ()) -> Replica:
+        """The replica for a request, not one of `avoided` if there are others.
+
+        key: None if the request neither reads nor fills a cache. Raises NotReadyError.
+        """
+        ready = self.check_ready()
+        candidates = [replica for replica in ready if replica not in avoided] or ready
+        if key is None:
+            return min(candidates, key=lambda replica: replica.num_open)
+        loads = {replica.index: replica.num_open for replica in candidates}
+        chosen = self._table.choose(key, loads)
+        self._table.sent(key, chosen)
+        return self.replicas[chosen]
