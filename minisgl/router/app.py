@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 
 from minisgl.errors import MinisglError
 from minisgl.router.failures import error_response
-from minisgl.router.fleet import Fleet, Replica
+from minisgl.router.fleet import Fleet, Peer
 from minisgl.router.forward import Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
 from minisgl.router.upstream import UpstreamLostError
@@ -40,8 +41,20 @@ class RouterHealth(Struct):
     ready: int
 
 
-def create_router_app(fleet: Fleet, config: ServerConfig, hosts: Hosts | None = None) -> Starlette:
-    """Build the application. With `hosts` it answers only requests addressed to one of them."""
+def create_router_app(
+    fleet: Fleet,
+    config: ServerConfig,
+    hosts: Hosts | None = None,
+    *,
+    index: int = 0,
+    routers: Sequence[Peer] = (),
+) -> Starlette:
+    """Build the application. With `hosts` it answers only requests addressed to one of them.
+
+    index: of this among several routing processes. routers: all of them, if there are several, on
+    private sockets, where each tells its own metrics alone.
+    """
+    own_places = [(router.path, None) for router in routers if router.index == index]
     metrics = RouterMetrics(fleet)
     forward = Forward(fleet)
 
@@ -53,15 +66,17 @@ def create_router_app(fleet: Fleet, config: ServerConfig, hosts: Hosts | None = 
         return json_response(schemas.Version(metadata.version("minisgl")))
 
     async def joined_metrics(request: Request) -> Response:
+        page = await join() if request.scope["server"] not in own_places else metrics.render()
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    async def join() -> bytes:
         started = [replica for replica in fleet.replicas if replica.state.start]
-        pages = await asyncio.gather(*map(_metrics_page, started))
-        found = {
-            str(replica.index): page
-            for replica, page in zip(started, pages, strict=True)
-            if page is not None
-        }
-        content = join_pages(found) + metrics.render()
-        return Response(content, headers={"content-type": CONTENT_TYPE})
+        others = [router for router in routers if router.index != index]
+        of_replicas, of_routers = await asyncio.gather(
+            _metrics_pages(started), _metrics_pages(others)
+        )
+        of_routers[str(index)] = metrics.render()
+        return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
 
     async def answer_error(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, MinisglError)
@@ -87,9 +102,19 @@ def create_router_app(fleet: Fleet, config: ServerConfig, hosts: Hosts | None = 
     return app
 
 
-async def _metrics_page(replica: Replica) -> bytes | None:
-    """The metrics of a replica; None if it does not answer."""
-    with suppress(UpstreamLostError, TimeoutError):
-        async with asyncio.timeout(METRICS_SECONDS):
-            return await replica.get("/metrics")
-    return None
+async def _metrics_pages(peers: Sequence[Peer]) -> dict[str, bytes]:
+    """The metrics of each peer that answers, by its index."""
+
+    async def page(peer: Peer) -> bytes | None:
+        with suppress(UpstreamLostError, TimeoutError):
+            async with asyncio.timeout(METRICS_SECONDS):
+                status, content = await peer.get("/metrics")
+                return content if status == 200 else None
+        return None
+
+    found = await asyncio.gather(*map(page, peers))
+    return {
+        str(peer.index): content
+        for peer, content in zip(peers, found, strict=True)
+        if content is not None
+    }

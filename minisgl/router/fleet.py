@@ -12,8 +12,7 @@ from minisgl.router.table import RouteTable
 from minisgl.router.upstream import Upstream, UpstreamLostError
 from minisgl.server.engine_state import NotReadyError
 
-# An idle connection is closed by the replica after a while, which takes a moment to be noticed.
-MAX_IDLE = 256  # connections to a replica
+MAX_IDLE = 256  # connections to a peer
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +24,11 @@ class ReplicaState:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
-    """A replica, with the connections of this process to it."""
+class Peer:
+    """A server on a Unix socket, with the connections of this process to it."""
 
     index: int
-    path: str  # of its socket
-    state: ReplicaState = field(default_factory=ReplicaState)
-    num_open: int = 0  # requests
+    path: str
     idle: list[Upstream] = field(default_factory=list)
 
     async def connect(self) -> Upstream:
@@ -47,18 +44,15 @@ class Replica:
             raise UpstreamLostError from None
         return upstream
 
-    async def get(self, path: str) -> bytes:
-        """The body of a document; raises UpstreamLostError, also for an error."""
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a document; raises UpstreamLostError."""
         upstream = await self.connect()
         try:
             request = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
             head = await upstream.ask(request, relays=False)
-            body = b"".join([piece async for piece in upstream.pieces()])
+            return head.status, b"".join([piece async for piece in upstream.pieces()])
         finally:
             self.give_back(upstream)
-        if head.status != 200:
-            raise UpstreamLostError
-        return body
 
     def give_back(self, upstream: Upstream) -> None:
         """Keep a connection for the next request, if its answer is complete."""
@@ -67,6 +61,14 @@ class Replica:
         else:
             with suppress(RuntimeError):  # closed already
                 upstream.abort()
+
+
+@dataclass(slots=True, eq=False)
+class Replica(Peer):
+    """A replica, as far as this process knows it."""
+
+    state: ReplicaState = field(default_factory=ReplicaState)
+    num_open: int = 0  # requests
 
 
 class Fleet:

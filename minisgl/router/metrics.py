@@ -1,4 +1,4 @@
-"""/metrics: the pages of all replicas as one, with a label `replica`, and the router's own."""
+"""/metrics: the pages of several processes as one, with a label for each, and the router's own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ class _Family:
     samples: list[bytes] = field(default_factory=list)
 
 
-def join_pages(pages: Mapping[str, bytes]) -> bytes:
-    """Join pages in Prometheus' text format, by replica, so that each metric has one place."""
+def join_pages(pages: Mapping[str, bytes], label: str) -> bytes:
+    """Join pages in Prometheus' text format, so that each metric has one place.
+
+    label: the name of a label more, whose value is the key of the page.
+    """
     families: dict[bytes, _Family] = {}
-    for replica, page in pages.items():
-        label = b'replica="%s"' % replica.encode()
+    for value, page in pages.items():
+        added = f'{label}="{value}"'.encode()
         known = {*families}
         family = _Family()
         for line in page.splitlines():
@@ -37,7 +40,7 @@ def join_pages(pages: Mapping[str, bytes]) -> bytes:
                 if name not in known:
                     family.comments.append(line)
             elif line:
-                family.samples.append(_labelled(line, label))
+                family.samples.append(_labelled(line, added))
     lines = [line for each in families.values() for line in (*each.comments, *each.samples)]
     return b"".join(line + b"\n" for line in lines)
 

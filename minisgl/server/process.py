@@ -90,16 +90,9 @@ class ServerProcess:
         """
         if self._config.ssl_certfile:
             check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
-        max_requests = (
+        check_file_limit(
             self._engine_config.max_running_requests + self._engine_config.max_queued_requests
         )
-        if (limit := raise_file_limit()) < max_requests + OWN_FILES:
-            logger.warning(
-                "This process may open %d files, and %d requests need one each: raise the hard "
-                "limit (ulimit -Hn), or lower --max-queued-requests.",
-                limit,
-                max_requests,
-            )
         with contextlib.ExitStack() as leaving:
             listener = leaving.enter_context(bind(self._config))
             if self._config.uds:
@@ -112,7 +105,7 @@ class ServerProcess:
         app = create_app(self._state, hosts_of(config, listener))
         settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
         server = Server(settings, self._state, room_for_connections(0))
-        stopping = asyncio.ensure_future(_first_signal())
+        stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
         engine: ServedEngine | None = None
@@ -152,9 +145,10 @@ class ServerProcess:
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
-        place = _place(listener, self._config)
-        logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
-        logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
+        self._announce(listener)
+
+    def _announce(self, listener: socket.socket) -> None:
+        announce(", ".join(self._state.model_names()), listener, self._config)
         if not self._engine_config.model:
             logger.info("%s", DEMO_NOTE)
 
@@ -229,7 +223,18 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _first_signal() -> None:
+def check_file_limit(num_files: int) -> None:
+    """Warn if so many requests may be open that this process can run out of files."""
+    if (limit := raise_file_limit()) < num_files + OWN_FILES:
+        logger.warning(
+            "This process may open %d files, and %d requests need one each: raise the hard "
+            "limit (ulimit -Hn), or lower --max-queued-requests.",
+            limit,
+            num_files,
+        )
+
+
+async def first_signal() -> None:
     """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
@@ -253,8 +258,11 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Open a listening socket; raises ConfigError if the address is unavailable."""
+def bind(config: ServerConfig, *, shares_port: bool = False) -> socket.socket:
+    """Open a listening socket; raises ConfigError if the address is unavailable.
+
+    shares_port: others that say so, too, may listen on the same port, and take turns.
+    """
     if config.uds:
         listener = bind_unix(config.uds)
         listener.listen(BACKLOG)
@@ -271,6 +279,8 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         limit_unsent(listener)
         listener.listen(BACKLOG)
@@ -282,6 +292,13 @@ def bind(config: ServerConfig) -> socket.socket:
             "--port", config.port, f"{error.strerror} on {config.host}; allowed: a free port"
         ) from error
     return listener
+
+
+def announce(served: str, listener: socket.socket, config: ServerConfig) -> None:
+    """Tell where `served` is, and how to ask it."""
+    place = _place(listener, config)
+    logger.info("Serving %s at %s", served, place)
+    logger.info("Try it: %s", _example(place, with_key=bool(config.api_key)))
 
 
 def _place(listener: socket.socket, config: ServerConfig) -> str:

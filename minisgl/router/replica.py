@@ -1,0 +1,48 @@
+"""The process of a replica: a server on a private Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from minisgl.config import EngineConfig
+from minisgl.router.lifeline import INPUT, end_with_parent, hear
+from minisgl.router.replicas import ReplicaSpec
+from minisgl.server.process import ServerProcess, start_engine
+from minisgl.server.served_engine import ServedEngine
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaProcess(ServerProcess):
+    """A server whose address nobody needs to know."""
+
+    def _announce(self, listener: socket.socket) -> None:
+        pass
+
+
+def run_replica(
+    start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
+) -> int:
+    """Serve as the parent process says, and end with it; returns the exit code.
+
+    Raises the errors of starting the engine.
+    """
+    spec = hear(ReplicaSpec)
+    if spec is None:
+        return 1
+    # Before torch counts them.
+    if spec.share.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, spec.share.cores)
+    # The parent says nothing more: reading ends when it does.
+    end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout)
+    try:
+        return ReplicaProcess(spec.engine, spec.server, start).run()
+    finally:
+        # Left by a parent that was killed; otherwise there are other sockets, or it removes it.
+        with contextlib.suppress(OSError):
+            Path(spec.server.uds).parent.rmdir()
