@@ -112,7 +112,8 @@ class FrontProcesses:
         self._specs = specs
         self._command = command
         self._children: dict[int, asyncio.subprocess.Process] = {}
-        self._update: FleetUpdate | None = None
+        unknown = (ReplicaState(),) * len(specs[0].replica_paths)
+        self._update = FleetUpdate(states=unknown)
         self._closing = asyncio.Event()
 
     async def serve(self) -> None:
@@ -141,10 +142,9 @@ class FrontProcesses:
         """Run a process, and start it again if it ends. Connections wait for it meanwhile."""
         while not self._closing.is_set():
             command = (*self._command, str(spec.index))
-            child = await start_child(command, os.environ, [spec.listener_fd])
+            child = await start_child(command, dict(os.environ), [spec.listener_fd])
             tell(child, spec)
-            if self._update is not None:
-                tell(child, self._update)
+            tell(child, self._update)
             self._children[spec.index] = child
             exit_code = await child.wait()
             if self._closing.is_set():
@@ -173,6 +173,10 @@ def run_front() -> int:
 async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     front = OwnFront(spec, listener)
+    first = hear(FleetUpdate)  # before clients are answered, some of which may have waited for it
+    if first is None:
+        return
+    front.update(first)
 
     def listen() -> object:
         update = hear(FleetUpdate)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +26,7 @@ Message = TypeVar("Message")
 
 
 async def start_child(
-    command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+    command: Sequence[str], environment: dict[str, str], pass_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
     """Start a process with a lifeline, in a session of its own: Ctrl-C is for the parent."""
     return await asyncio.create_subprocess_exec(

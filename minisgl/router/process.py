@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.config import EngineConfig
-from minisgl.models.hub import DEMO_NOTE
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
 from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, OwnFront
@@ -26,6 +25,7 @@ from minisgl.server.process import (
     bind,
     check_file_limit,
     first_signal,
+    log_demo_note,
     new_event_loop,
 )
 from minisgl.server.tls import check_certificate
@@ -102,10 +102,10 @@ class RouterProcess:
         tasks = (stopping, serving, supervising)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if not supervising.done():
-                logger.info("Stopping; running requests have %g s", self._server.drain_timeout)
-            else:
-                supervising.result()
+            for failed in (supervising, serving):
+                if failed.done():
+                    failed.result()
+            logger.info("Stopping; running requests have %g s", self._server.drain_timeout)
             return 0
         except ReplicaStartError as error:
             logger.error("%s", error)
@@ -173,7 +173,7 @@ class RouterProcess:
             model = ", ".join(self._server.served_model_name) or self._engine.model or "the demo"
             announce(f"{model} with {len(states)} replicas", self._listener, self._server)
             if not self._engine.model:
-                logger.info("%s", DEMO_NOTE)
+                log_demo_note()
 
 
 def _private_folder() -> Path:

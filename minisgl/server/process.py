@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
@@ -150,7 +149,7 @@ class ServerProcess:
     def _announce(self, listener: socket.socket) -> None:
         announce(", ".join(self._state.model_names()), listener, self._config)
         if not self._engine_config.model:
-            logger.info("%s", DEMO_NOTE)
+            log_demo_note()
 
 
 def http_settings(
@@ -299,6 +298,13 @@ def announce(served: str, listener: socket.socket, config: ServerConfig) -> None
     place = _place(listener, config)
     logger.info("Serving %s at %s", served, place)
     logger.info("Try it: %s", _example(place, with_key=bool(config.api_key)))
+
+
+def log_demo_note() -> None:
+    """Say that no model was named."""
+    from minisgl.models.hub import DEMO_NOTE  # which imports a client of the Hub
+
+    logger.info("%s", DEMO_NOTE)
 
 
 def _place(listener: socket.socket, config: ServerConfig) -> str:
