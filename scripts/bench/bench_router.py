@@ -31,6 +31,7 @@ from minisgl.bench.script import above_zero
 from minisgl.router.app import create_router_app
 from minisgl.router.connection import ClientConnection
 from minisgl.router.fleet import Fleet, ReplicaState
+from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import Server, bind, http_settings, new_event_loop
@@ -96,10 +97,6 @@ def run_scripts(paths: list[str], connection: Connection) -> None:
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run())
-
-
-class Immortal:
-    dead = False
 
 
 def run_router(paths: list[str], connection: Connection) -> None:

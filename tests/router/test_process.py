@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from support.folders import SUPPORT
 from support.http_server import HELLO, free_port
+from support.processes import children_of, wait_for_ready, wait_until_nothing_is_left
 
 SCRIPT = str(SUPPORT / "fake_replicas.py")
 CHAT = "/v1/chat/completions"
@@ -44,39 +44,6 @@ def serving(
         process.communicate()
 
 
-def children(folder: Path) -> list[int]:
-    """The processes that were started with `folder` for temporary files."""
-    wanted = f"TMPDIR={folder}".encode()
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if wanted in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
-
-
-def arguments_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
-
-
-def wait_until_nothing_is_left(folder: Path) -> None:
-    deadline = time.monotonic() + 20
-    while children(folder) or [*folder.iterdir()]:
-        assert time.monotonic() < deadline, (children(folder), [*folder.rglob("*")])
-        time.sleep(0.02)
-
-
-def wait_for_ready(url: str, count: int) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            health = httpx.get(f"{url}/health").json()
-            if health.get("ready", 0) == count:
-                return
-        time.sleep(0.02)
-    pytest.fail(f"never {count} replicas were ready")
-
-
 def test_several_routing_processes_share_an_address_and_what_is_killed_comes_back(
     tmp_path: Path,
 ) -> None:
@@ -99,7 +66,7 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
         assert {router for router, _ in sent} == {"0", "1"}
         assert sum(float(count) for _, count in sent) == 8
 
-        arguments = {pid: arguments_of(pid) for pid in children(tmp_path)}
+        arguments = children_of(tmp_path)
         for kind in ("router", "replica"):
             (pid,) = (pid for pid, args in arguments.items() if kind in args and args[-1] == "1")
             os.kill(pid, signal.SIGKILL)
@@ -139,11 +106,11 @@ def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Pat
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, {}, routers=2) as (process, url):
         wait_for_ready(url, 2)
-        assert len(children(tmp_path)) == 5
+        assert len(children_of(tmp_path)) == 5
         process.kill()
         process.wait()
         deadline = time.monotonic() + 20
-        while children(tmp_path):
+        while children_of(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert not [*tmp_path.rglob("replica-*.sock")]

@@ -12,15 +12,12 @@ from support.fake_engine import FakeEngine
 from minisgl.router.app import create_router_app
 from minisgl.router.connection import ClientConnection
 from minisgl.router.fleet import Fleet, ReplicaState
+from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.process import Server, bind, http_settings
-
-
-class Immortal:
-    dead = False
 
 
 class Replicas:
@@ -56,20 +53,29 @@ class Replicas:
 
 
 @contextlib.asynccontextmanager
+async def front(
+    paths: Sequence[str], policy: str = CACHE, **options: object
+) -> AsyncIterator[tuple[str, Fleet]]:
+    """The URL of a router in front of the servers at `paths`, and what it knows."""
+    fleet = Fleet(paths, policy)
+    fleet.update([ReplicaState(is_ready=True, start=1)] * len(paths))
+    config = ServerConfig(port=0, **options)  # type: ignore[arg-type]
+    with bind(config) as listener:
+        app = create_router_app(fleet, config)
+        server = Server(http_settings(app, connection=ClientConnection), Immortal())
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
 async def routing(
     folder: Path, *engines: FakeEngine, policy: str = CACHE, **options: object
 ) -> AsyncIterator[tuple[str, Fleet, Replicas]]:
     """The URL of a router, what it knows, and its replicas, which are ready."""
     replicas = Replicas(engines, folder)
     await replicas.start()
-    fleet = Fleet(replicas.paths, policy)
-    fleet.update([ReplicaState(is_ready=True, start=1)] * len(engines))
-    config = ServerConfig(port=0, **options)  # type: ignore[arg-type]
-    with bind(config) as listener:
-        app = create_router_app(fleet, config)
-        server = Server(http_settings(app, connection=ClientConnection), Immortal())
-        task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet, replicas
-        server.should_exit = True
-        await task
+    async with front(replicas.paths, policy, **options) as (url, fleet):
+        yield url, fleet, replicas
     await replicas.stop()
