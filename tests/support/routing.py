@@ -46,6 +46,11 @@ class Replicas:
         for connection in tuple(server.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
+    def num_unsent(self, index: int) -> int:
+        """Bytes that a replica has written and the router has not read."""
+        connections = self._servers[index].server_state.connections
+        return sum(each.transport.get_write_buffer_size() for each in connections)  # type: ignore[union-attr]
+
     async def stop(self) -> None:
         for server in self._servers:
             server.should_exit = True
