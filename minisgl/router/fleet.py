@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -79,6 +79,8 @@ class Fleet:
         self.is_draining = False
         self.num_sent: Counter[int] = Counter()  # requests, by replica
         self.num_resent = 0
+        # Called with each key, and the index and the start of the replica that it was sent to.
+        self.tell: Callable[[bytes, int, int], None] | None = None
         self._table: RouteTable[int] = RouteTable(policy)
 
     @property
@@ -121,4 +123,11 @@ class Fleet:
         loads = {replica.index: replica.num_open for replica in candidates}
         chosen = self._table.choose(key, loads)
         self._table.sent(key, chosen)
+        if self.tell is not None:
+            self.tell(key, chosen, self.replicas[chosen].state.start)
         return self.replicas[chosen]
+
+    def hear(self, key: bytes, index: int, start: int) -> None:
+        """Note what another routing process has sent to a replica."""
+        if self.replicas[index].state.start == start:
+            self._table.sent(key, index)

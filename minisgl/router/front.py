@@ -16,7 +16,8 @@ from typing import Protocol
 from minisgl.router.app import create_router_app
 from minisgl.router.connection import ClientConnection
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
-from minisgl.router.lifeline import end_with_parent, hear, start_child, tell
+from minisgl.router.gossip import Gossip
+from minisgl.router.lifeline import end_with_parent, hear, remove_sockets, start_child, tell
 from minisgl.server.config import ServerConfig
 from minisgl.server.connection import room_for_connections
 from minisgl.server.hosts import hosts_of
@@ -25,6 +26,7 @@ from minisgl.server.process import Server, bind, http_settings, new_event_loop
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0  # between the end of a routing process and its next start
+TOLD = ".told"  # after the path of a process's socket: of that for gossip
 CLOSE_S = 10.0  # for its connections, when all requests have ended
 
 
@@ -82,14 +84,23 @@ class OwnFront:
             private = http_settings(app, connection=ClientConnection)
             self._servers.append(Server(private, Immortal(), room))
             self._listeners.append(bind(ServerConfig(uds=spec.router_paths[spec.index])))
+        self._told_paths = [path + TOLD for path in spec.router_paths]
+        self._index = spec.index
 
     async def serve(self) -> None:
-        await asyncio.gather(
-            *(
-                server.serve(sockets=[listener])
-                for server, listener in zip(self._servers, self._listeners, strict=True)
+        gossip = None
+        if self._told_paths:
+            gossip = Gossip(self._fleet, self._told_paths, self._index)
+        try:
+            await asyncio.gather(
+                *(
+                    server.serve(sockets=[listener])
+                    for server, listener in zip(self._servers, self._listeners, strict=True)
+                )
             )
-        )
+        finally:
+            if gossip is not None:
+                gossip.close()
 
     def update(self, update: FleetUpdate) -> None:
         self._fleet.is_draining = update.is_draining
@@ -101,7 +112,7 @@ class OwnFront:
 
 
 class FrontProcesses:
-    """Routes in several processes, which take turns on one address. Each has its own table."""
+    """Routes in several processes, which take turns on one address."""
 
     def __init__(
         self,
@@ -166,6 +177,8 @@ def run_front() -> int:
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         runner.run(_serve(spec, listener))
+    own = spec.router_paths[spec.index]
+    remove_sockets(own, own + TOLD)
     sys.stderr.flush()
     os._exit(0)  # the lifeline is still being read
 

@@ -7,11 +7,13 @@ however it ended. Configurations travel there too, since others can read command
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -82,3 +84,14 @@ def end_with_parent(listen: Callable[[], object], patience_s: float) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def remove_sockets(*paths: str) -> None:
+    """Remove what this process has in the private folder, and the folder if it was the last.
+
+    Otherwise the parent does, unless it was killed.
+    """
+    with contextlib.suppress(OSError):
+        for path in paths:
+            Path(path).unlink(missing_ok=True)
+        Path(paths[0]).parent.rmdir()

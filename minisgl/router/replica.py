@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from minisgl.config import EngineConfig
-from minisgl.router.lifeline import INPUT, end_with_parent, hear
+from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
 from minisgl.router.replicas import ReplicaSpec
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
@@ -43,6 +41,4 @@ def run_replica(
     try:
         return ReplicaProcess(spec.engine, spec.server, start).run()
     finally:
-        # Left by a parent that was killed; otherwise there are other sockets, or it removes it.
-        with contextlib.suppress(OSError):
-            Path(spec.server.uds).parent.rmdir()
+        remove_sockets(spec.server.uds)
