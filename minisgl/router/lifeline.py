@@ -21,6 +21,7 @@ import msgspec
 from minisgl.subprocesses import LENGTH
 
 INPUT = 0  # the number of standard input
+PARENT = os.getppid()
 # Between the end of the parent and that of a child that does not end by itself.
 ORPHAN_SECONDS = 10.0
 
@@ -87,11 +88,9 @@ def end_with_parent(listen: Callable[[], object], patience_s: float) -> None:
 
 
 def remove_sockets(*paths: str) -> None:
-    """Remove what this process has in the private folder, and the folder if it was the last.
-
-    Otherwise the parent does, unless it was killed.
-    """
+    """Remove what this process has in the private folder; without a parent the folder, too."""
     with contextlib.suppress(OSError):
         for path in paths:
             Path(path).unlink(missing_ok=True)
-        Path(paths[0]).parent.rmdir()
+        if os.getppid() != PARENT:  # fails while others have files there
+            Path(paths[0]).parent.rmdir()
