@@ -39,8 +39,8 @@ HOP_HEADERS = frozenset(
 OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date"}
 # Codes of a replica that takes no requests: another one may.
 NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", None))
-# Attempts beyond one for each replica: connections that are kept may have been closed.
-MORE_ATTEMPTS = 2
+# To send one request: one that ends its replica must not end all of them.
+MAX_ATTEMPTS = 3
 
 
 class Forward:
@@ -83,7 +83,7 @@ class _Answer:
         self._leaving.add_done_callback(self._stop)
         avoided = list[Replica]()
         error: MinisglError = ReplicaLostError()
-        for attempt in range(len(self._fleet.replicas) + MORE_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 replica = self._fleet.choose(key, avoided)
             except NotReadyError as not_ready:

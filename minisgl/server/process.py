@@ -68,6 +68,8 @@ async def start_engine(config: EngineConfig) -> ServedEngine:
 
 
 class ServerProcess:
+    connection = ServerConnection  # the class of its clients' connections
+
     def __init__(
         self,
         engine_config: EngineConfig,
@@ -102,7 +104,7 @@ class ServerProcess:
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         config = self._config
         app = create_app(self._state, hosts_of(config, listener))
-        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
+        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile, self.connection)
         server = Server(settings, self._state, room_for_connections(0))
         stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
