@@ -66,8 +66,8 @@ class RouterProcess:
         server = self._server
         if server.ssl_certfile:
             check_certificate(server.ssl_certfile, server.ssl_keyfile)
-        each = self._engine.max_running_requests + self._engine.max_queued_requests
-        check_file_limit(2 * each * self._router.replicas)  # a client's connection and a replica's
+        most = self._engine.max_running_requests + self._engine.max_queued_requests
+        check_file_limit(2 * most * self._router.replicas)  # a client's connection and a replica's
         with contextlib.ExitStack() as leaving:
             listeners = [leaving.enter_context(each) for each in self._listen()]
             if server.uds:

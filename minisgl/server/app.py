@@ -33,36 +33,6 @@ from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
 
 
-def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
-    """Build the application. With `hosts` it answers only requests addressed to one of them."""
-    metrics = Metrics(state)
-    routes = Routes(state, metrics)
-    config = state.config
-    middleware = middleware_of(config, metrics.responses, hosts, error_response)
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health),
-            Route("/version", routes.version),
-            Route("/metrics", routes.metrics),
-            Route("/openapi.json", routes.openapi),
-        ],
-        middleware=middleware,
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
-    )
-    app.state.bodies = BodyBudget()
-    return app
-
-
 def middleware_of(
     config: ServerConfig,
     responses: Counter[Answered],
@@ -95,3 +65,33 @@ def middleware_of(
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
     return middleware
+
+
+def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
+    """Build the application. With `hosts` it answers only requests addressed to one of them."""
+    metrics = Metrics(state)
+    routes = Routes(state, metrics)
+    config = state.config
+    middleware = middleware_of(config, metrics.responses, hosts, error_response)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/version", routes.version),
+            Route("/metrics", routes.metrics),
+            Route("/openapi.json", routes.openapi),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            MinisglError: answer_error,
+            HTTPException: answer_http_exception,
+            ClientDisconnect: answer_disconnect,
+        },
+    )
+    app.state.bodies = BodyBudget()
+    return app
