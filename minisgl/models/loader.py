@@ -167,13 +167,13 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
                     f"{file.parent} holds {full_name} twice, again in {file.name}."
                 )
             for target in stack.targets:
-                if stored.get_shape() not in target.shapes:
+                if not target.any_shape and stored.get_shape() not in target.shapes:
                     raise CheckpointError(
                         f"{file}: {full_name} has the shape {stored.get_shape()}; "
                         f"the config asks for {target.shapes[0]}{_of_scheme(model, name)}."
                     )
                 try:
-                    target.fill(_part(stored, target.cut))
+                    target.fill(stored[...] if target.any_shape else _part(stored, target.cut))
                 except CheckpointError as error:
                     raise CheckpointError(f"{file}: {full_name} {error}.") from error
                 done_bytes += target.num_bytes

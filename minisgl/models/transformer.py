@@ -137,7 +137,11 @@ class CausalLM(nn.Module):
         """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
         with few rows on a GPU by trying. Call it before anything is captured."""
         select.prepare(self._products(), self._dtype)
+        for linear in self._linears():
+            linear.register_weights()
 
     def _products(self) -> list[Product]:
-        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        return [*(linear.product for linear in linears), self._head]
+        return [*(linear.product for linear in self._linears()), self._head]
+
+    def _linears(self) -> list[Linear]:
+        return [module for module in self.layers.modules() if isinstance(module, Linear)]
