@@ -203,3 +203,42 @@ async def test_a_replica_that_takes_no_requests_is_passed_over_and_without_any_i
         assert loading["code"] == "loading" and "ready: 0 of 4" in loading["message"]
         fleet.update([ReplicaState(start=2)] * 4)
         assert error_of(await client.get("/health"))["code"] == "dead"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "end", "failure"),
+    [
+        (CHAT, {"messages": HELLO}, "data: [DONE]", "data: [DONE]"),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": HELLO, "max_tokens": 900},
+            'data: {"type":"message_stop"}',
+            'data: {"type":"error","error":{"type":"overloaded_error"',
+        ),
+        (
+            "/v1/responses",
+            {"input": HELLO},
+            'data: {"type":"response.completed"',
+            'data: {"type":"error","code":"replica_lost"',
+        ),
+    ],
+)
+async def test_streams_of_every_api_end_as_they_should_or_with_an_error_of_their_own(
+    path: str, asked: dict[str, Any], end: str, failure: str, tmp_path: Path
+) -> None:
+    engine = FakeEngine(answer_length=5)
+    async with (
+        routing(tmp_path, engine) as (url, _, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        body = {**asked, "stream": True}
+        whole = (await client.post(path, json=body)).text
+        assert whole.rstrip().splitlines()[-1].startswith(end)
+        engine.answer_length, engine.interval = 800, 0.005
+        async with client.stream("POST", path, json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await until(lambda: bool(engine.running))
+            replicas.kill(0)
+            *_, last = [line async for line in lines if line]
+        assert last.startswith(failure)
