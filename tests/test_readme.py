@@ -13,6 +13,7 @@ from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.online.config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
+from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Message
 from minisgl.server.messages_api.protocol import MessagesRequest
@@ -50,6 +51,7 @@ def row(spec: Field[Any]) -> str:
     [
         (CLI, "Engine", EngineConfig),
         ("minisgl/server/README.md", "Server", ServerConfig),
+        ("minisgl/router/README.md", "Replicas", RouterConfig),
         (CLI, "Chat", ChatConfig),
         (BENCH, "Benchmark", BenchConfig),
         (BENCH, "Latency", LatencyConfig),

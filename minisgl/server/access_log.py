@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
@@ -18,7 +19,7 @@ from minisgl.errors import CallerError, ContextLengthError, MinisglError, withou
 from minisgl.server import constraints, messages, protocol, tools
 from minisgl.server.messages_api import protocol as messages_protocol
 from minisgl.server.messages_api.paths import status_of
-from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.metrics import Answered
 from minisgl.server.responses_api import protocol as responses_protocol
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,11 @@ class Observe:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: Metrics,
+        responses: Counter[Answered],
         error_response: Callable[[Scope, Exception], ASGIApp],
     ) -> None:
         self._app = app
-        self._responses = metrics.responses
+        self._responses = responses
         self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

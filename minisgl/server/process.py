@@ -14,14 +14,13 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
@@ -69,6 +68,8 @@ async def start_engine(config: EngineConfig) -> ServedEngine:
 
 
 class ServerProcess:
+    connection = ServerConnection  # the class of its clients' connections
+
     def __init__(
         self,
         engine_config: EngineConfig,
@@ -90,16 +91,9 @@ class ServerProcess:
         """
         if self._config.ssl_certfile:
             check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
-        max_requests = (
+        check_file_limit(
             self._engine_config.max_running_requests + self._engine_config.max_queued_requests
         )
-        if (limit := raise_file_limit()) < max_requests + OWN_FILES:
-            logger.warning(
-                "This process may open %d files, and %d requests need one each: raise the hard "
-                "limit (ulimit -Hn), or lower --max-queued-requests.",
-                limit,
-                max_requests,
-            )
         with contextlib.ExitStack() as leaving:
             listener = leaving.enter_context(bind(self._config))
             if self._config.uds:
@@ -110,9 +104,9 @@ class ServerProcess:
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         config = self._config
         app = create_app(self._state, hosts_of(config, listener))
-        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
+        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile, self.connection)
         server = Server(settings, self._state, room_for_connections(0))
-        stopping = asyncio.ensure_future(_first_signal())
+        stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
         engine: ServedEngine | None = None
@@ -152,18 +146,24 @@ class ServerProcess:
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
-        place = _place(listener, self._config)
-        logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
-        logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
+        self._announce(listener)
+
+    def _announce(self, listener: socket.socket) -> None:
+        announce(", ".join(self._state.model_names()), listener, self._config)
         if not self._engine_config.model:
-            logger.info("%s", DEMO_NOTE)
+            log_demo_note()
 
 
-def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+def http_settings(
+    app: ASGIApp,
+    certfile: str = "",
+    keyfile: str = "",
+    connection: type[ServerConnection] = ServerConnection,
+) -> uvicorn.Config:
     """The settings of uvicorn; HTTPS if there is a certificate."""
     return uvicorn.Config(
         app,
-        http=ServerConnection,
+        http=connection,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -178,8 +178,15 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
     )
 
 
+class Mortal(Protocol):
+    """What a server stops without: its engine."""
+
+    @property
+    def dead(self) -> bool: ...
+
+
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves signals to ServerProcess.
+    """uvicorn that stops when the engine is dead, and leaves signals to its process.
 
     uvicorn's own handlers would close connections before they are drained.
     """
@@ -187,7 +194,7 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, state: EngineState, max_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, state: Mortal, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
         self.server_state = Connections(max_connections)
@@ -197,7 +204,8 @@ class Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
+        kind: Any = self.config.http_protocol_class
+        connect = partial(kind, self.config, self.server_state, self.lifespan.state)
         servers: list[Any] = [
             TLSServer(listener, self.config.ssl, self.server_state, connect)
             for listener in sockets or ()
@@ -216,7 +224,18 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _first_signal() -> None:
+def check_file_limit(num_files: int) -> None:
+    """Warn if so many requests may be open that this process can run out of files."""
+    if (limit := raise_file_limit()) < num_files + OWN_FILES:
+        logger.warning(
+            "This process may open %d files, and %d requests need one each: raise the hard "
+            "limit (ulimit -Hn), or lower --max-queued-requests.",
+            limit,
+            num_files,
+        )
+
+
+async def first_signal() -> None:
     """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
@@ -240,8 +259,11 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Open a listening socket; raises ConfigError if the address is unavailable."""
+def bind(config: ServerConfig, *, shares_port: bool = False) -> socket.socket:
+    """Open a listening socket; raises ConfigError if the address is unavailable.
+
+    shares_port: others that say so, too, may listen on the same port, and take turns.
+    """
     if config.uds:
         listener = bind_unix(config.uds)
         listener.listen(BACKLOG)
@@ -258,6 +280,8 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         limit_unsent(listener)
         listener.listen(BACKLOG)
@@ -269,6 +293,20 @@ def bind(config: ServerConfig) -> socket.socket:
             "--port", config.port, f"{error.strerror} on {config.host}; allowed: a free port"
         ) from error
     return listener
+
+
+def announce(served: str, listener: socket.socket, config: ServerConfig) -> None:
+    """Tell where `served` is, and how to ask it."""
+    place = _place(listener, config)
+    logger.info("Serving %s at %s", served, place)
+    logger.info("Try it: %s", _example(place, with_key=bool(config.api_key)))
+
+
+def log_demo_note() -> None:
+    """Say that no model was named."""
+    from minisgl.models.hub import DEMO_NOTE  # which imports a client of the Hub
+
+    logger.info("%s", DEMO_NOTE)
 
 
 def _place(listener: socket.socket, config: ServerConfig) -> str:

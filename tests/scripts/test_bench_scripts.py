@@ -40,6 +40,18 @@ def test_bench_server_reports_why_the_engine_does_not_start() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_bench_router_tells_the_cost_of_a_token_and_how_much_later_first_bytes_come() -> None:
+    load = ("--streams", 4, "--rate", 200, "--seconds", 0.2, "--requests", 5, "--repeat", 1)
+    done = run_script("bench_router.py", *load)
+    assert done.stderr == ""
+    cost, delay = done.stdout.splitlines()[-2:]
+    found = re.fullmatch(r"CPU of the router: (\S+) µs a token \(at most 10\)", cost)
+    assert found is not None and float(found[1]) > 0
+    found = re.fullmatch(r"first byte later at p99: (\S+) ms \(at most 1\)", delay)
+    assert found is not None
+    assert done.returncode in (0, 1)  # whether both are within their limits
+
+
 def test_a_short_soak_run_leaves_nothing_behind() -> None:
     done = run_script("soak.py", "--minutes", 0.05)
     assert done.returncode == 0, done.stdout + done.stderr
