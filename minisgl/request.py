@@ -279,6 +279,7 @@ class Request:
         "max_tokens",
         "namespace",
         "num_cached_tokens",
+        "num_host_tokens",
         "num_prompt_tokens",
         "params",
         "prompt_logprobs",
@@ -321,6 +322,7 @@ class Request:
         )
         self.token_ids = list(prompt_token_ids)
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None

@@ -50,6 +50,7 @@ class SchedulerCounters:
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
+    num_host_tokens: int = 0  # of these, tokens loaded from host memory
     num_retractions: int = 0
 
 
@@ -63,6 +64,7 @@ class _Draft:
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_owners: list[Running] = field(default_factory=list)
+    loading: list[Running] = field(default_factory=list)
 
 
 class Scheduler:
@@ -93,6 +95,7 @@ class Scheduler:
         self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._num_masked = 0  # running requests with a matcher
+        self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         # The decode rows. The list is replaced, never mutated: launched plans refer to it.
         self._decoding: list[Running] = []
@@ -109,11 +112,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Number of requests that wait, for their turn or for pages from host memory."""
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) - len(self._loading)
 
     @property
     def num_in_flight(self) -> int:
@@ -199,6 +203,8 @@ class Scheduler:
         if running.decoding:
             running.decoding = False
             self._decode_changed = True
+        elif running.loading:
+            self._loading.remove(running)
         elif running.num_scheduled < running.num_known:
             self._prefilling.remove(running)
 
@@ -210,6 +216,8 @@ class Scheduler:
         retractions = self.counters.num_retractions
         if self._wants_page:
             self._grant_pages(draft)
+        if self._loading:
+            self._resume_loaded()
         for running in self._prefilling:
             self._add_chunk(running, draft)
         # A request retracted for this plan must not be readmitted at once and displace another.
@@ -217,7 +225,8 @@ class Scheduler:
             self._admit(draft)
         if self._decode_changed or self._joining_decode:
             self._rebuild_decode_rows()
-        if not self._decoding and not draft.chunks:
+        copies = self.kv.take_copies(draft.step)
+        if not self._decoding and not draft.chunks and copies is None:
             return None
 
         self._step = draft.step
@@ -238,6 +247,7 @@ class Scheduler:
             max_run=max_run,
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
+            copies=copies,
         )
         self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
         return plan
@@ -306,7 +316,14 @@ class Scheduler:
                 running for running in self._prefilling if running.num_scheduled < running.num_known
             ]
         return Launched(
-            draft.step, decoding, draft.chunk_owners, sampling, completed, max_run, masked
+            draft.step,
+            decoding,
+            draft.chunk_owners,
+            sampling,
+            completed,
+            max_run,
+            masked,
+            draft.loading,
         )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
@@ -398,8 +415,12 @@ class Scheduler:
                 break
             admitted.append(waiting)
             reserved += self._ratio.expected(waiting.request)
-            self._add_chunk(running, draft)
-            self._prefilling.append(running)
+            if running.loading:
+                self._loading.append(running)
+                draft.loading.append(running)
+            else:
+                self._add_chunk(running, draft)
+                self._prefilling.append(running)
             del self._queued[waiting.request.id]
         if admitted:
             self._waiting.admitted(admitted)
@@ -436,10 +457,13 @@ class Scheduler:
             self.kv.close(lease)
             return None
 
+        num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
+            request.num_host_tokens = lease.num_loaded * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
+            self.counters.num_host_tokens += request.num_host_tokens
         request.status = RequestStatus.RUNNING
         running = Running(
             request=request,
@@ -452,6 +476,7 @@ class Scheduler:
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * self.kv.page_size,
             resumed=waiting.retracted,
+            loading=self.kv.is_loading(lease),
         )
         self._running[request.id] = running
         self._num_masked += request.matcher is not None
@@ -468,6 +493,20 @@ class Scheduler:
         )
         draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
         return running
+
+    # -- pages from host memory --------------------------------------------------------------------
+
+    def landed(self, load: int) -> None:
+        """Note that the pages of a load are on the device. The next plan may use them."""
+        self.kv.landed(load)
+
+    def _resume_loaded(self) -> None:
+        """Let the requests whose pages are all there compute the rest of their tokens."""
+        for running in self._loading:
+            running.loading = self.kv.is_loading(running.lease)
+            if not running.loading:
+                self._prefilling.append(running)
+        self._loading = [running for running in self._loading if running.loading]
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -547,7 +586,7 @@ class Scheduler:
         self._launched = deque(launched for launched in self._launched if launched.step < step)
         failed: list[Request] = []
         for launched in lost:
-            for running in (*launched.decoding, *launched.chunks):
+            for running in (*launched.decoding, *launched.chunks, *launched.loading):
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
@@ -570,9 +609,11 @@ class Scheduler:
             assert scheduled <= max(running.num_room, running.num_known)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
-            prefilling = running.num_scheduled < running.num_known
+            assert running.loading == self._loading.count(running)
+            assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
+            prefilling = running.num_scheduled < running.num_known and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
-            if not prefilling and request.max_tokens:
+            if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
                     launched.max_run * launched.decoding.count(running)
                     + launched.sampling_chunks.count(running)

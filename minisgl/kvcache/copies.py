@@ -1,0 +1,48 @@
+"""Copies of KV pages between the device and host memory, as integers, and when one pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages on their way from host memory to the device."""
+
+    id: int  # 1, 2, ...
+    host_pages: tuple[int, ...]
+    pages: tuple[int, ...]  # on the device, as many
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a plan copies besides computing its step; all of it belongs to the plan's own place in
+    the order of launches.
+
+    First the compute lane waits for the loads in `awaits`: from this plan on their pages are read,
+    or written again. Then it gathers the pages of `offloads`, which this plan may write. The pages
+    of `loads` are written from then on, at any time, until a later plan awaits the load.
+    """
+
+    offloads: tuple[tuple[int, int], ...] = ()  # (page on the device, page in host memory)
+    loads: tuple[Load, ...] = ()
+    awaits: tuple[int, ...] = ()  # ids of loads
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRule:
+    """The costs of a page that is loaded, and of one that is computed, both measured at start.
+
+    With bytes / bandwidth for the one and tokens / prefill rate for the other, a prefix in host
+    memory is loaded only where that is faster.
+    """
+
+    load_s: float  # of a page
+    compute_s: float  # of the tokens of a page
+    delay_s: float = 0.0  # of any load, before its request may run
+
+    def pays(self, num_pages: int) -> bool:
+        return self.delay_s + num_pages * self.load_s < num_pages * self.compute_s
+
+
+ALWAYS = LoadRule(load_s=0.0, compute_s=1.0)
