@@ -226,7 +226,7 @@ class Scheduler:
         if self._decode_changed or self._joining_decode:
             self._rebuild_decode_rows()
         copies = self.kv.take_copies(draft.step)
-        if not self._decoding and not draft.chunks and copies is None:
+        if not (self._decoding or draft.chunks or draft.joins or copies):
             return None
 
         self._step = draft.step

@@ -18,6 +18,7 @@ from support.folders import ROOT
 
 from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
+from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -75,11 +76,17 @@ class Harness:
     conservativeness: float = 1.0
     max_run: int = 1
     run_seed: int = 0
+    num_host_pages: int = 0
+    load_rule: LoadRule = ALWAYS
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kv = KVCacheManager(
-            num_pages=self.num_pages, page_size=self.page_size, cache_type=self.cache_type
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            cache_type=self.cache_type,
+            num_host_pages=self.num_host_pages,
+            load_rule=self.load_rule,
         )
         self.scheduler = Scheduler(
             kv=kv,
@@ -98,6 +105,7 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
+        self.host_namespaces: dict[int, bytes] = {}
 
     def launch(self) -> StepPlan | None:
         if self.deferred is not None:
@@ -123,9 +131,16 @@ class Harness:
 
     def check_namespaces(self, plan: StepPlan) -> None:
         """A request is given no page with what another namespace has computed."""
+        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
         for running in self.scheduler._running.values():
             self.slot_namespaces[running.slot] = running.request.namespace
-        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
+            starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
+        if plan.copies is not None:
+            for page, host_page in plan.copies.offloads:
+                self.host_namespaces[host_page] = self.page_namespaces[page]
+            for load in plan.copies.loads:
+                for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                    self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
         for grant in plan.grants:
             namespace = self.slot_namespaces[grant.slot]
@@ -154,6 +169,13 @@ class Harness:
         self.scheduler.audit()
         return settled
 
+    def land(self, load: int | None = None) -> None:
+        """Let the oldest load in flight land, or this one."""
+        load = load or min(self.runner.in_flight)
+        self.runner.land(load)
+        self.scheduler.landed(load)
+        self.scheduler.audit()
+
     def running_and_queued(self) -> list[Running | Waiting]:
         return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
 
@@ -167,6 +189,9 @@ class Harness:
         while True:
             while len(self.in_flight) < depth and self.launch() is not None:
                 pass
+            if not self.in_flight and self.runner.in_flight:
+                self.land()
+                continue
             if not self.in_flight:
                 assert not self.scheduler.num_waiting and not self.scheduler.num_running
                 return
@@ -198,9 +223,11 @@ def random_requests(
     longest: int = 40,
     num_clients: int = 0,
     masked: float = 0,
+    num_prefixes: int = 1,
 ) -> list[Request]:
     """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
-    those with a matcher, some of which end their output."""
+    those with a matcher, some of which end their output. num_prefixes: how many beginnings the prompts
+    share."""
 
     def rule() -> Rule | None:
         if rng.random() >= masked:
@@ -208,11 +235,11 @@ def random_requests(
         return ending_at(rng.choice([3, 100]), without(EOS, tokens_after(50)))
 
     clients = [f"{index}" for index in range(num_clients)]
-    prefix = [rng.randrange(50) for _ in range(20)]
+    prefixes = [[rng.randrange(50) for _ in range(20)] for _ in range(num_prefixes)]
     return [
         make_request(
             str(index),
-            prefix[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
+            rng.choice(prefixes)[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
             logprobs=rng.choice([None, 0]),
@@ -783,16 +810,18 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
     """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 8])
+    cache_type = rng.choice(["radix", "radix", "naive"])
     harness = Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 70 // page_size, 2 + 120 // page_size),
         num_slots=rng.randint(2, 8),
         max_prefill_length=rng.choice([3, 7, 64]),
-        cache_type=rng.choice(["radix", "radix", "naive"]),
+        cache_type=cache_type,
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
         max_run=rng.choice([1, 1, 2, 5]),
         run_seed=seed,
+        num_host_pages=rng.choice([0, 0, 2, 10, 100]) if cache_type == "radix" else 0,
     )
     waiting = random_requests(
         rng,
@@ -800,6 +829,35 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         num_clients=rng.randint(0, 3),
         masked=rng.choice([0, 0, 0.3, 1]),
     )
+    run_schedule(harness, waiting, rng)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
+    """Many prompts share few prefixes, of which the device holds one or two at a time."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    harness = Harness(
+        page_size=page_size,
+        num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
+        num_slots=rng.randint(1, 6),
+        max_prefill_length=rng.choice([3, 7, 64]),
+        policy=rng.choice(["fcfs", "lpm"]),
+        conservativeness=rng.choice([0.01, 0.1, 1.0]),
+        max_run=rng.choice([1, 1, 3]),
+        run_seed=seed,
+        num_host_pages=rng.choice([3, 20, 40, 300]),
+        load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
+    )
+    waiting = random_requests(
+        rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
+    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended as it must."""
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3)
@@ -817,6 +875,8 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
             assert harness.scheduler.cancel(request)
             harness.ended([request])
             disturbed.add(request)
+        elif 0.65 < move < 0.7 and harness.runner.in_flight:
+            harness.land(rng.choice([*harness.runner.in_flight]))
         elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:
             first = rng.choice(list(harness.in_flight)).step
             failed = harness.scheduler.fail(first, StepError("injected"))
@@ -843,5 +903,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
             check_output(request)
         else:  # cut, but right as far as it goes
             assert output_of(request)[: request.num_output_tokens] == request.output_token_ids
+    for load in [*harness.runner.in_flight]:
+        harness.land(load)
     kv = harness.scheduler.kv
     assert kv.num_available == kv.num_pages - 1

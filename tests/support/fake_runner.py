@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minisgl.kvcache.copies import Copies, Load
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
@@ -74,7 +75,8 @@ class _Slot:
 class FakeRunner:
     """Executes plans at launch, in order; `collect` hands the result over later.
 
-    Where a plan allows runs, `runs` draws the length of each.
+    Where a plan allows runs, `runs` draws the length of each. The lane of loads is as slow as can
+    be: their pages hold nothing until `land`, or until a plan awaits them.
     """
 
     def __init__(
@@ -93,12 +95,16 @@ class FakeRunner:
         self._has_runs = False
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
+        self._host: dict[int, list[int]] = {}
+        self.in_flight: dict[int, Load] = {}  # loads
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
         self._forwarded = None
         if plan.step in self.fail_at:
             raise RuntimeError(f"step {plan.step} was told to fail")
+        if plan.copies is not None:
+            self._copy(plan.copies)
         for join in plan.joins:
             self._slots[join.slot] = _Slot(join)
         for grant in plan.grants:
@@ -125,6 +131,25 @@ class FakeRunner:
         if plan.max_run == 1:
             return StepResult(plan.step, tokens, logprobs, scores)
         return StepResult(plan.step, tokens, logprobs, scores, run_lengths=run_lengths)
+
+    def _copy(self, copies: Copies) -> None:
+        for load_id in copies.awaits:
+            self.land(load_id)
+        for page, host_page in copies.offloads:
+            cells = [self._cells.get((page, place), -1) for place in range(self.page_size)]
+            self._host[host_page] = cells
+        for load in copies.loads:
+            self.in_flight[load.id] = load
+            for page in load.pages:
+                self._cells |= {(page, place): -1 for place in range(self.page_size)}
+
+    def land(self, load_id: int) -> None:
+        """Write what a load brings, unless it has landed."""
+        load = self.in_flight.pop(load_id, None)
+        if load is not None:
+            for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                for place, value in enumerate(self._host[host_page]):
+                    self._cells[page, place] = value
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
         assert plan.max_run == 1
