@@ -24,9 +24,10 @@ from minisgl.config import EngineConfig
 from minisgl.engine.collector import Collector
 from minisgl.engine.fanout import Fanout
 from minisgl.engine.intake import Intake
+from minisgl.engine.landings import Landings
 from minisgl.engine.masks import Failures, MaskFiller
 from minisgl.engine.startup import Loaded, load
-from minisgl.engine.stats import EngineStats, Meter
+from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import (
     ContextLengthError,
@@ -52,6 +53,7 @@ from minisgl.request import (
     Tenant,
     check_token_ids,
 )
+from minisgl.runner.host_cache import HostTraffic
 from minisgl.runner.load import Report
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
@@ -90,6 +92,8 @@ class AsyncEngine:
                 num_pages=self.capacity.num_pages,
                 page_size=self.capacity.page_size,
                 cache_type=self.config.cache_type,
+                num_host_pages=self.config.num_host_pages,
+                load_rule=loaded.load_rule,
             ),
             num_slots=self.capacity.num_slots,
             max_seq_len=self.capacity.max_seq_len,
@@ -120,6 +124,9 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
         self._collector = Collector(self._runner, self._on_step)
+        self._landings: Landings[Any] | None = None
+        if self.config.num_host_pages:
+            self._landings = Landings(self._runner, self._on_landed)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -380,6 +387,12 @@ class AsyncEngine:
         except Exception as error:
             self._die(error)
 
+    def _on_landed(self, load: int) -> None:
+        """Let the requests that waited for a load run. Called once for each load."""
+        if self.failure is None:
+            self._scheduler.landed(load)
+            self._pump_soon()
+
     def _follow(self, masked: Sequence[Request]) -> None:
         """Tell matchers their requests' new tokens, and end the requests that are complete."""
         self._end_failed(self._masks.accept(masked))
@@ -414,6 +427,8 @@ class AsyncEngine:
 
     def _collect(self, plan: StepPlan, handle: Any) -> None:
         self._collector.add(plan.step, handle)
+        if self._landings is not None and plan.copies is not None and plan.copies.loads:
+            self._landings.add(handle)
         self._watch.began(plan)
         if self._looking is None:
             self._look_later()
@@ -618,6 +633,8 @@ class AsyncEngine:
             self._max_in_flight = 0
             self._deferred = None
             self._collector.end()
+            if self._landings is not None:
+                self._landings.end()
             await self._steps_end()
             await asyncio.to_thread(self._free, self._collector.ended.done())
 
@@ -643,6 +660,8 @@ class AsyncEngine:
         if self._grammars is not None:
             self._grammars.close()
         self._collector.end()
+        if self._landings is not None:
+            self._landings.end()
         self._free(self._collector.join(self.config.step_timeout))
 
     async def _steps_end(self) -> None:
@@ -670,8 +689,19 @@ class AsyncEngine:
             num_pages=kv.num_pages - 1,
             num_free_pages=kv.num_free,
             num_cached_pages=kv.num_cached,
+            host=self._host_stats(),
             counters=replace(self._scheduler.counters),
             totals=self._meter.totals.copy(),
+        )
+
+    def _host_stats(self) -> HostStats | None:
+        if not self.config.num_host_pages:
+            return None
+        page_size = self.capacity.page_size
+        return HostStats(
+            num_tokens=self.config.num_host_pages * page_size,
+            num_used_tokens=self._scheduler.kv.num_host * page_size,
+            traffic=self._runner.traffic() or HostTraffic.none(),
         )
 
     def audit(self) -> None:
@@ -693,6 +723,7 @@ def _ending(request: Request, now: float) -> str:
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "
-        f"({request.num_cached_tokens} cached), {request.num_output_tokens} output tokens"
+        f"({request.num_cached_tokens} cached, {request.num_host_tokens} of them in host memory), "
+        f"{request.num_output_tokens} output tokens"
         + ("" if first is None else f" from {first - request.submitted_s:.3f} s on")
     )

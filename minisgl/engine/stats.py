@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minisgl.request import FinishReason, Request
+from minisgl.runner.host_cache import HostTraffic
 from minisgl.scheduler.scheduler import SchedulerCounters
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.
@@ -161,6 +162,15 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStats:
+    """The host tier of the prefix cache."""
+
+    num_tokens: int  # that fit
+    num_used_tokens: int
+    traffic: HostTraffic  # of one rank
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot, for logs and metrics."""
 
@@ -171,6 +181,7 @@ class EngineStats:
     num_cached_pages: int  # held only by the prefix cache: evictable
     counters: SchedulerCounters
     totals: Totals
+    host: HostStats | None = None  # None: there is no host tier
 
     @property
     def num_used_pages(self) -> int:

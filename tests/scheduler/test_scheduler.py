@@ -226,8 +226,8 @@ def random_requests(
     num_prefixes: int = 1,
 ) -> list[Request]:
     """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
-    those with a matcher, some of which end their output. num_prefixes: how many beginnings the prompts
-    share."""
+    those with a matcher, some of which end their output. num_prefixes: of the
+    prompts."""
 
     def rule() -> Rule | None:
         if rng.random() >= masked:
@@ -239,7 +239,8 @@ def random_requests(
     return [
         make_request(
             str(index),
-            rng.choice(prefixes)[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
+            rng.choice(prefixes)[: rng.choice([0, 4, 20])]
+            + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
             logprobs=rng.choice([None, 0]),
@@ -857,7 +858,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
 
 
 def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
-    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended as it must."""
+    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3)

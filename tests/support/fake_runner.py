@@ -8,7 +8,7 @@ nothing else: one page lost, shared while being written or handed out too early 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -97,6 +97,7 @@ class FakeRunner:
         self._cells: dict[tuple[int, int], int] = {}
         self._host: dict[int, list[int]] = {}
         self.in_flight: dict[int, Load] = {}  # loads
+        self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -105,6 +106,7 @@ class FakeRunner:
             raise RuntimeError(f"step {plan.step} was told to fail")
         if plan.copies is not None:
             self._copy(plan.copies)
+            self._loads_of[plan.step] = plan.copies.loads
         for join in plan.joins:
             self._slots[join.slot] = _Slot(join)
         for grant in plan.grants:
@@ -203,6 +205,14 @@ class FakeRunner:
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
+
+    def loads(self, handle: StepResult) -> Iterator[int]:
+        for load in self._loads_of[handle.step]:
+            self.land(load.id)
+            yield load.id
+
+    def traffic(self) -> None:
+        return None
 
     def may_compile(self) -> bool:
         return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -27,6 +27,7 @@ from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
+from minisgl.runner.host_cache import HostTraffic
 from minisgl.runner.load import Report
 from minisgl.runner.parallel.channel import PipeChannel
 from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
@@ -126,6 +127,7 @@ class TensorParallelRunner:
     def __init__(self, own: ModelRunner, ranks: Communicator, others: RemoteRanks) -> None:
         """own, ranks: the runner and the communicator of rank 0."""
         self.capacity = own.capacity
+        self.load_rule = own.load_rule
         self.others = others
         self._own = own
         self._ranks = ranks
@@ -168,6 +170,14 @@ class TensorParallelRunner:
             raise self.others.lose(error) from error
         finally:
             self.others.collected()
+
+    def loads(self, handle: StepHandle) -> Iterator[int]:
+        """As of rank 0: the others await each load on their own device."""
+        return self._own.loads(handle)
+
+    def traffic(self) -> HostTraffic | None:
+        """The copies of rank 0; those of the others are as many."""
+        return self._own.traffic()
 
     def close(self) -> None:
         atexit.unregister(self.close)
