@@ -376,6 +376,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
     parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
 
 
@@ -398,3 +399,4 @@ class OutputDelta:
     # Only of an answer that is parsed; its `text` is the content alone.
     events: Sequence[Event] = ()
     num_reasoning_tokens: int = 0  # in all
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory

@@ -697,10 +697,10 @@ class AsyncEngine:
     def _host_stats(self) -> HostStats | None:
         if not self.config.num_host_pages:
             return None
-        page_size = self.capacity.page_size
         return HostStats(
-            num_tokens=self.config.num_host_pages * page_size,
-            num_used_tokens=self._scheduler.kv.num_host * page_size,
+            page_size=self.capacity.page_size,
+            num_pages=self.config.num_host_pages,
+            num_used_pages=self._scheduler.kv.num_host,
             traffic=self._runner.traffic() or HostTraffic.none(),
         )
 

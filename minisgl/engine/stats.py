@@ -165,9 +165,15 @@ class Meter:
 class HostStats:
     """The host tier of the prefix cache."""
 
-    num_tokens: int  # that fit
-    num_used_tokens: int
+    page_size: int
+    num_pages: int
+    num_used_pages: int
     traffic: HostTraffic  # of one rank
+
+    @property
+    def usage(self) -> float:
+        """The fraction of the host tier that holds pages, 0 to 1."""
+        return self.num_used_pages / self.num_pages
 
 
 @dataclass(frozen=True, slots=True)

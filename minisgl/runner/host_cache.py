@@ -27,7 +27,8 @@ from torch import Tensor
 
 from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
-from minisgl.kernels.cache_pages.dispatch import Planes, gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
 from minisgl.runner.lanes import Lanes
@@ -60,6 +61,13 @@ class Traffic:
     num_bytes: int = 0
     seconds: float = 0.0  # in which the lane was busy with them
 
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.num_pages - before.num_pages,
+            self.num_bytes - before.num_bytes,
+            self.seconds - before.seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class HostTraffic:
@@ -71,6 +79,9 @@ class HostTraffic:
     @staticmethod
     def none() -> HostTraffic:
         return HostTraffic(Traffic(), Traffic())
+
+    def since(self, before: HostTraffic) -> HostTraffic:
+        return HostTraffic(self.offloads.since(before.offloads), self.loads.since(before.loads))
 
 
 class _Copied(NamedTuple):
@@ -205,14 +216,15 @@ class HostCache:
             if stage.copied is not None:
                 self._down.hold_compute(stage.copied)
             gather_pages(self._planes, pages[start : start + len(host_pages)], stage.packed)
-            stage.copied = self._down.queue(
-                self._sending(host_pages, stage.packed), [self._lanes.mark()]
-            )
+            send = self._sending(host_pages, stage.packed)
+            stage.copied = self._down.queue(send, [self._lanes.mark()])
             self._note(stage.copied, host_pages, self._traffic.offloads)
 
     def _sending(self, host_pages: Sequence[int], packed: Tensor) -> Callable[[], None]:
+        runs = list(self.slabs.runs(host_pages))
+
         def send() -> None:
-            for first, run in self.slabs.runs(host_pages):
+            for first, run in runs:
                 run.copy_(packed[first : first + len(run)], non_blocking=True)
 
         return send
@@ -222,18 +234,26 @@ class HostCache:
         host_pages = [host_page for host_page, _ in pairs]
         after = [self._lanes.mark(), *self._offloads_to(host_pages)]
         pages = torch.tensor([page for _, page in pairs], dtype=torch.int64)
-        mark = self._up.queue(lambda: self._fetch(host_pages, pages), after)
+        mark = self._up.queue(self._fetching(host_pages, pages), after)
         self._note(mark, host_pages, self._traffic.loads)
         return mark
 
-    def _fetch(self, host_pages: Sequence[int], pages: Tensor) -> None:
-        if self._lanes.device.type == "cuda":
-            pages = pages.pin_memory().to(self._lanes.device, non_blocking=True)
-        for start in range(0, len(host_pages), self._piece):
-            some = host_pages[start : start + self._piece]
-            for first, run in self.slabs.runs(some):
-                self._arriving[first : first + len(run)].copy_(run, non_blocking=True)
-            scatter_pages(self._planes, pages[start : start + len(some)], self._arriving)
+    def _fetching(self, host_pages: Sequence[int], pages: Tensor) -> Callable[[], None]:
+        """pages: [len(host_pages)] int64, on the CPU."""
+        starts = range(0, len(host_pages), self._piece)
+        pieces = [list(self.slabs.runs(host_pages[at : at + self._piece])) for at in starts]
+
+        def fetch() -> None:
+            targets = pages
+            if self._lanes.device.type == "cuda":
+                targets = pages.pin_memory().to(self._lanes.device, non_blocking=True)
+            for start, runs in zip(starts, pieces, strict=True):
+                for first, run in runs:
+                    self._arriving[first : first + len(run)].copy_(run, non_blocking=True)
+                some = targets[start : start + self._piece]
+                scatter_pages(self._planes, some, self._arriving)
+
+        return fetch
 
     def _offloads_to(self, host_pages: Sequence[int]) -> list[CopyMark]:
         """The offloads under way that write one of `host_pages`."""
@@ -265,12 +285,7 @@ class HostCache:
     def traffic(self) -> HostTraffic:
         with self._lock:
             self._count_ended()
-            return HostTraffic(
-                *(
-                    Traffic(total.num_pages, total.num_bytes, total.seconds)
-                    for total in (self._traffic.offloads, self._traffic.loads)
-                )
-            )
+            return self._traffic.since(HostTraffic.none())  # a copy
 
     def measure(self) -> float:
         """Seconds to load a page, as part of many. Writes the scratch page; nothing may run."""
@@ -278,7 +293,7 @@ class HostCache:
         host_pages = [page % min(self._piece, self.slabs.num_pages) for page in range(count)]
         pages = torch.zeros(count, dtype=torch.int64)
         for _ in range(2):  # the first compiles the kernel
-            mark = self._up.queue(lambda: self._fetch(host_pages, pages), [])
+            mark = self._up.queue(self._fetching(host_pages, pages), [])
             mark.wait()
         return mark.seconds() / count
 

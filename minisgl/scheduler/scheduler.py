@@ -50,8 +50,8 @@ class SchedulerCounters:
     num_steps: int = 0
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
-    num_host_tokens: int = 0  # of these, tokens loaded from host memory
     num_retractions: int = 0
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
 
 
 @dataclass(slots=True)

@@ -68,6 +68,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_host_tokens = 0
         self.num_reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._envelope = envelope
@@ -88,6 +89,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
     def events(self, delta: OutputDelta) -> bytes:
         """The events that report `delta`; none while its text is held back."""
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_host_tokens = delta.num_host_tokens
         events = b"" if self._started else self._opening()
         text = self._take(delta)
         if not self._plain:
@@ -128,7 +130,11 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         """The usage of this choice so far."""
         num_prompt = len(self.job.prompt_token_ids)
         return usage_of(
-            num_prompt, self.num_cached_tokens, self.num_output_tokens, self.num_reasoning_tokens
+            num_prompt,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            self.num_reasoning_tokens,
+            self.num_host_tokens,
         )
 
     @property
@@ -188,6 +194,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         """The text that `delta` adds to the answer."""
         self.num_output_tokens = delta.num_output_tokens
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_host_tokens = delta.num_host_tokens
         if delta.finish_reason is not None:
             self._end(delta)
         started, self._started = self._started, True
@@ -309,6 +316,7 @@ class Reply(ABC, Generic[ChoiceT]):
             sum(choice.num_cached_tokens for choice in firsts),
             sum(choice.num_output_tokens for choice in choices),
             sum(choice.num_reasoning_tokens for choice in choices),
+            sum(choice.num_host_tokens for choice in firsts),
         )
 
 
@@ -317,11 +325,12 @@ def usage_of(
     num_cached_tokens: int,
     num_output_tokens: int,
     num_reasoning_tokens: int,
+    num_host_tokens: int,
 ) -> Usage:
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(num_cached_tokens, num_host_tokens),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

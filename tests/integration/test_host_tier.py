@@ -48,7 +48,7 @@ def check_rounds(case: Case, num_tokens: int = 64, **options: Any) -> None:
             stats = engine.stats()
             assert stats.counters.num_retractions > 0
             assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
-            assert stats.host is not None and stats.host.num_used_tokens > 0
+            assert stats.host is not None and stats.host.num_used_pages > 0
             loads, offloads = stats.host.traffic.loads, stats.host.traffic.offloads
             assert loads.num_pages and offloads.num_pages and loads.seconds > 0
             page_bytes = loaded.model.on_rank(loaded.config.tp).kv_bytes_per_token(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kernels.cache_pages.dispatch import Planes, gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
+from minisgl.kernels.cache_pages.planes import Planes
 
 CPU = torch.device("cpu")
 

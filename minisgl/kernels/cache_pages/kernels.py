@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernels.cache_pages.dispatch import Planes
+from minisgl.kernels.cache_pages.planes import Planes
 
 _BLOCK = 1024  # words of a program
 

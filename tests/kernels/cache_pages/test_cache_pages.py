@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.page_cases import CASES, CPU, check_round_trip, planes_of
 
-from minisgl.kernels.cache_pages.dispatch import Planes
+from minisgl.kernels.cache_pages.planes import Planes
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
