@@ -16,6 +16,7 @@ import numpy as np
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
+from minisgl.runner.host_cache import HostTraffic, Traffic
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
@@ -98,6 +99,7 @@ class FakeRunner:
         self._host: dict[int, list[int]] = {}
         self.in_flight: dict[int, Load] = {}  # loads
         self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
+        self.num_copied = [0, 0]  # pages that were offloaded, and loaded
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -137,10 +139,12 @@ class FakeRunner:
     def _copy(self, copies: Copies) -> None:
         for load_id in copies.awaits:
             self.land(load_id)
+        self.num_copied[0] += len(copies.offloads)
         for page, host_page in copies.offloads:
             cells = [self._cells.get((page, place), -1) for place in range(self.page_size)]
             self._host[host_page] = cells
         for load in copies.loads:
+            self.num_copied[1] += len(load.pages)
             self.in_flight[load.id] = load
             for page in load.pages:
                 self._cells |= {(page, place): -1 for place in range(self.page_size)}
@@ -211,8 +215,10 @@ class FakeRunner:
             self.land(load.id)
             yield load.id
 
-    def traffic(self) -> None:
-        return None
+    def traffic(self) -> HostTraffic:
+        """A page has 1,000 bytes, and takes a millisecond."""
+        offloads, loads = (Traffic(num, 1000 * num, num / 1000) for num in self.num_copied)
+        return HostTraffic(offloads, loads)
 
     def may_compile(self) -> bool:
         return False
