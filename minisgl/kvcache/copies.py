@@ -31,15 +31,14 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class LoadRule:
-    """The costs of a page that is loaded, and of one that is computed, both measured at start.
+    """Decides whether a prefix in host memory is loaded: where that is faster than computing it.
 
-    With bytes / bandwidth for the one and tokens / prefill rate for the other, a prefix in host
-    memory is loaded only where that is faster.
+    A page takes bytes / bandwidth in the one case, tokens / prefill rate in the other.
     """
 
-    load_s: float  # of a page
+    load_s: float  # of a page among many
     compute_s: float  # of the tokens of a page
-    delay_s: float = 0.0  # of any load, before its request may run
+    delay_s: float = 0.0  # of any load
 
     def pays(self, num_pages: int) -> bool:
         return self.delay_s + num_pages * self.load_s < num_pages * self.compute_s

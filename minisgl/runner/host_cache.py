@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.kvcache.copies import Copies, Load
+from minisgl.kvcache.copies import Copies, Load, LoadRule
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
 from minisgl.runner.lanes import Lanes
 
@@ -287,15 +288,27 @@ class HostCache:
             self._count_ended()
             return self._traffic.since(HostTraffic.none())  # a copy
 
-    def measure(self) -> float:
-        """Seconds to load a page, as part of many. Writes the scratch page; nothing may run."""
-        count = min(self._piece, self.slabs.num_pages) * MEASURED_PIECES
-        host_pages = [page % min(self._piece, self.slabs.num_pages) for page in range(count)]
-        pages = torch.zeros(count, dtype=torch.int64)
-        for _ in range(2):  # the first compiles the kernel
-            mark = self._up.queue(self._fetching(host_pages, pages), [])
-            mark.wait()
-        return mark.seconds() / count
+    def measure(self, compute_s: float) -> LoadRule:
+        """The rule by which loads pay if the tokens of a page are computed in `compute_s`.
+
+        Loads into the scratch page, and blocks meanwhile; nothing may run.
+        """
+        self._time_load(1)  # compiles the kernel
+        alone_s, _ = self._time_load(1)
+        num_pages = min(self._piece, self.slabs.num_pages) * MEASURED_PIECES
+        _, busy_s = self._time_load(num_pages)
+        load_s = busy_s / num_pages
+        return LoadRule(load_s, compute_s, delay_s=max(0.0, alone_s - load_s))
+
+    def _time_load(self, num_pages: int) -> tuple[float, float]:
+        """Seconds from the call to the end of a load, and those in which the lane was busy."""
+        distinct = min(self._piece, self.slabs.num_pages)
+        host_pages = [page % distinct for page in range(num_pages)]
+        scratch = torch.zeros(num_pages, dtype=torch.int64)
+        began = time.perf_counter()
+        mark = self._up.queue(self._fetching(host_pages, scratch), [])
+        mark.wait()
+        return time.perf_counter() - began, mark.seconds()
 
     def close(self) -> None:
         """Free the host memory. No copy may be under way."""

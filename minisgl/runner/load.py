@@ -14,7 +14,7 @@ from minisgl.attention.base import Attention, AttentionShape
 from minisgl.config import Capacity, ResolvedConfig
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
-from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.copies import ALWAYS
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
@@ -202,7 +202,7 @@ class _Builder:
             report("pinning host memory", 0.0)
             host_cache = HostCache(kv, config.num_host_pages, self._lanes)
             self._lanes.synchronize()
-            load_rule = LoadRule(host_cache.measure(), prefill_s * config.page_size)
+            load_rule = host_cache.measure(prefill_s * config.page_size)
         runner = ModelRunner(
             model=self._model,
             kv=kv,

@@ -225,8 +225,7 @@ class Scheduler:
             self._admit(draft)
         if self._decode_changed or self._joining_decode:
             self._rebuild_decode_rows()
-        copies = self.kv.take_copies(draft.step)
-        if not (self._decoding or draft.chunks or draft.joins or copies):
+        if not (self._decoding or draft.chunks or draft.joins):
             return None
 
         self._step = draft.step
@@ -247,7 +246,7 @@ class Scheduler:
             max_run=max_run,
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
-            copies=copies,
+            copies=self.kv.take_copies(draft.step),
         )
         self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
         return plan

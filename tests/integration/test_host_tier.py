@@ -20,14 +20,14 @@ from support.parity import (
     load_engine,
 )
 from support.slow_lanes import SlowLane
-from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of
+from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
 from minisgl.runner import load
 from minisgl.runner.host_cache import HostCache
 
-HOST_GB = 0.01  # more than all prompts need; there are 40 device pages of 4 tokens
+HOST_GB = 0.01  # more than all prompts need; the device has 30 pages of 4 tokens
 
 
 @pytest.fixture
@@ -35,14 +35,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
 
 
-def check_rounds(case: Case, num_tokens: int = 64, **options: Any) -> None:
-    """The case's prompts three times: each time they have fallen out of the device's cache."""
+def check_rounds(case: Case, **options: Any) -> None:
+    """The case's prompts in two rounds: before the second they have fallen out of the device's
+    cache, some of them while they were retracted."""
 
     async def run() -> None:
-        loaded = load_engine(case.folder, **options)
+        loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
         async with AsyncEngine(loaded) as engine:
-            for _ in range(3):
-                params = [greedy(num_tokens)] * len(case.prompts)
+            for _ in range(2):
+                params = [greedy(NUM_TOKENS)] * len(case.prompts)
                 outputs = await batch(engine, case.prompts, params)
                 await count_excused(engine, case, outputs)
             stats = engine.stats()
@@ -60,30 +61,28 @@ def check_rounds(case: Case, num_tokens: int = 64, **options: Any) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("padded", [0, 4])
-def test_loaded_prefixes_give_the_reference_tokens(padded: int) -> None:
-    check_rounds(case_of("llama3"), **FEW_PAGES, host_cache=HOST_GB, padded=padded)
+def test_loaded_prefixes_give_the_reference_tokens() -> None:
+    check_rounds(short_case_of("llama3"), padded=4)
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"max_prefill_length": 7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": False, "num_pages": 40}], ids=str)
 def test_slow_lanes_change_no_token(options: dict[str, Any]) -> None:
-    check_rounds(case_of("qwen3"), **{**FEW_PAGES, "host_cache": HOST_GB, **options})
+    check_rounds(short_case_of("llama3"), **options)
 
 
 @pytest.mark.usefixtures("slow")
 def test_pages_in_fp8_survive_host_memory() -> None:
-    check_rounds(fp8_case("llama3", scaled=True), **FEW_PAGES, host_cache=HOST_GB)
+    check_rounds(shortened(fp8_case("llama3", scaled=True)))
 
 
-def test_a_host_tier_with_room_for_little_gives_the_reference_tokens() -> None:
-    """It holds fewer pages than the device, so it drops some itself all the time."""
+def test_a_host_tier_smaller_than_the_device_gives_the_reference_tokens() -> None:
     page_gb = load_engine(case_of("llama3").folder).model.kv_bytes_per_token("float32") * 4e-9
-    check_rounds(case_of("llama3"), **FEW_PAGES, host_cache=30 * page_gb)
+    check_rounds(short_case_of("llama3"), host_cache=20 * page_gb)
 
 
 def test_each_of_two_ranks_keeps_its_part() -> None:
-    check_rounds(short_case_of("llama3"), NUM_TOKENS, **EVERYTHING, host_cache=HOST_GB, tp=2)
+    check_rounds(short_case_of("llama3"), tp=2)
 
 
 @pytest.mark.usefixtures("slow")
@@ -144,9 +143,10 @@ def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.Monke
                     if stream.request.error is not None:
                         raise stream.request.error
             assert failing
+            short = shortened(case)
             for _ in range(2):
-                params = [greedy()] * len(case.prompts)
-                await count_excused(engine, case, await batch(engine, case.prompts, params))
+                params = [greedy(NUM_TOKENS)] * len(short.prompts)
+                await count_excused(engine, short, await batch(engine, short.prompts, params))
                 engine.audit()
             assert engine.stats().counters.num_host_tokens
 

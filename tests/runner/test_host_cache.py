@@ -92,7 +92,9 @@ def test_loads_are_timed_without_harm_to_any_page() -> None:
     kv = cache_of(CPU)
     write(kv, 1, 3.0)
     cache = HostCache(kv, 10, Lanes(CPU), lambda lanes: HostCopyLane())
-    assert cache.measure() > 0
+    rule = cache.measure(compute_s=7.0)
+    assert rule.load_s > 0 and rule.compute_s == 7.0 and rule.delay_s >= 0
+    assert rule.pays(2) and not cache.measure(compute_s=0.0).pays(2)
     assert holds(kv, 1, 3.0)
     assert cache.traffic().loads.num_pages == 0
 

@@ -857,6 +857,56 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
     run_schedule(harness, waiting, rng)
 
 
+def test_a_retracted_request_loads_what_it_had_computed() -> None:
+    """Without a host tier it computes most of that a second time."""
+    computed, loaded = [], []
+    for num_host_pages in (0, 400):
+        harness = Harness(
+            page_size=2, num_pages=40, conservativeness=0.05, num_host_pages=num_host_pages
+        )
+        requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
+        harness.run(*requests)
+        for request in requests:
+            check_output(request)
+        assert harness.scheduler.counters.num_retractions > 0
+        computed.append(harness.runner.num_computed_tokens)
+        loaded.append(harness.runner.num_copied[1])
+    assert loaded[0] == 0 < loaded[1]
+    assert computed[1] < computed[0]
+
+
+def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
+    harness = Harness(page_size=2, num_pages=40, num_host_pages=100, max_prefill_length=64)
+    first = make_request("first", list(range(40)), 2, ignore_eos=True)
+    harness.run(first, make_request("evicts", [3] * 70, 2, ignore_eos=True))
+    again = make_request("again", list(range(40)), 8, ignore_eos=True)
+    other = make_request("other", [7, 8, 9], 8, ignore_eos=True)
+    scheduler = harness.scheduler
+    scheduler.submit(again)
+    scheduler.submit(other)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None
+    assert [len(chunk.token_ids) for chunk in plan.chunks] == [3]  # the other's
+    while not other.finished:
+        harness.launch()
+        harness.settle()
+        assert (again.num_output_tokens, scheduler.num_waiting) == (0, 1)
+    assert harness.launch() is None
+    harness.land()
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None and len(plan.copies.awaits) == 1
+    assert [chunk.end for chunk in plan.chunks] == [40]
+    harness.run()
+    check_output(again)
+    assert again.num_host_tokens > 0
+
+
+def test_a_plan_without_copies_says_nothing_of_them() -> None:
+    harness = Harness(num_host_pages=100)
+    harness.run(*random_requests(random.Random(0), 3))
+    assert all(plan.copies is None for plan in harness.plans)  # the device has room for all
+
+
 def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
     """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
