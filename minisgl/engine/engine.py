@@ -39,6 +39,7 @@ from minisgl.errors import (
     without_words,
 )
 from minisgl.grammar.compiler import Compiled, Grammars
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows, Matcher
 from minisgl.request import (
@@ -53,7 +54,6 @@ from minisgl.request import (
     Tenant,
     check_token_ids,
 )
-from minisgl.runner.host_cache import HostTraffic
 from minisgl.runner.load import Report
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
@@ -720,10 +720,12 @@ def _ending(request: Request, now: float) -> str:
     """A log line with the counts and times of a finished request, without any of its text."""
     assert request.finish_reason is not None
     first = request.first_token_s
+    cached = f"{request.num_cached_tokens} cached"
+    if request.num_host_tokens:
+        cached += f", {request.num_host_tokens} of them from host memory"
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "
-        f"({request.num_cached_tokens} cached, {request.num_host_tokens} of them in host memory), "
-        f"{request.num_output_tokens} output tokens"
+        f"({cached}), {request.num_output_tokens} output tokens"
         + ("" if first is None else f" from {first - request.submitted_s:.3f} s on")
     )

@@ -7,8 +7,8 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from minisgl.errors import MinisglError
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.matcher import MaskRows
-from minisgl.runner.host_cache import HostTraffic
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 Handle = TypeVar("Handle")

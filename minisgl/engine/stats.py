@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.request import FinishReason, Request
-from minisgl.runner.host_cache import HostTraffic
 from minisgl.scheduler.scheduler import SchedulerCounters
 
 # Upper bounds of the buckets in seconds, for durations of one step and of many steps.

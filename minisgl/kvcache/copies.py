@@ -45,3 +45,34 @@ class LoadRule:
 
 
 ALWAYS = LoadRule(load_s=0.0, compute_s=1.0)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The copies in one direction since the start, without those under way."""
+
+    num_pages: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # in which the lane was busy with them
+
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.num_pages - before.num_pages,
+            self.num_bytes - before.num_bytes,
+            self.seconds - before.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """The copies of a rank."""
+
+    offloads: Traffic
+    loads: Traffic
+
+    @staticmethod
+    def none() -> HostTraffic:
+        return HostTraffic(Traffic(), Traffic())
+
+    def since(self, before: HostTraffic) -> HostTraffic:
+        return HostTraffic(self.offloads.since(before.offloads), self.loads.since(before.loads))

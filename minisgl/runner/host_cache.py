@@ -30,7 +30,7 @@ from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.kvcache.copies import Copies, Load, LoadRule
+from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule, Traffic
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
 from minisgl.runner.lanes import Lanes
 
@@ -52,37 +52,6 @@ def staging_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
 
 def _pages_per_piece(page_bytes: int) -> int:
     return max(1, PIECE_BYTES // page_bytes)
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The copies in one direction since the start, without those under way."""
-
-    num_pages: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0  # in which the lane was busy with them
-
-    def since(self, before: Traffic) -> Traffic:
-        return Traffic(
-            self.num_pages - before.num_pages,
-            self.num_bytes - before.num_bytes,
-            self.seconds - before.seconds,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HostTraffic:
-    """The copies of a rank."""
-
-    offloads: Traffic
-    loads: Traffic
-
-    @staticmethod
-    def none() -> HostTraffic:
-        return HostTraffic(Traffic(), Traffic())
-
-    def since(self, before: HostTraffic) -> HostTraffic:
-        return HostTraffic(self.offloads.since(before.offloads), self.loads.since(before.loads))
 
 
 class _Copied(NamedTuple):

@@ -26,13 +26,13 @@ from minisgl.config import Capacity
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
-from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.transformer import CausalLM
 from minisgl.request import TokenLogprobs
 from minisgl.runner.copy_lanes import CopyMark
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
-from minisgl.runner.host_cache import HostCache, HostTraffic
+from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
 from minisgl.runner.sampler import Sampler, list_logprobs
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minisgl.engine.stats import EngineStats
-from minisgl.runner.host_cache import Traffic
+from minisgl.kvcache.copies import Traffic
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import engine_config
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
-from minisgl.runner.host_cache import PIECE_BYTES, HostTraffic, Traffic
+from minisgl.kvcache.copies import HostTraffic, Traffic
+from minisgl.runner.host_cache import PIECE_BYTES
 
 SHARE = 3  # the device has room for one in so many conversations
 ROUNDS = 2  # measured, after one that warms up

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.kvcache.copies import Copies, Load
+from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
-from minisgl.runner.host_cache import HostTraffic, Traffic
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
 
 MASK = (1 << 61) - 1

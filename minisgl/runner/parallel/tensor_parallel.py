@@ -25,9 +25,9 @@ import torch.distributed as dist
 from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
-from minisgl.runner.host_cache import HostTraffic
 from minisgl.runner.load import Report
 from minisgl.runner.parallel.channel import PipeChannel
 from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
