@@ -317,11 +317,13 @@ class RadixCache:
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""
-        for child in list(node.children.values()):
-            self._forget(child)
-        if self._host is not None and node.host_pages:
-            self._host.free(node.host_pages)
-        self._remove(node)
+        doomed = [node]
+        for each in doomed:  # it grows meanwhile
+            doomed += each.children.values()
+        for each in reversed(doomed):
+            if self._host is not None and each.host_pages:
+                self._host.free(each.host_pages)
+            self._remove(each)
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
