@@ -324,6 +324,7 @@ class Request:
         "max_tokens",
         "namespace",
         "num_cached_tokens",
+        "num_host_tokens",
         "num_prompt_tokens",
         "params",
         "prompt_logprobs",
@@ -366,6 +367,7 @@ class Request:
         )
         self.token_ids = list(prompt_token_ids)
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -419,6 +421,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
     parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
 
 
@@ -441,3 +444,4 @@ class OutputDelta:
     # Only of an answer that is parsed; its `text` is the content alone.
     events: Sequence[Event] = ()
     num_reasoning_tokens: int = 0  # in all
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory

@@ -93,6 +93,12 @@ class EngineConfig:
         "--dtype) or fp8 (half the memory of 16 bits).",
         group="Memory",
     )
+    host_cache: float = option(
+        0.0,
+        "GB of host memory for prefixes that fall out of the KV cache, over all ranks; they are "
+        "loaded again where that is faster than computing them. 0 turns it off.",
+        group="Memory",
+    )
     max_running_requests: int = option(
         256, "Maximum number of concurrently running requests.", group="Scheduling"
     )
@@ -149,6 +155,8 @@ class EngineConfig:
         check_at_least(self, "max_queued_requests", 1)
         check_at_least(self, "max_prefill_length", 1)
         check_at_least(self, "cuda_graph_max_bs", 0)
+        if not 0 <= self.host_cache < math.inf:
+            refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
         if not 0 < self.memory_ratio <= 1:
             refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
         if not 0 < self.schedule_conservativeness < math.inf:

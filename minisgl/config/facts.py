@@ -219,6 +219,7 @@ class DeviceFacts:
 
     has_cuda: bool
     free_cpu_bytes: int
+    cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
     # Backends that run the model on the GPU in half precision, best first.

@@ -31,6 +31,9 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
+GB = 10**9
+MAX_HOST_SHARE = 0.8  # of the memory of a machine, that a host cache may take
+
 MAX_CPU_RANKS = 8
 # Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
@@ -59,6 +62,7 @@ class ResolvedConfig:
     num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
+    num_host_pages: int  # in the host memory of each rank
     max_running_requests: int
     max_queued_requests: int
     max_prefill_length: int
@@ -148,6 +152,7 @@ def resolve(
         num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
         page_size=page_size,
         cache_type=config.cache_type,
+        num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
         max_running_requests=config.max_running_requests,
         max_queued_requests=config.max_queued_requests,
         max_prefill_length=config.max_prefill_length,
@@ -367,3 +372,30 @@ def _resolve_num_pages(
         return config.num_pages or 0
     room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
+
+
+def _resolve_host_pages(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, kv_dtype: str, page_size: int
+) -> int:
+    """Number of host pages of each rank."""
+    if not config.host_cache:
+        return 0
+    if config.cache_type != "radix":
+        refuse(config, "host_cache", "it keeps what falls out of --cache-type radix; allowed: 0")
+    if config.pp > 1:
+        refuse(config, "host_cache", "it needs all layers in each rank; allowed with --pp: 0")
+    num_bytes = config.host_cache * GB
+    most = MAX_HOST_SHARE * device.cpu_bytes
+    if device.cpu_bytes and num_bytes > most:
+        reason = (
+            f"pinned memory cannot be swapped out, and may be {MAX_HOST_SHARE:.0%} of the "
+            f"{device.cpu_bytes / GB:.1f} GB that this machine has; allowed: at most "
+            f"{most / GB:.1f}"
+        )
+        refuse(config, "host_cache", reason)
+    page_bytes = model.on_rank(config.tp).kv_bytes_per_token(kv_dtype) * page_size
+    num_pages = int(num_bytes / config.tp) // page_bytes
+    if num_pages == 0:
+        least = page_bytes * config.tp / GB
+        refuse(config, "host_cache", f"a page takes {least:.3g} GB over all ranks; allowed: more")
+    return num_pages

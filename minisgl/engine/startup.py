@@ -18,6 +18,7 @@ from minisgl.config import (
 )
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
+from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
@@ -46,6 +47,7 @@ class Loaded(Generic[Handle]):
     model_name: str
     ranks: Ranks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
+    load_rule: LoadRule = ALWAYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,19 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
             capacity.max_seq_len,
             resolved.max_seq_len,
         )
-    return Loaded(runner, resolved, capacity, prepared.facts, tokenizer, defaults, name, ranks)
+    if resolved.num_host_pages:
+        _tell_of_host_cache(resolved, prepared.facts, runner.load_rule)
+    return Loaded(
+        runner,
+        resolved,
+        capacity,
+        prepared.facts,
+        tokenizer,
+        defaults,
+        name,
+        ranks,
+        load_rule=runner.load_rule,
+    )
 
 
 def work_for_node_0(config: EngineConfig) -> None:
@@ -131,3 +145,22 @@ def _prepare(config: EngineConfig) -> _Prepared:
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     return _Prepared(folder, model_config, facts, resolved)
+
+
+def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:
+    num_tokens = config.num_host_pages * config.page_size
+    page_bytes = facts.on_rank(config.tp).kv_bytes_per_token(config.kv_dtype) * config.page_size
+    load_s, compute_s = rule.load_s / config.page_size, rule.compute_s / config.page_size
+    logger.info(
+        "Host cache of %d tokens: a token is loaded in %.2f us (%.1f GB/s per rank), computed in "
+        "%.2f us",
+        num_tokens,
+        1e6 * load_s,
+        page_bytes / rule.load_s / 1e9,
+        1e6 * compute_s,
+    )
+    if not rule.pays(config.num_host_pages):
+        logger.warning(
+            "This model computes tokens faster than they are loaded: nothing will be loaded, and "
+            "--host-cache is of no use here."
+        )

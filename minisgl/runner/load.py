@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from minisgl.config import Capacity, ModelFacts, ResolvedConfig
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.kvcache.copies import ALWAYS
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
 from minisgl.runner.graphs import graph_keys
+from minisgl.runner.host_cache import HostCache, staging_bytes
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.memory import (
     GIB,
@@ -79,19 +82,26 @@ def load_runner(
     dtype = getattr(torch, config.dtype)
     stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
     build = _Builder(config, facts, model, lanes, ranks, stage)
+    prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
         # Excluding weights and KV cache: activations, sampling tables and slot tables.
         step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
         graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
+        if config.num_host_pages:
+            report("timing prefill", 0.0)
+            prefill_s = _time_prefill(trial, config)
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     finally:
         trial.close()
     del trial
+    kv_specs = facts.kv_specs(config.kv_dtype)
+    if config.num_host_pages:
+        step_bytes += staging_bytes(kv_specs, config.page_size)
     num_pages = config.num_pages or fit_num_pages(
         config,
-        facts.kv_specs(config.kv_dtype),
+        kv_specs,
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
@@ -103,7 +113,7 @@ def load_runner(
         ),
     )
     # Page ids are the same on all ranks.
-    runner = build(pipeline.host_min(num_pages))
+    runner = build(pipeline.host_min(num_pages), prefill_s, report)
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:
@@ -191,7 +201,11 @@ class _Builder:
             prefill = make_attention("triton", "triton", shape).prefill_backend
             self._captured_attention = Attention(prefill, self._attention.decode_backend)
 
-    def __call__(self, num_pages: int) -> ModelRunner:
+    def __call__(
+        self, num_pages: int, prefill_s: float | None = None, report: Report | None = None
+    ) -> ModelRunner:
+        """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
+        host cache."""
         config = self._config
         kv = allocate_kv(
             self._facts.kv_specs(config.kv_dtype),
@@ -199,6 +213,14 @@ class _Builder:
             page_size=config.page_size,
             device=self._lanes.device,
         )
+        host_cache: HostCache | None = None
+        load_rule = ALWAYS
+        if prefill_s is not None and config.num_host_pages:
+            assert report is not None
+            report("pinning host memory", 0.0)
+            host_cache = HostCache(kv, config.num_host_pages, self._lanes)
+            self._lanes.synchronize()
+            load_rule = host_cache.measure(prefill_s * config.page_size)
         runner = ModelRunner(
             model=self._model,
             kv=kv,
@@ -209,6 +231,8 @@ class _Builder:
             lanes=self._lanes,
             ranks=self._ranks,
             stage=self._stage,
+            host_cache=host_cache,
+            load_rule=load_rule,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
@@ -240,6 +264,15 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
             "large for this --dtype."
         )
     return torch.cuda.max_memory_allocated() if on_gpu else 0
+
+
+def _time_prefill(runner: ModelRunner, config: ResolvedConfig) -> float:
+    """Seconds to compute a token of a prompt in the largest step, whose kernels are compiled."""
+    plan = longest_step(config, runner.vocab_size, scored=False)
+    runner.collect(runner.launch(plan))
+    began = time.perf_counter()
+    runner.collect(runner.launch(plan))
+    return (time.perf_counter() - began) / plan.num_tokens
 
 
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:

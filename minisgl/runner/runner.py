@@ -17,7 +17,7 @@ import contextlib
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -31,10 +31,13 @@ from minisgl.config import Capacity
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
+from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.transformer import CausalLM
 from minisgl.request import TokenLogprobs
+from minisgl.runner.copy_lanes import CopyMark
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
+from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
 from minisgl.runner.sampler import Sampler, list_logprobs
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
@@ -72,6 +75,7 @@ class _Queued:
     scored: list[_Scored]
     download: HostCopy | None  # of `scored`
     captured: bool
+    loads: dict[int, CopyMark]  # the ends of the loads that the plan carries, by id
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,12 @@ class _Forwarded:
     logits: Tensor | None  # of the sampled rows; None where a graph has them
     samples: SampleRows | None
     scored: list[_Scored]
+    loads: dict[int, CopyMark]
 
 
 @dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A launched step, to be passed to `collect` once."""
+    """A launched step, to be passed to `collect` once, and before that to `loads`."""
 
     step: int
     queued: Future[_Queued]
@@ -115,12 +120,17 @@ class ModelRunner:
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
         stage: Stage | None = None,
+        host_cache: HostCache | None = None,
+        load_rule: LoadRule = ALWAYS,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage."""
+        the stage. host_cache: carries out the copies of plans, with `load_rule` for whoever makes
+        them."""
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.lanes = lanes
+        self.load_rule = load_rule
+        self._host_cache = host_cache
         self._model = model
         self._kv = kv
         self._attention = attention
@@ -356,7 +366,7 @@ class ModelRunner:
     def _is_quick(self, plan: StepPlan) -> bool:
         """True if the calling thread may queue the plan itself: it is a graph replay, and the
         worker has no earlier plan to queue."""
-        if plan.chunks or not self._is_idle():
+        if plan.chunks or plan.copies is not None or not self._is_idle():
             return False
         return self._graphs.find(plan, self._features(plan).variant) is not None
 
@@ -392,6 +402,20 @@ class ModelRunner:
                 logprobs |= {first + row: entry for row, entry in listed.items()}
         return StepResult(handle.step, token_ids, logprobs, prompt_logprobs, queued.captured)
 
+    def loads(self, handle: StepHandle) -> Iterator[int]:
+        """Block for each load of a step's plan, and yield its id. Nothing for a step that fails."""
+        try:
+            marks = handle.queued.result().loads
+        except Exception:  # `collect` raises it
+            return
+        for load, mark in marks.items():
+            mark.wait()
+            yield load
+
+    def traffic(self) -> HostTraffic | None:
+        """The copies to and from host memory; None without a host cache."""
+        return None if self._host_cache is None else self._host_cache.traffic()
+
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.shutdown()
@@ -400,6 +424,9 @@ class ModelRunner:
         self.lanes.synchronize()
         self._stage.write_times()
         self._graphs = StepGraphs()
+        if self._host_cache is not None:
+            self._host_cache.close()
+            self._host_cache = None
         self._kv.clear()
 
     # -- queueing a step ---------------------------------------------------------------------------
@@ -427,17 +454,20 @@ class ModelRunner:
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
         with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
+            loads = self._copy(plan)
             features, captured, shape, chunks = self._begin(plan)
             ring_entry = self._outputs.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
-            if captured is None:
+            if not plan.num_tokens:  # only copies, and requests that wait for them
+                pass
+            elif captured is None:
                 num_chunk_samples = plan.num_samples - len(plan.decode_slots)
                 hidden = self._run(shape, chunks, num_chunk_samples, features, plan)
                 scored = list(self._score_prompts(plan, hidden))
             else:
                 captured.replay()
             self._stage.return_tokens(plan, self._tables.state.last_tokens)
-        return self._queued(plan, shape, features, ring_entry, scored, captured)
+        return self._queued(plan, shape, features, ring_entry, scored, captured, loads)
 
     @torch.inference_mode()
     def _queue_rows(self, plan: StepPlan) -> _Queued:
@@ -452,19 +482,20 @@ class ModelRunner:
                 rows = self._stage.outbox[: shape.num_rows].clone()
             self._stage.send(plan, rows)
             done = self.lanes.mark()
-        return _Queued(done, 0, (), (), [], None, captured is not None)
+        return _Queued(done, 0, (), (), [], None, captured is not None, {})
 
     @torch.inference_mode()
     def _queue_forward(self, plan: StepPlan) -> _Forwarded:
         with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
+            loads = self._copy(plan)
             features, captured, shape, chunks = self._begin(plan)
             if captured is not None:
                 captured.replay()
-                return _Forwarded(plan, shape, features, captured, None, None, [])
+                return _Forwarded(plan, shape, features, captured, None, None, [], loads)
             num_chunk_samples = plan.num_samples - len(plan.decode_slots)
             hidden, logits, samples = self._forward(shape, chunks, num_chunk_samples, plan)
             scored = self._score_prompts(plan, hidden)
-        return _Forwarded(plan, shape, features, None, logits, samples, scored)
+        return _Forwarded(plan, shape, features, None, logits, samples, scored, loads)
 
     @torch.inference_mode()
     def _queue_sampling(self, half: _Forwarded, masks: MaskRows) -> _Queued:
@@ -478,7 +509,16 @@ class ModelRunner:
                 assert half.logits is not None and half.samples is not None
                 self._sample(half.logits, half.samples, half.features)
             self._stage.return_tokens(plan, self._tables.state.last_tokens)
-        return self._queued(plan, half.shape, half.features, ring_entry, half.scored, captured)
+        return self._queued(
+            plan, half.shape, half.features, ring_entry, half.scored, captured, half.loads
+        )
+
+    def _copy(self, plan: StepPlan) -> dict[int, CopyMark]:
+        """Queue what the plan copies between the tiers; returns the ends of its loads."""
+        if plan.copies is None:
+            return {}
+        assert self._host_cache is not None, "plans copy nothing without a host cache"
+        return self._host_cache.queue(plan.copies)
 
     def _begin(
         self, plan: StepPlan
@@ -489,7 +529,7 @@ class ModelRunner:
         self._tables.update(plan)
         self._stage.begin(plan, self._tables.state.last_tokens)
         features = self._features(plan)
-        captured = self._graphs.find(plan, features.variant)
+        captured = self._graphs.find(plan, features.variant) if plan.num_tokens else None
         shape = StepShape.of(plan) if captured is None else captured.key.shape
         chunks: Tensor | None = None
         if plan.chunks:
@@ -510,6 +550,7 @@ class ModelRunner:
         ring_entry: int,
         scored: list[_Scored],
         captured: CapturedStep | None,
+        loads: dict[int, CopyMark],
     ) -> _Queued:
         """Mark the end of a step's work."""
         tensors = [
@@ -530,6 +571,7 @@ class ModelRunner:
             scored=scored,
             download=self.lanes.download(tensors) if tensors else None,
             captured=captured is not None,
+            loads=loads,
         )
 
     def _run(

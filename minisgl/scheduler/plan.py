@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minisgl.kvcache.copies import Copies
 from minisgl.request import SamplingParams, TokenLogprobs
 
 
@@ -85,6 +86,8 @@ class StepPlan:
     # The inputs of decode rows were sampled by steps up to `step - lag`: in a pipeline, where steps
     # in flight are in different stages, as many steps before.
     lag: int = 1
+    # Between the tiers of the KV cache, before anything else of the step, which may have no rows.
+    copies: Copies | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -54,6 +54,7 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
     num_retractions: int = 0
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ class _Draft:
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_owners: list[Running] = field(default_factory=list)
+    loading: list[Running] = field(default_factory=list)
 
 
 class Scheduler:
@@ -101,6 +103,7 @@ class Scheduler:
         self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._num_masked = 0  # running requests with a matcher
+        self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
         self._num_stages = num_stages
         self._look_ahead = look_ahead
@@ -117,11 +120,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Number of requests that wait, for their turn or for pages from host memory."""
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) - len(self._loading)
 
     @property
     def num_in_flight(self) -> int:
@@ -208,6 +212,8 @@ class Scheduler:
             running.decoding = False
             if running.group is not None:
                 running.group.changed = True
+        elif running.loading:
+            self._loading.remove(running)
         elif running.num_scheduled < running.num_known:
             self._prefilling.remove(running)
 
@@ -222,13 +228,15 @@ class Scheduler:
             self._held_grants = []
         if self._wants_page:
             self._grant_pages(draft)
+        if self._loading:
+            self._resume_loaded()
         for running in self._prefilling:
             self._add_chunk(running, draft)
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
         group, lag = self._next_group(draft)
-        if not group.rows and not draft.chunks:
+        if not (group.rows or draft.chunks or draft.joins):
             self._hold_grants(draft)
             return None
 
@@ -251,6 +259,7 @@ class Scheduler:
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
             lag=lag,
+            copies=self.kv.take_copies(draft.step),
         )
         self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
         return plan
@@ -362,7 +371,14 @@ class Scheduler:
                 running for running in self._prefilling if running.num_scheduled < running.num_known
             ]
         return Launched(
-            draft.step, decoding, draft.chunk_owners, sampling, completed, max_run, masked
+            draft.step,
+            decoding,
+            draft.chunk_owners,
+            sampling,
+            completed,
+            max_run,
+            masked,
+            draft.loading,
         )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
@@ -461,8 +477,12 @@ class Scheduler:
                 break
             admitted.append(waiting)
             reserved += self._ratio.expected(waiting.request)
-            self._add_chunk(running, draft)
-            self._prefilling.append(running)
+            if running.loading:
+                self._loading.append(running)
+                draft.loading.append(running)
+            else:
+                self._add_chunk(running, draft)
+                self._prefilling.append(running)
             del self._queued[waiting.request.id]
         if admitted:
             self._waiting.admitted(admitted)
@@ -499,10 +519,13 @@ class Scheduler:
             self.kv.close(lease)
             return None
 
+        num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
+            request.num_host_tokens = lease.num_loaded * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
+            self.counters.num_host_tokens += request.num_host_tokens
         request.status = RequestStatus.RUNNING
         running = Running(
             request=request,
@@ -515,6 +538,7 @@ class Scheduler:
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * self.kv.page_size,
             resumed=waiting.retracted,
+            loading=self.kv.is_loading(lease),
         )
         self._running[request.id] = running
         self._num_masked += request.matcher is not None
@@ -531,6 +555,20 @@ class Scheduler:
         )
         draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
         return running
+
+    # -- pages from host memory --------------------------------------------------------------------
+
+    def landed(self, load: int) -> None:
+        """Note that the pages of a load are on the device. The next plan may use them."""
+        self.kv.landed(load)
+
+    def _resume_loaded(self) -> None:
+        """Let the requests whose pages are all there compute the rest of their tokens."""
+        for running in self._loading:
+            running.loading = self.kv.is_loading(running.lease)
+            if not running.loading:
+                self._prefilling.append(running)
+        self._loading = [running for running in self._loading if running.loading]
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -610,7 +648,7 @@ class Scheduler:
         self._launched = deque(launched for launched in self._launched if launched.step < step)
         failed: list[Request] = []
         for launched in lost:
-            for running in (*launched.decoding, *launched.chunks):
+            for running in (*launched.decoding, *launched.chunks, *launched.loading):
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
@@ -634,9 +672,11 @@ class Scheduler:
             assert scheduled <= max(running.num_room, running.num_known)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
-            prefilling = running.num_scheduled < running.num_known
+            assert running.loading == self._loading.count(running)
+            assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
+            prefilling = running.num_scheduled < running.num_known and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
-            if not prefilling and request.max_tokens:
+            if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
                     launched.max_run * launched.decoding.count(running)
                     + launched.sampling_chunks.count(running)

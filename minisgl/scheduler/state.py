@@ -61,6 +61,7 @@ class Running:
     group: DecodeGroup | None = None  # of decode rows, the last that it joined
     active: bool = True  # False once retracted or ended: results of steps in flight are dropped
     decoding: bool = False  # in the decode rows of the next plan, or of the next of its group
+    loading: bool = False  # pages of its prefix are on their way to the device: it has no rows
     # At this value of num_scheduled, planning must check the request: the next run may need a page,
     # or the last token may be sampled.
     milestone: int = 0
@@ -93,3 +94,4 @@ class Launched:
     completed_prompts: list[Running]  # requests without output whose prompt ends here
     max_run: int  # of the plan
     masked: Sequence[Running] = ()  # of the plan's masked_slots
+    loading: Sequence[Running] = ()  # requests that join with pages on their way

@@ -79,6 +79,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
 
     def events(self, delta: OutputDelta) -> bytes:
         self.num_cached_tokens = delta.num_cached_tokens
+        self.num_host_tokens = delta.num_host_tokens
         events = b"" if self._started else self._opening()
         text = self._take(delta)
         if not self._plain:
@@ -108,7 +109,11 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
         """The usage of this choice so far."""
         num_prompt = len(self.job.prompt_token_ids)
         return usage_of(
-            num_prompt, self.num_cached_tokens, self.num_output_tokens, self.num_reasoning_tokens
+            num_prompt,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            self.num_reasoning_tokens,
+            self.num_host_tokens,
         )
 
     @property
@@ -275,6 +280,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
             sum(choice.num_cached_tokens for choice in firsts),
             sum(choice.num_output_tokens for choice in choices),
             sum(choice.num_reasoning_tokens for choice in choices),
+            sum(choice.num_host_tokens for choice in firsts),
         )
 
 
@@ -283,11 +289,12 @@ def usage_of(
     num_cached_tokens: int,
     num_output_tokens: int,
     num_reasoning_tokens: int,
+    num_host_tokens: int,
 ) -> Usage:
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(num_cached_tokens, num_host_tokens),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

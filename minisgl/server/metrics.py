@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, Histogram
+from minisgl.engine.stats import EngineStats, Histogram, HostStats
 from minisgl.server.engine_state import EngineState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,6 +67,8 @@ class Metrics(Collector):
         if stats is not None:
             yield from _gauges(stats)
             yield from _counters(stats)
+            if stats.host is not None:
+                yield from _tiers(stats, stats.host)
             yield from _histograms(stats)
 
     def _info(self) -> Metric:
@@ -138,6 +140,40 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     for reason, count in totals.num_finished.items():
         finished.add_metric([reason.value], count)
     yield finished
+
+
+def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
+    """Where the KV cache is, for an engine with more than one tier."""
+    counters, traffic = stats.counters, host.traffic
+    held = GaugeMetricFamily(
+        "minisgl_tier_tokens", "Tokens that a tier of the KV cache holds.", labels=["tier"]
+    )
+    held.add_metric(["device"], (stats.num_pages - stats.num_free_pages) * host.page_size)
+    held.add_metric(["host"], host.num_used_pages * host.page_size)
+    yield held
+    hits = CounterMetricFamily(
+        "minisgl_tier_hit_tokens",
+        "Prompt tokens found in the prefix cache, by the tier that held them.",
+        labels=["tier"],
+    )
+    hits.add_metric(["device"], counters.num_cached_tokens - counters.num_host_tokens)
+    hits.add_metric(["host"], counters.num_host_tokens)
+    yield hits
+    moved = CounterMetricFamily(
+        "minisgl_tier_copied_bytes",
+        "Bytes of KV copied between device and host memory, on one rank.",
+        labels=["direction"],
+    )
+    busy = CounterMetricFamily(
+        "minisgl_tier_copy_seconds",
+        "Time in which such copies were under way, on one rank.",
+        labels=["direction"],
+    )
+    for direction, copies in (("offload", traffic.offloads), ("load", traffic.loads)):
+        moved.add_metric([direction], copies.num_bytes)
+        busy.add_metric([direction], copies.seconds)
+    yield moved
+    yield busy
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:

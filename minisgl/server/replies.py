@@ -23,6 +23,7 @@ class ReplyChoice(ABC):
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.num_host_tokens = 0
         self.num_reasoning_tokens = 0
         self._started = False
         self._finish_reason: EndReason | None = None
@@ -55,6 +56,7 @@ class ReplyChoice(ABC):
         self.num_output_tokens = delta.num_output_tokens
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_reasoning_tokens = delta.num_reasoning_tokens
+        self.num_host_tokens = delta.num_host_tokens
         if delta.finish_reason is not None:
             self._end(delta)
         started, self._started = self._started, True

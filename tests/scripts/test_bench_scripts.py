@@ -149,3 +149,20 @@ def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:
     for summary in lines[-2:]:
         middle, at_90, most = map(float, summary.split()[-3:])
         assert 0 < middle <= at_90 <= most
+
+
+def test_conversations_in_turns_are_loaded_from_host_memory() -> None:
+    sizes = ("--conversations", 4, "--prefix", 64, "--unique", 4, "--output", 2, "--page-size", 16)
+    options = ("--at-once", 1, "--stream-tokens", 8, "--host-cache", 0.1, "--num-pages", 12)
+    options += ("--max-seq-len-override", 176)
+    done = run_script("bench_shared_prefix.py", "--device", "cpu", *sizes, *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = figures(done.stdout.splitlines())
+    assert float(table["host"][2].rstrip("%")) > 50 > float(table["none"][2].rstrip("%"))
+    assert float(table["loads"][0]) > 0 and float(table["offloads of the first round"][0]) > 0
+    assert float(table["beside loads"][1]) > 0
+
+
+def test_conversations_need_a_host_cache() -> None:
+    done = run_script("bench_shared_prefix.py", "--conversations", 4)
+    assert done.returncode == 2 and "--conversations needs --host-cache" in done.stderr

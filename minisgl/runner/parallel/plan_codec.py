@@ -34,7 +34,7 @@ class PlanEncoder:
         same_batch = plan.decode_slots is last.decode_slots
         if (
             same_batch
-            and not (plan.chunks or plan.joins or plan.grants)
+            and not (plan.chunks or plan.joins or plan.grants or plan.copies)
             and plan.step == self._plans[-1].step + 1
             and plan.longest_decode == last.longest_decode + 1
             and plan.epoch == last.epoch

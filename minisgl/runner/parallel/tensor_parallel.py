@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -28,6 +28,7 @@ from minisgl.config import ResolvedConfig
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report
@@ -178,6 +179,7 @@ class TensorParallelRunner:
     ) -> None:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
+        self.load_rule = own.load_rule
         self.others = others
         self._own = own
         self._pipeline = pipeline
@@ -221,6 +223,14 @@ class TensorParallelRunner:
             raise self.others.lose(error) from error
         finally:
             self.others.collected()
+
+    def loads(self, handle: StepHandle) -> Iterator[int]:
+        """As of rank 0: the others await each load on their own device."""
+        return self._own.loads(handle)
+
+    def traffic(self) -> HostTraffic | None:
+        """The copies of rank 0; those of the others are as many."""
+        return self._own.traffic()
 
     def close(self) -> None:
         atexit.unregister(self.close)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minisgl.kvcache.copies import Copies, Load
 from minisgl.request import SamplingParams
 from minisgl.runner.parallel.plan_codec import AGAIN, PlanDecoder, PlanEncoder
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
@@ -43,6 +44,12 @@ CHUNKS = st.builds(
     prompt_logprobs=st.integers(0, 20),
 )
 GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99), pages=IDS)
+COPIES = st.builds(
+    Copies,
+    offloads=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple),
+    loads=st.lists(st.builds(Load, st.integers(1, 9), IDS, IDS), max_size=2).map(tuple),
+    awaits=IDS,
+)
 
 
 @st.composite
@@ -66,6 +73,8 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
                 "grants": draw(st.lists(GRANTS, max_size=2).map(tuple)),
                 "epoch": draw(st.integers(0, 2)),
             }
+        if draw(st.booleans()):
+            rest["copies"] = draw(COPIES)
         found.append(StepPlan(step, batch, longest, **rest))  # type: ignore[arg-type]
     return found
 
