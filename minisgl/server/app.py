@@ -23,6 +23,7 @@ from minisgl.server.error_responses import (
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
 from minisgl.server.metrics import Metrics
+from minisgl.server.pages import CHAT, DOCS, Page
 from minisgl.server.request_ids import HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
@@ -57,8 +58,15 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     middleware.insert(0, Middleware(RequestIds))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    pages = [Route("/", routes.hint, include_in_schema=False)]
+    if not config.no_ui:
+        pages = [
+            Route(path, Page.read(name).answer, include_in_schema=False)
+            for path, name in (("/", CHAT), ("/docs", DOCS))
+        ]
     app = Starlette(
         routes=[
+            *pages,
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/models", routes.models),

@@ -100,9 +100,13 @@ def describe(
 ) -> dict[str, Any]:
     """Describe `routes` in OpenAPI 3.1; raises KeyError for one without an entry in OPERATIONS.
 
+    Pages for people, whose routes are not in the schema, are left out.
     With a key, all but `open_paths` need it. Clients see the routes below `root_path`.
     """
-    paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
+    described_routes = [
+        route for route in routes if isinstance(route, Route) and route.include_in_schema
+    ]
+    paths = [route.path.replace(":path}", "}") for route in described_routes]
     locked = set(paths) - set(open_paths) if with_key else set()
     operations = {path: OPERATIONS[path] for path in paths}
     structs = [

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl.errors import InvalidRequestError
@@ -165,6 +165,13 @@ class Routes:
         check_token_ids("tokens", body.tokens, engine.vocab_size)
         text = await _put_together(_full_text, engine.tokenizer, body.tokens)
         return json_response(schemas.Text(text))
+
+    async def hint(self, request: Request) -> Response:
+        """Answers at / where there is no page, for people and for probes."""
+        return PlainTextResponse(
+            "This is minisgl. Its API is at /v1 (base URL of OpenAI clients), and described at "
+            "/openapi.json.\n"
+        )
 
     async def health(self, request: Request) -> Response:
         stalled = self._state.engine().stalled
