@@ -26,7 +26,7 @@ ORIGIN = "https://example.org"
 # -- the key --------------------------------------------------------------------------------------
 
 
-async def test_only_probes_are_served_without_the_key() -> None:
+async def test_only_probes_and_pages_are_served_without_the_key() -> None:
     state = EngineState(ServerConfig(api_key=("secret",)), FakeEngine())
     app = create_app(state)
     transport = httpx.ASGITransport(app)
@@ -36,7 +36,7 @@ async def test_only_probes_are_served_without_the_key() -> None:
             for method in route.methods or ():
                 answer = await client.request(method, route.path)
                 assert (answer.status_code == 401) == (route.path not in OPEN_PATHS), route.path
-        for path in ("/nowhere", "/health/", "/metrics/../v1/models", "//health"):
+        for path in ("/nowhere", "/health/", "/metrics/../v1/models", "http://test//health"):
             assert (await client.get(path)).status_code == 401
 
 
