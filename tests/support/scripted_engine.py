@@ -121,7 +121,7 @@ class ScriptedStream:
         ids, cut = ids[:limit], limit < len(ids)
         run = engine.run
         for start in range(0, len(ids), run):
-            await asyncio.sleep(0)
+            await engine.pause(self, start)
             taken, texts = ids[start : start + run], []
             last = start + run >= len(ids)
             for token_id in taken:
@@ -246,6 +246,10 @@ class ScriptedEngine(FakeEngine):
         stream = ScriptedStream(self, answer, prompt_token_ids, params, parser, matcher)
         self.streams.append(stream)
         return stream
+
+    async def pause(self, stream: ScriptedStream, num_tokens: int) -> None:
+        """Called before each delta of an answer, with the number of its tokens so far."""
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._grammars.close()
