@@ -104,15 +104,23 @@ async def test_the_pages_are_not_part_of_the_described_interface() -> None:
 # -- the start ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keys", [(), ("a secret",)])
+def said_by(process: subprocess.Popen[str], until: str) -> dict[str, str]:
+    """The lines of its log up to the one that begins with `until` and a colon."""
+    assert process.stderr is not None
+    lines: dict[str, str] = {}
+    for line in process.stderr:
+        start, _, rest = line.strip().partition(": " if ": " in line else ":")
+        lines[start] = rest
+        if start == until:
+            return lines
+    raise AssertionError(f"the process ended; it said {lines}")
+
+
+@pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_the_commands_that_the_server_prints_work(keys: tuple[str, ...]) -> None:
     """Of curl only the request is made here, because not every machine has it."""
     with serving_process({"answer_length": 3}, api_key=keys) as (process, url):
-        assert process.stderr is not None
-        lines: dict[str, str] = {}
-        while "Try it" not in lines:
-            start, _, rest = process.stderr.readline().strip().partition(": ")
-            lines[start] = rest
+        lines = said_by(process, until="Try it")
         page = lines["Talk to it in a browser"]
         assert page == f"{url}/"
         assert "<title>minisgl</title>" in httpx.get(page).text
@@ -137,9 +145,8 @@ def test_the_commands_that_the_server_prints_work(keys: tuple[str, ...]) -> None
 
 def test_a_server_on_all_addresses_names_one_that_a_browser_can_go_to() -> None:
     with serving_process({}, host="0.0.0.0") as (process, url):
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "browser" in line)
-        assert line.strip() == f"Talk to it in a browser: {url}/"
+        lines = said_by(process, until="Try it")
+        assert lines["Talk to it in a browser"] == f"{url}/"
 
 
 def test_the_option_open_opens_the_page_while_the_model_loads(
@@ -166,9 +173,8 @@ def test_where_no_browser_can_be_opened_the_log_says_where_the_page_is(
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     with serving_process({}, open=True) as (process, url):
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "No browser" in line)
-        assert line.strip() == f"No browser could be opened; the page is at {url}/"
+        start = "No browser could be opened; the page is at http"
+        assert said_by(process, until=start)[start] == f"{url}/".partition(":")[2]
         wait_for_health(url, 200)
 
 

@@ -71,18 +71,25 @@ def grave_faults(page: Page) -> list[str]:
 
 
 class PageEngine(ScriptedEngine):
-    """A ScriptedEngine that stops each answer after `hold_after` tokens until that is None."""
+    """A ScriptedEngine that stops each answer after `hold_after` tokens, until `let_go`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(qwen(), **options)
         self.hold_after: int | None = None
         self.num_tokens = 0
+        self._let_go = asyncio.Event()
+
+    def let_go(self) -> None:
+        """Call it on the loop of the server."""
+        self.hold_after = None
+        self._let_go.set()
 
     async def pause(self, stream: ScriptedStream, num_tokens: int) -> None:
         self.num_tokens += self.run
         await asyncio.sleep(0)
-        while self.hold_after is not None and num_tokens >= self.hold_after and not stream.aborted:
-            await asyncio.sleep(0.01)
+        if self.hold_after is not None and num_tokens >= self.hold_after:
+            self._let_go.clear()
+            await self._let_go.wait()
 
     def stats(self) -> EngineStats:
         stats = super().stats()
