@@ -76,7 +76,7 @@ class PageEngine(ScriptedEngine):
     def __init__(self, **options: Any) -> None:
         super().__init__(qwen(), **options)
         self.hold_after: int | None = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_running = 0
         self._let_go = asyncio.Event()
 
     def let_go(self) -> None:
@@ -100,7 +100,7 @@ class PageEngine(ScriptedEngine):
         stats.totals.num_finished[FinishReason.STOP] = len(self.streams)
         stats.totals.ttft_s.observe(0.02, len(self.streams))
         return EngineStats(
-            num_running=sum(not stream.aborted for stream in self.streams),
+            num_running=self.num_running,
             num_queued=0,
             num_pages=stats.num_pages,
             num_free_pages=stats.num_pages // 4,
