@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,12 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Page]:
     context.close()
 
 
-def grave_faults(page: Page) -> list[str]:
-    """What axe-core finds in the page as it is, in words."""
-    page.evaluate(AXE.read_text())
-    found: Any = page.evaluate("axe.run()")
+def grave_faults(page: Page, within: str = "html", rules: Sequence[str] = ()) -> list[str]:
+    """What axe-core finds in the page as it is, in words; by all of its rules or by `rules`."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(AXE.read_text())
+    options = {"runOnly": list(rules)} if rules else {}
+    found: Any = page.evaluate("([within, options]) => axe.run(within, options)", [within, options])
     return [
         f"{fault['id']}: {node['html'][:120]} {node['failureSummary']}"
         for fault in found["violations"]
