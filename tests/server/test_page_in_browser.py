@@ -192,7 +192,7 @@ def test_text_that_comes_in_any_pieces_looks_as_it_does_at_once(page: Page) -> N
             whole.set(text, true);
             let seed = 1;
             const random = () => (seed = (seed * 48271) % 0x7fffffff) / 0x7fffffff;
-            for (let round = 0; round < 10; round++) {
+            for (let round = 0; round < 4; round++) {
                 const view = new MarkdownView(), ends = [];
                 for (let end = 0; end < text.length;) {
                     end = Math.min(text.length, end + 1 + Math.floor(random() ** 4 * 400));

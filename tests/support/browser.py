@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import axe_playwright_python
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 from support.scripted_engine import ScriptedEngine, ScriptedStream, qwen
 
 from minisgl.engine.stats import EngineStats
@@ -31,6 +31,9 @@ window.violations = [];
 document.addEventListener("securitypolicyviolation",
     event => window.violations.push(`${event.violatedDirective} ${event.blockedURI}`));
 """
+
+
+expect.set_options(timeout=20_000)  # a busy machine is no failure
 
 
 @contextlib.contextmanager
