@@ -37,7 +37,7 @@ def options_of(
         normal = name.removeprefix("--").replace("-", "_")
         if normal not in known:
             close = get_close_matches(normal, known, n=3) or ["model", "tp", "replicas"]
-            raise ConfigError(name, value, f"not an option; {one_of(close)}, ...")
+            raise ConfigError("option", name, f"unknown; {one_of(close)}, ...")
         config, spec = known[normal]
         given[config][spec.name] = _value(config, spec, value)
     return (
@@ -52,7 +52,8 @@ def _value(config: type, spec: Field[Any], value: Any) -> Any:
     """`value` in the type of the option, if it has that meaning; the option refuses it if not."""
     hint = get_type_hints(config)[spec.name]
     if get_origin(hint) is tuple:
-        return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+        value = value.split(",") if isinstance(value, str) else value
+        return tuple(value) if isinstance(value, list) else value
     if isinstance(value, str):
         kinds = get_args(hint) or (hint,)
         if bool in kinds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
+from contextlib import suppress
 
 from minisgl.config import EngineConfig, refuse
 from minisgl.errors import MinisglError
@@ -33,31 +33,31 @@ def run(
     try:
         import ray
         from ray import serve
+        from ray.serve.exceptions import RayServeException
     except ImportError:
         refuse(options, "ray", "Ray is missing; pip install 'minisgl[ray]'")
 
     from minisgl.ray.deployments import build
 
-    stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, signal.default_int_handler)
     ray.init(logging_level=logging.WARNING)
+    application = build(engine, server, router, options, owns_address=True)
+    address = {"host": server.host, "port": server.port}
+    if server.ssl_certfile:
+        address["ssl_certfile"] = server.ssl_certfile
+        address["ssl_keyfile"] = server.ssl_keyfile or server.ssl_certfile
     try:
-        application = build(engine, server, router, options, owns_address=True)
-        address = {"host": server.host, "port": server.port}
-        if server.ssl_certfile:
-            address["ssl_certfile"] = server.ssl_certfile
-            address["ssl_keyfile"] = server.ssl_keyfile or server.ssl_certfile
         serve.start(http_options=address)
-        try:
-            serve.run(application, name=APP)
-        except RuntimeError as error:
-            raise RayError(f"Ray could not start the engines: {error}") from error
-        scheme = "https" if server.ssl_certfile else "http"
-        logger.info("Serving on Ray at %s://%s:%d", scheme, server.host, server.port)
-        stopping.wait()
+        serve.run(application, name=APP)  # which logs the URL
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
         logger.info("Stopping; running requests have %g s", server.drain_timeout)
         return 0
+    except RuntimeError as error:
+        raise RayError(f"Ray could not start the engines: {error}") from error
     finally:
-        serve.delete(APP)
+        with suppress(RayServeException):  # if it was not running yet
+            serve.delete(APP)
         ray.shutdown()
