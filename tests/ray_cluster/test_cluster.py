@@ -155,8 +155,9 @@ def test_a_request_whose_client_leaves_ends_on_its_engine(
     endless = {"max_tokens": 1900, "ignore_eos": True}
     body = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, **endless}
     with httpx.stream("POST", url + CHAT, json=body, timeout=60) as stream:
-        next(stream.iter_lines())
-        wait_until(lambda: running(url) == 1)
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: running(url) == 1, 30)
     wait_until(lambda: running(url) == 0, 30)
 
 
