@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from minisgl.router.config import RouterConfig
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.hosts import Hosts
+from minisgl.server.hosts import Hosts, is_loopback
 from minisgl.server.process import start_engine
 from minisgl.server.request_ids import HEADER
 
@@ -58,7 +58,7 @@ def build(
             if getattr(server, name) != getattr(defaults, name):
                 refuse(server, name, "the address is the cluster's; set it in its http_options")
     server = with_all_keys(server)
-    hosts = (*server.allowed_host, server.host) if server.allowed_host or owns_address else ()
+    hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
     inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
     engines = serve.deployment(
@@ -86,6 +86,13 @@ def build(
     return ingress.bind(engines.bind(engine, inner), server, hosts)
 
 
+def _hosts(server: ServerConfig, *, on_loopback: bool) -> tuple[str, ...]:
+    """The names that requests may be addressed to, as of one server; empty: any."""
+    if not server.allowed_host and (server.api_key or not on_loopback):
+        return ()
+    return (*server.allowed_host, server.host, socket.gethostname())
+
+
 def _num_gpus(engine: EngineConfig) -> int:
     """Of an engine. Without a connection to the cluster, it is taken to have GPUs."""
     has_gpus = not ray.is_initialized() or ray.cluster_resources().get("GPU", 0) > 0
@@ -106,7 +113,7 @@ class EngineDeployment(EngineReplica):
     """An engine in a process of Ray's."""
 
     async def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:  # type: ignore[misc]
-        _set_up_logging()
+        _log_with_ray_serve()
         super().__init__(await start_engine(engine), config)
 
     async def labelled_metrics(self) -> tuple[str, bytes]:
@@ -126,7 +133,7 @@ class IngressDeployment:
         self, engines: DeploymentHandle, config: ServerConfig, hosts: tuple[str, ...]
     ) -> None:
         """hosts: the names that requests may be addressed to; empty: any."""
-        _set_up_logging()
+        _log_with_ray_serve()
         self._engines = RayEngines(engines)
         self._config = config
         self._hosts = Hosts(hosts) if hosts else None
@@ -189,11 +196,9 @@ class Front:
                 await send({"type": f"lifespan.{event}.complete"})
 
 
-def _set_up_logging() -> None:
-    """Let this process's log lines go to Ray's file for its errors, and to the driver."""
-    logger = logging.getLogger("minisgl")
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-    logger.handlers = [handler]
+def _log_with_ray_serve() -> None:
+    """Send this process's log lines where Ray Serve's own go, at their level."""
+    logger, served = logging.getLogger("minisgl"), logging.getLogger("ray.serve")
+    logger.handlers = served.handlers
     logger.propagate = False
-    logger.setLevel(os.environ.get("LOG_LEVEL", "INFO").upper())
+    logger.setLevel(served.getEffectiveLevel())

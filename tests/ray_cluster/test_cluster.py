@@ -226,10 +226,12 @@ def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path)
         stopping = threading.Event()
 
         def load() -> None:
-            client = httpx.Client(headers={"authorization": "Bearer secret"}, timeout=120)
+            headers = {"authorization": "Bearer secret"}
             body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 200}
             while not stopping.is_set():
-                answer = client.post(url + CHAT, json={**body, "ignore_eos": True})
+                answer = httpx.post(
+                    url + CHAT, json={**body, "ignore_eos": True}, headers=headers, timeout=120
+                )
                 assert answer.status_code == 200
 
         threads = [threading.Thread(target=load) for _ in range(8)]
