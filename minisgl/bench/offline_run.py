@@ -23,6 +23,7 @@ class RequestRecord:
     last_token_s: float
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt
+    num_host_tokens: int = 0  # of these, loaded from host memory
     num_output_tokens: int
     structured: bool = False  # the output followed a schema
 
@@ -121,6 +122,7 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
                 last_token_s=arrived.last - started,
                 num_prompt_tokens=stream.request.num_prompt_tokens,
                 num_cached_tokens=stream.request.num_cached_tokens,
+                num_host_tokens=stream.request.num_host_tokens,
                 num_output_tokens=stream.request.num_output_tokens,
                 structured=stream.request.params.structured is not None,
             )

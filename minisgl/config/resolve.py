@@ -31,6 +31,9 @@ TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 
+GB = 10**9
+MAX_HOST_SHARE = 0.8  # of the memory of a machine, that a host cache may take
+
 MAX_CPU_RANKS = 8
 # Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
@@ -48,11 +51,18 @@ class ResolvedConfig:
     load_format: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
+    pp: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    cluster_token_file: str
     disable_pynccl: bool
     memory_ratio: float
     num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
+    num_host_pages: int  # in the host memory of each rank
     max_running_requests: int
     max_queued_requests: int
     max_prefill_length: int
@@ -64,6 +74,11 @@ class ResolvedConfig:
     cuda_graph_max_bs: int
     overlap: bool
     notes: tuple[str, ...]  # decisions and their reasons, for the log
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,7 @@ def resolve(
         )
 
     _check_tp(config, model, device, target)
+    _check_pp(config, model, device, target)
     dtype = _resolve_dtype(config, model, target, notes)
     kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
@@ -124,12 +140,19 @@ def resolve(
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         max_seq_len=_resolve_max_seq_len(config, model, notes),
         tp=config.tp,
+        pp=config.pp,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        cluster_token_file=config.cluster_token_file,
         disable_pynccl=config.disable_pynccl,
         memory_ratio=config.memory_ratio,
         kv_dtype=kv_dtype,
         num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
         page_size=page_size,
         cache_type=config.cache_type,
+        num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
         max_running_requests=config.max_running_requests,
         max_queued_requests=config.max_queued_requests,
         max_prefill_length=config.max_prefill_length,
@@ -146,13 +169,18 @@ def resolve(
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
-    at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
-    allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
+    nodes = config.nnodes
+    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    allowed = [
+        size
+        for size in range(1, nodes * here + 1)
+        if size * config.pp % nodes == 0 and model.can_divide(size)
+    ]
     if config.tp in allowed:
         return
     if model.can_divide(config.tp):
-        found = f"{at_most} GPUs" if target == "cuda" else f"at most {at_most} ranks on a CPU"
-        reason = f"there are {found}"
+        found = f"{here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
+        reason = f"there are {found}" + (f" on this one of {nodes} nodes" if nodes > 1 else "")
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
         reason = (
@@ -161,7 +189,28 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
             + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
             "divisible"
         )
-    refuse(config, "tp", f"{reason}; {one_of(allowed)}")
+    refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
+
+
+def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+    """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
+    nodes = config.nnodes
+    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    num_layers = len(model.attention)
+    room = nodes * here // config.tp
+    if config.pp <= min(room, num_layers):
+        return
+    reason = f"this model has {num_layers} layers"
+    if config.pp > room:
+        reason = f"there are {here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
+        if nodes > 1:
+            reason += f" on this one of {nodes} nodes"
+        if config.tp > 1:
+            reason += f", and each stage has {config.tp} ranks (--tp)"
+    allowed = [
+        size for size in range(1, min(room, num_layers) + 1) if size * config.tp % nodes == 0
+    ]
+    refuse(config, "pp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
@@ -323,3 +372,30 @@ def _resolve_num_pages(
         return config.num_pages or 0
     room = min(CPU_KV_BYTES, device.free_cpu_bytes // 4) // model.kv_bytes_per_token(kv_dtype)
     return max(2, 1 + min(CPU_KV_TOKENS, room) // page_size)
+
+
+def _resolve_host_pages(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, kv_dtype: str, page_size: int
+) -> int:
+    """Number of host pages of each rank."""
+    if not config.host_cache:
+        return 0
+    if config.cache_type != "radix":
+        refuse(config, "host_cache", "it keeps what falls out of --cache-type radix; allowed: 0")
+    if config.pp > 1:
+        refuse(config, "host_cache", "it needs all layers in each rank; allowed with --pp: 0")
+    num_bytes = config.host_cache * GB
+    most = MAX_HOST_SHARE * device.cpu_bytes
+    if device.cpu_bytes and num_bytes > most:
+        reason = (
+            f"pinned memory cannot be swapped out, and may be {MAX_HOST_SHARE:.0%} of the "
+            f"{device.cpu_bytes / GB:.1f} GB that this machine has; allowed: at most "
+            f"{most / GB:.1f}"
+        )
+        refuse(config, "host_cache", reason)
+    page_bytes = model.on_rank(config.tp).kv_bytes_per_token(kv_dtype) * page_size
+    num_pages = int(num_bytes / config.tp) // page_bytes
+    if num_pages == 0:
+        least = page_bytes * config.tp / GB
+        refuse(config, "host_cache", f"a page takes {least:.3g} GB over all ranks; allowed: more")
+    return num_pages

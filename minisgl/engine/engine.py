@@ -17,17 +17,19 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.engine.collector import Collector
 from minisgl.engine.fanout import Fanout
 from minisgl.engine.intake import Intake
+from minisgl.engine.landings import Landings
 from minisgl.engine.masks import Failures, MaskFiller
 from minisgl.engine.startup import Loaded, load
-from minisgl.engine.stats import EngineStats, Meter
+from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
+from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -38,11 +40,13 @@ from minisgl.errors import (
     without_words,
 )
 from minisgl.grammar.compiler import Compiled, Grammars
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows, Matcher
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,
+    NOT_BESIDE_A_CONSTRAINT,
     FinishReason,
     OutputDelta,
     Request,
@@ -90,6 +94,8 @@ class AsyncEngine:
                 num_pages=self.capacity.num_pages,
                 page_size=self.capacity.page_size,
                 cache_type=self.config.cache_type,
+                num_host_pages=self.config.num_host_pages,
+                load_rule=loaded.load_rule,
             ),
             num_slots=self.capacity.num_slots,
             max_seq_len=self.capacity.max_seq_len,
@@ -98,9 +104,12 @@ class AsyncEngine:
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
             max_run=loaded.max_run,
+            num_stages=self.config.pp,
+            look_ahead=self.config.overlap,
         )
-        # One step beyond the running one is launched, so that the device never waits for the loop.
-        self._max_in_flight = 2 if self.config.overlap else 1
+        # One step beyond those that run, one in each stage, is launched, so that the device never
+        # waits for the loop.
+        self._max_in_flight = self.config.pp + self.config.overlap
         self._streams: dict[str, OutputStream] = {}
         self._intake: Intake | None = None
         if self.tokenizer is not None:
@@ -109,6 +118,9 @@ class AsyncEngine:
                 max_seq_len=self.capacity.max_seq_len,
                 num_places=self.config.max_running_requests + self.config.max_queued_requests,
             )
+        # The choices of a request have the same rules.
+        self._word_token_ids = lru_cache(16)(self._tokenize_words)
+        self._mask_of = lru_cache(16)(partial(mask_of, self.vocab_size))
         self._masks = MaskFiller(self.vocab_size, self.defaults.eos_token_ids)
         self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
         self._grammars: Grammars | None = None  # made when first needed
@@ -120,6 +132,9 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
         self._collector = Collector(self._runner, self._on_step)
+        self._landings: Landings[Any] | None = None
+        if self.config.num_host_pages:
+            self._landings = Landings(self._runner, self._on_landed)
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -242,7 +257,7 @@ class AsyncEngine:
         if params.structured is not None and matcher is None:
             raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
         request = self._make_request(
-            prompt_token_ids, params, request_id, cache_salt, tenant, matcher
+            prompt_token_ids, params, request_id, cache_salt, tenant, self._ruled(params, matcher)
         )
         detokenizer = None
         if self.tokenizer is not None:
@@ -268,6 +283,23 @@ class AsyncEngine:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
         check_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
         check_token_ids("logit_bias", params.logit_bias.keys(), self.vocab_size)
+        check_token_ids("allowed_token_ids", params.allowed_token_ids or (), self.vocab_size)
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidRequestError("bad_words", "the model has no tokenizer to find them with.")
+
+    def _tokenize_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return () if self.tokenizer is None else word_token_ids(self.tokenizer, words)
+
+    def _ruled(self, params: SamplingParams, matcher: Matcher | None) -> Matcher | None:
+        """The matcher of a request, with what else limits its tokens."""
+        if params.allowed_token_ids is None and not params.bad_words:
+            return matcher
+        self.check(params)
+        if params.allowed_token_ids is not None and matcher is not None:
+            raise InvalidRequestError("allowed_token_ids", NOT_BESIDE_A_CONSTRAINT)
+        words = self._word_token_ids(tuple(params.bad_words))
+        allowed = params.allowed_token_ids
+        return TokenRules(self._mask_of(allowed and tuple(allowed)), words, matcher)
 
     def _make_request(
         self,
@@ -380,6 +412,12 @@ class AsyncEngine:
         except Exception as error:
             self._die(error)
 
+    def _on_landed(self, load: int) -> None:
+        """Let the requests that waited for a load run. Called once for each load."""
+        if self.failure is None:
+            self._scheduler.landed(load)
+            self._pump_soon()
+
     def _follow(self, masked: Sequence[Request]) -> None:
         """Tell matchers their requests' new tokens, and end the requests that are complete."""
         self._end_failed(self._masks.accept(masked))
@@ -414,6 +452,8 @@ class AsyncEngine:
 
     def _collect(self, plan: StepPlan, handle: Any) -> None:
         self._collector.add(plan.step, handle)
+        if self._landings is not None and plan.copies is not None and plan.copies.loads:
+            self._landings.add(handle)
         self._watch.began(plan)
         if self._looking is None:
             self._look_later()
@@ -618,6 +658,8 @@ class AsyncEngine:
             self._max_in_flight = 0
             self._deferred = None
             self._collector.end()
+            if self._landings is not None:
+                self._landings.end()
             await self._steps_end()
             await asyncio.to_thread(self._free, self._collector.ended.done())
 
@@ -627,7 +669,6 @@ class AsyncEngine:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
-        self._masks.close()
         if self._grammars is not None:
             self._grammars.join()
 
@@ -643,6 +684,8 @@ class AsyncEngine:
         if self._grammars is not None:
             self._grammars.close()
         self._collector.end()
+        if self._landings is not None:
+            self._landings.end()
         self._free(self._collector.join(self.config.step_timeout))
 
     async def _steps_end(self) -> None:
@@ -670,8 +713,19 @@ class AsyncEngine:
             num_pages=kv.num_pages - 1,
             num_free_pages=kv.num_free,
             num_cached_pages=kv.num_cached,
+            host=self._host_stats(),
             counters=replace(self._scheduler.counters),
             totals=self._meter.totals.copy(),
+        )
+
+    def _host_stats(self) -> HostStats | None:
+        if not self.config.num_host_pages:
+            return None
+        return HostStats(
+            page_size=self.capacity.page_size,
+            num_pages=self.config.num_host_pages,
+            num_used_pages=self._scheduler.kv.num_host,
+            traffic=self._runner.traffic() or HostTraffic.none(),
         )
 
     def audit(self) -> None:
@@ -690,9 +744,12 @@ def _ending(request: Request, now: float) -> str:
     """A log line with the counts and times of a finished request, without any of its text."""
     assert request.finish_reason is not None
     first = request.first_token_s
+    cached = f"{request.num_cached_tokens} cached"
+    if request.num_host_tokens:
+        cached += f", {request.num_host_tokens} of them from host memory"
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "
-        f"({request.num_cached_tokens} cached), {request.num_output_tokens} output tokens"
+        f"({cached}), {request.num_output_tokens} output tokens"
         + ("" if first is None else f" from {first - request.submitted_s:.3f} s on")
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from minisgl.errors import MinisglError
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.matcher import MaskRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 
@@ -40,6 +41,17 @@ class Runner(Protocol[Handle]):
 
     def collect(self, handle: Handle) -> StepResult:
         """Block until the step is done. Called on the engine's own thread, in launch order."""
+        ...
+
+    def loads(self, handle: Handle) -> Iterator[int]:
+        """Block for each load that a launched plan carries, and yield its id.
+
+        Called on a thread of its own, in launch order, for plans with loads.
+        """
+        ...
+
+    def traffic(self) -> HostTraffic | None:
+        """The copies to and from host memory so far; None without a host cache."""
         ...
 
     def may_compile(self) -> bool:

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.request import FinishReason, Request
 from minisgl.scheduler.scheduler import SchedulerCounters
 
@@ -161,6 +162,21 @@ class Meter:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStats:
+    """The host tier of the prefix cache."""
+
+    page_size: int
+    num_pages: int
+    num_used_pages: int
+    traffic: HostTraffic  # of one rank
+
+    @property
+    def usage(self) -> float:
+        """The fraction of the host tier that holds pages, 0 to 1."""
+        return self.num_used_pages / self.num_pages
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot, for logs and metrics."""
 
@@ -171,6 +187,7 @@ class EngineStats:
     num_cached_pages: int  # held only by the prefix cache: evictable
     counters: SchedulerCounters
     totals: Totals
+    host: HostStats | None = None  # None: there is no host tier
 
     @property
     def num_used_pages(self) -> int:

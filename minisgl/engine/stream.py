@@ -97,6 +97,7 @@ class OutputStream:
             text=text,
             num_output_tokens=self._num_taken,
             num_cached_tokens=request.num_cached_tokens,
+            num_host_tokens=request.num_host_tokens,
             logprobs=request.logprobs[first:],
             prompt_logprobs=request.prompt_logprobs[first_prompt:],
             finish_reason=request.finish_reason,

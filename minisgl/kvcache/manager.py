@@ -4,17 +4,28 @@ A page has exactly one owner: the free list, the prefix cache, or one lease. All
 compute stream, so launch order is the only fence: a page released while steps up to N are launched
 may be written by any later step, and a page may be matched by step N + 1 once its tokens are known
 and launched steps write all of it.
+
+With a host tier, evicted prefixes are copied to host memory and loaded when they match again. The
+copies travel with plans (`take_copies`). An offload reads its pages in the order of launches, so
+they are free at once. A load writes its pages outside of that order: they are locked until
+`landed`, and nobody reads them before the plan that awaits the load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from minisgl.kvcache.copies import ALWAYS, Copies, Load, LoadRule
+from minisgl.kvcache.host import UNPLANNED, HostTier
 from minisgl.kvcache.prefix import NaiveCache, Node, PrefixCache
 from minisgl.kvcache.radix import RadixCache
 
 SCRATCH_PAGE = 0
+
+# Pages that are offloaded together at least, in caches large enough.
+MAX_PIECE = 32
+MIN_PIECES = 32  # number of pieces that a cache has at least
 
 
 class PageAllocator:
@@ -53,23 +64,54 @@ class Lease:
     """
 
     pages: list[int]
-    node: Node  # the last node of the committed pages
+    node: Node  # the last node of the committed pages, or of those to be loaded
     num_committed: int
+    num_to_load: int = 0  # pages of `node` in host memory, which `reserve` begins to load
+    num_loaded: int = 0  # of the committed pages: in host memory when they were matched
+    loads: frozenset[int] = frozenset()  # that write committed pages
 
     @property
     def owned(self) -> list[int]:
         return self.pages[self.num_committed :]
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A load that was planned, and not known to have landed."""
+
+    node: Node  # the last one that it fills
+    pages: Sequence[int]
+    step: int  # whose plan carries it; UNPLANNED before that
+
+
 class KVCacheManager:
-    def __init__(self, *, num_pages: int, page_size: int, cache_type: str) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        cache_type: str,
+        num_host_pages: int = 0,
+        load_rule: LoadRule = ALWAYS,
+    ) -> None:
+        """num_host_pages: size of the host tier, which a radix cache may have."""
         self.page_size = page_size
         self.num_pages = num_pages
         self._allocator = PageAllocator(num_pages)
-        self._cache: PrefixCache = RadixCache(page_size) if cache_type == "radix" else NaiveCache()
+        self._host: HostTier | None = None
+        if num_host_pages:
+            piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
+            self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
+        self._cache: PrefixCache = NaiveCache()
+        if cache_type == "radix":
+            self._cache = RadixCache(page_size, self._host)
         self._leases: set[Lease] = set()
         # [num_pages]: for pages in the prefix cache, the last step that may have written them
         self._written_by = [0] * num_pages
+        self._loads: dict[int, _InFlight] = {}
+        self._num_loads = 0
+        self._new_loads: list[Load] = []  # for the next plan
+        self._awaits: list[int] = []  # for the next plan
 
     @property
     def num_free(self) -> int:
@@ -79,6 +121,11 @@ class KVCacheManager:
     def num_cached(self) -> int:
         """Number of pages in the prefix cache that no lease uses."""
         return self._cache.num_evictable
+
+    @property
+    def num_host(self) -> int:
+        """Number of host pages in use."""
+        return 0 if self._host is None else self._host.num_pages - self._host.num_free
 
     @property
     def num_available(self) -> int:
@@ -95,13 +142,27 @@ class KVCacheManager:
     ) -> Lease:
         """Open a lease on the longest cached prefix that leaves at least one token to compute.
 
-        Only prefixes committed in the same namespace match.
+        Only prefixes committed in the same namespace match. `reserve` loads the pages that are in
+        host memory; until it is called, the lease has none of them.
         """
         max_pages = self._max_match(num_tokens) if reuse else 0
         match = self._cache.acquire(key, max_pages, namespace)
-        lease = Lease(match.pages, match.node, len(match.pages))
+        lease = Lease(match.pages, match.node, len(match.pages), match.num_host)
+        if self._loads:
+            self._follow_loads(lease)
         self._leases.add(lease)
         return lease
+
+    def _follow_loads(self, lease: Lease) -> None:
+        """Let the lease wait for loads of other leases that write pages of its prefix."""
+        at: Node | None = lease.node
+        loads: set[int] = set()
+        while at is not None:
+            if at.load:
+                loads.add(at.load)
+                lease.num_loaded += len(at.pages)
+            at = at.parent
+        lease.loads = frozenset(loads)
 
     def _max_match(self, num_tokens: int) -> int:
         return (num_tokens - 1) // self.page_size
@@ -114,11 +175,66 @@ class KVCacheManager:
         missing = count - self._allocator.num_free
         if missing > 0:
             if missing > self._cache.num_evictable:
-                return None
+                self._hurry()
+                if missing > self._cache.num_evictable:
+                    return None
             self._allocator.free(self._cache.evict(missing))
         pages = self._allocator.allocate(count)
         lease.pages += pages
+        if lease.num_to_load:
+            self._load(lease)
         return pages
+
+    def _load(self, lease: Lease) -> None:
+        """Begin to load the end of the lease's match into its first new pages."""
+        first, end = lease.num_committed, lease.num_committed + lease.num_to_load
+        assert end <= len(lease.pages), "the first reserve has room for the whole match"
+        pages = lease.pages[first:end]
+        self._num_loads += 1
+        load = self._num_loads
+        host_pages = self._cache.fill(lease.node, pages, load)
+        self._loads[load] = _InFlight(lease.node, pages, UNPLANNED)
+        self._mark_written(pages, UNPLANNED)
+        self._new_loads.append(Load(load, tuple(host_pages), tuple(pages)))
+        lease.num_committed, lease.num_to_load = end, 0
+        lease.num_loaded += len(pages)
+        lease.loads |= {load}
+
+    def _hurry(self) -> None:
+        """Unlock the pages of loads that nobody wants any more. The next plan waits for them."""
+        if self._loads:
+            wanted = frozenset[int]().union(*(lease.loads for lease in self._leases))
+            for load in self._loads.keys() - wanted:
+                self.landed(load)
+
+    def landed(self, load: int) -> None:
+        """Make the pages of a load ordinary ones from the next plan on, which awaits it.
+
+        Does nothing for a load that had landed or failed.
+        """
+        found = self._loads.pop(load, None)
+        if found is not None:
+            self._cache.filled(found.node)
+            self._awaits.append(load)
+
+    def is_loading(self, lease: Lease) -> bool:
+        """Whether pages of the lease have not landed."""
+        return bool(lease.loads) and not lease.loads.isdisjoint(self._loads)
+
+    def take_copies(self, step: int) -> Copies | None:
+        """What the plan of `step` copies; None if there is nothing."""
+        if self._host is None:
+            return None
+        offloads = self._host.take_offloads(step)
+        if not (offloads or self._new_loads or self._awaits):
+            return None
+        copies = Copies(offloads, tuple(self._new_loads), tuple(self._awaits))
+        for load in self._new_loads:
+            if load.id in self._loads:
+                self._loads[load.id] = replace(self._loads[load.id], step=step)
+            self._mark_written(load.pages, step)
+        self._new_loads, self._awaits = [], []
+        return copies
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
         """Share the full pages among the first `num_tokens` tokens of `key`.
@@ -154,20 +270,41 @@ class KVCacheManager:
             self._written_by[page] = step
 
     def drop_written_since(self, step: int) -> None:
-        """Drop the cached pages that failed steps wrote, after their leases are closed."""
+        """Drop the cached pages that failed steps wrote or copied. Their leases are closed."""
+        for load, found in list(self._loads.items()):
+            if found.step >= step:
+                self.landed(load)  # to its last page, before another step writes there
+        self._new_loads = []
         self._allocator.free(self._cache.drop_written_since(step, self._written_by))
 
     def audit(self, launched: int) -> None:
         """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
-        self._cache.check([lease.node for lease in self._leases])
+        loading = [load.node for load in self._loads.values()]
+        self._cache.check([*(lease.node for lease in self._leases), *loading])
         cached = self._cache.pages()
         owners = [*self._allocator.free_pages, *cached]
         for lease in self._leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]
             assert shared == _path_pages(lease.node), "a lease does not share what it has locked"
+            assert not lease.num_to_load, "a lease was opened and has reserved nothing"
         assert sorted(owners) == list(range(1, self.num_pages)), "a page is lost or owned twice"
         assert all(self._written_by[page] <= launched for page in cached), "written too early"
+        self._audit_host(launched)
+
+    def _audit_host(self, launched: int) -> None:
+        host_pages = self._cache.host_pages()
+        if self._host is None:
+            assert not (host_pages or self._loads), "there is no host tier"
+            return
+        owners = sorted([*self._host.free_pages, *host_pages])
+        assert owners == list(range(self._host.num_pages)), "a host page is lost or owned twice"
+        for page in host_pages:
+            step = self._host.written_by[page]
+            assert step <= launched or (step == UNPLANNED and self._host.is_planned(page))
+        cached = set(self._cache.pages())
+        for load in self._loads.values():
+            assert cached.issuperset(load.pages), "pages in flight are not pinned"
 
 
 def _path_pages(node: Node) -> list[int]:

@@ -17,22 +17,35 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of pages in the radix tree. The run's tokens follow those of its parents."""
+    """A run of pages in the radix tree. The run's tokens follow those of its parents.
 
-    key: bytes  # packed tokens; only the first len(pages) pages of it count
-    pages: list[int]
+    It has pages on the device, in host memory, or equal ones in both: each tier has all of the run
+    or nothing. The pages on the device are a tree from the root, below which the others hang.
+    """
+
+    key: bytes  # packed tokens; only the first num_pages pages of it count
+    pages: list[int]  # on the device
     parent: Node | None
     children: dict[bytes, Node] = field(default_factory=dict)  # by the packed first page
-    num_users: int = 0  # leases that end here, plus children with users
+    num_users: int = 0  # leases and loads that end here, plus children with users
     last_used: int = 0
+    num_resident: int = 0  # children with pages on the device
+    host_pages: list[int] = field(default_factory=list)
+    load: int = 0  # the load that fills `pages`; 0: they are filled
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) or len(self.host_pages)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A locked prefix, whose pages stay cached until `release(node)`."""
+    """A locked prefix, which stays cached until `release(node)`: pages on the device, then
+    `num_host` pages in host memory."""
 
     node: Node
     pages: list[int]
+    num_host: int = 0
 
 
 class PrefixCache(Protocol):
@@ -51,14 +64,28 @@ class PrefixCache(Protocol):
         ...
 
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
-        """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key)."""
+        """Lock the longest cached prefix of `key`, at most `max_pages` pages. O(key).
+
+        Its end in host memory is left out where computing it is faster than loading it.
+        """
+        ...
+
+    def fill(self, node: Node, pages: Sequence[int], load: int) -> list[int]:
+        """Give device pages to the end of a match, the locked `node`, for a load to fill them.
+
+        Returns the host pages to load from. The load locks `node`, too, until `filled(node)`.
+        """
+        ...
+
+    def filled(self, node: Node) -> None:
+        """Mark the end of the load that `fill` began."""
         ...
 
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
         """Take the pages `start`, `start + 1`, ... of `key`, following the locked `node`.
 
         `node` must end where `start` begins; its lock moves to the returned node. Returns None
-        without a change if the cache already has pages with the same tokens. O(pages).
+        without a change if the cache already has device pages with the same tokens. O(pages).
         """
         ...
 
@@ -67,25 +94,31 @@ class PrefixCache(Protocol):
         ...
 
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
-        """Take the pages that the cache does not have, and return the others.
+        """Take the pages that the cache does not have on the device, and return the others.
 
         `node` as for `extend`; its lock stays where it is. O(pages).
         """
         ...
 
     def evict(self, num_pages: int) -> list[int]:
-        """Drop at least `num_pages` pages, least recently used first, and return them.
+        """Take at least `num_pages` pages off the device, least recently used first.
 
-        The caller must have checked `num_evictable`.
+        Returns them; those that host memory has room for are copied there by the next plan. The
+        caller must have checked `num_evictable`.
         """
         ...
 
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
-        """Drop every page whose entry in `written_by` is at least `step`. None may be locked."""
+        """Drop every device page whose entry in `written_by` is at least `step`, and every host
+        page that such a step's plan wrote. None may be locked. Returns the device pages."""
         ...
 
     def pages(self) -> list[int]:
-        """Every page in the cache. O(cache)."""
+        """Every device page in the cache. O(cache)."""
+        ...
+
+    def host_pages(self) -> list[int]:
+        """Every host page in the cache. O(cache)."""
         ...
 
     def check(self, locked: Sequence[Node]) -> None:
@@ -109,6 +142,12 @@ class NaiveCache:
     def acquire(self, key: bytes, max_pages: int, namespace: bytes = b"") -> Match:
         return Match(self._root, [])
 
+    def fill(self, node: Node, pages: Sequence[int], load: int) -> list[int]:
+        raise AssertionError("nothing is in host memory")
+
+    def filled(self, node: Node) -> None:
+        raise AssertionError("nothing is in host memory")
+
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
         return None
 
@@ -125,6 +164,9 @@ class NaiveCache:
         return []
 
     def pages(self) -> list[int]:
+        return []
+
+    def host_pages(self) -> list[int]:
         return []
 
     def check(self, locked: Sequence[Node]) -> None:

@@ -6,28 +6,31 @@ costs O(prompt) and eviction O(evicted pages · log leaves), independent of the 
 
 Each namespace has a tree with its own root, which exists while there are pages or leases below it:
 a namespace without cached pages takes no memory. Eviction ignores namespaces.
+
+With a host tier, evicted pages are copied to host memory, and their nodes stay in the tree below
+those with pages on the device. A node that is loaded again keeps its host pages until others need
+them, so that evicting it once more copies nothing. Each tier has its own leaves and evicts its own.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 
+from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
-
-# (last_used, order of insertion, leaf). An entry is stale, and skipped, if its leaf has changed.
-_HeapEntry = tuple[int, int, Node]
 
 
 class RadixCache:
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, host: HostTier | None = None) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
+        self._host = host
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
         self._num_nodes = 0
         self._clock = 0
-        self._leaves: list[_HeapEntry] = []
-        self._num_offers = 0
+        self._leaves = LeafQueue(_is_device_leaf)
+        self._host_leaves = LeafQueue(_is_host_leaf)
 
     @property
     def num_evictable(self) -> int:
@@ -46,7 +49,7 @@ class RadixCache:
                 break
             common = self._common_pages(child, key, found, max_pages)
             found += common
-            if common < len(child.pages):
+            if common < child.num_pages:
                 break
             node = child
         return found
@@ -59,14 +62,36 @@ class RadixCache:
         node, pages = root, list[int]()
         while len(pages) < max_pages:
             child = self._child(node, key, len(pages))
-            if child is None:
+            if child is None or not child.pages:
                 break
             common = self._common_pages(child, key, len(pages), max_pages)
             node = child if common == len(child.pages) else self._split(child, common)
             node.last_used = self._clock
             pages += node.pages
+        num_host = 0
+        if self._host is not None:
+            node, num_host = self._follow_host(node, key, len(pages), max_pages)
         self._lock(node)
-        return Match(node, pages)
+        return Match(node, pages, num_host)
+
+    def _follow_host(self, node: Node, key: bytes, start: int, end: int) -> tuple[Node, int]:
+        """Follow `key` from page `start` on below `node`, whose children match in host memory only.
+
+        Returns the last node and the number of its pages below `node`: none if loading them is
+        slower than computing them.
+        """
+        assert self._host is not None
+        last, path, found = node, list[Node](), start
+        while found < end and (child := self._child(last, key, found)) is not None:
+            common = self._common_pages(child, key, found, end)
+            last = child if common == child.num_pages else self._split(child, common)
+            path.append(last)
+            found += common
+        if not path or not self._host.rule.pays(found - start):
+            return node, 0
+        for each in path:
+            each.last_used = self._clock
+        return last, found - start
 
     def _child(self, node: Node, key: bytes, start: int) -> Node | None:
         return node.children.get(self._first_page(key, start))
@@ -77,7 +102,7 @@ class RadixCache:
     def _common_pages(self, node: Node, key: bytes, start: int, end: int) -> int:
         """Number of equal pages of `node` and pages `start` .. `end` - 1 of `key`, at least one."""
         size = self._page_bytes
-        low, high = 1, min(len(node.pages), end - start)
+        low, high = 1, min(node.num_pages, end - start)
         if key.startswith(node.key[: high * size], start * size):
             return high
         while high - low > 1:  # pages below low are equal, those below high are not
@@ -91,32 +116,57 @@ class RadixCache:
     # -- adding ------------------------------------------------------------------------------------
 
     def extend(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> Node | None:
-        if self._child(node, key, start) is not None:
+        child = self._child(node, key, start)
+        if child is not None and child.pages:
             return None
-        added = self._add(node, key, start, pages)
+        added, _ = self._put(node, key, start, pages)
         self._lock(added)
         self.release(node)
         return added
 
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
-        at, end = start, start + len(pages)
+        last, refused = self._put(node, key, start, pages)
+        self._let_go(last)
+        return refused
+
+    def _put(
+        self, node: Node, key: bytes, start: int, pages: Sequence[int]
+    ) -> tuple[Node, list[int]]:
+        """Add pages below `node`, where the device has none; returns the last node and the others.
+
+        Nodes that are in host memory only get theirs back.
+        """
+        at, end, refused = start, start + len(pages), list[int]()
         while at < end:
             child = self._child(node, key, at)
             if child is None:
-                self._let_go(self._add(node, key, at, pages[at - start :]))
-                break
+                return self._add(node, key, at, pages[at - start :]), refused
             common = self._common_pages(child, key, at, end)
-            node = child if common == len(child.pages) else self._split(child, common)
+            node = child if common == child.num_pages else self._split(child, common)
+            run = pages[at - start : at - start + common]
+            if node.pages:
+                refused += run
+            else:
+                self._give(node, run)
+                self._let_go(node)
             at += common
-        return list(pages[: at - start])
+        return node, refused
 
     def _add(self, parent: Node, key: bytes, start: int, pages: Sequence[int]) -> Node:
         run = key[start * self._page_bytes : (start + len(pages)) * self._page_bytes]
-        node = Node(key=run, pages=list(pages), parent=parent, last_used=self._clock)
+        node = Node(key=run, pages=[], parent=parent, last_used=self._clock)
         parent.children[self._first_page(run, 0)] = node
         self._num_nodes += 1
-        self._num_evictable += len(pages)
+        self._give(node, pages)
         return node
+
+    def _give(self, node: Node, pages: Sequence[int]) -> None:
+        """Make `node` resident on the device."""
+        assert node.parent is not None
+        node.pages = list(pages)
+        node.parent.num_resident += 1
+        if not node.num_users:
+            self._num_evictable += len(pages)
 
     def _split(self, node: Node, num_pages: int) -> Node:
         """Move the first pages of `node` into a new parent, and return the parent.
@@ -131,12 +181,42 @@ class RadixCache:
             parent=node.parent,
             num_users=1 if node.num_users else 0,
             last_used=node.last_used,
+            num_resident=1 if node.pages else 0,
+            host_pages=node.host_pages[:num_pages],
+            load=node.load,
         )
         node.parent.children[self._first_page(upper.key, 0)] = upper
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_pages:], upper
+        node.host_pages = node.host_pages[num_pages:]
         upper.children[self._first_page(node.key, 0)] = node
         self._num_nodes += 1
+        self._let_go(upper)
         return upper
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def fill(self, node: Node, pages: Sequence[int], load: int) -> list[int]:
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None and not at.pages and at.parent is not None:
+            path.append(at)
+            at = at.parent
+        host_pages: list[int] = []
+        for each in reversed(path):
+            start = len(host_pages)
+            host_pages += each.host_pages
+            self._give(each, pages[start : len(host_pages)])
+            each.load = load
+        self._lock(node)
+        return host_pages
+
+    def filled(self, node: Node) -> None:
+        at: Node | None = node
+        load = node.load
+        while at is not None and at.load == load:
+            at.load = 0
+            at = at.parent
+        self.release(node)
 
     # -- locks -------------------------------------------------------------------------------------
 
@@ -164,50 +244,93 @@ class RadixCache:
     # -- eviction ----------------------------------------------------------------------------------
 
     def _let_go(self, node: Node) -> None:
-        """Make `node` evictable if it is a leaf without users; drop it if it is a root."""
-        if node.num_users or node.children:
+        """Offer `node` to the tiers that may evict it; drop it if it is the root of nothing."""
+        if node.num_users:
             return
         if node.parent is None:
-            del self._roots[node.key]
+            if not node.children:
+                del self._roots[node.key]
             return
-        self._num_offers += 1
-        heapq.heappush(self._leaves, (node.last_used, self._num_offers, node))
-        if len(self._leaves) > 64 + 2 * self._num_nodes:  # amortized: most are stale
-            fresh = {entry[2]: entry for entry in self._leaves if self._is_fresh(entry)}
-            self._leaves = list(fresh.values())
-            heapq.heapify(self._leaves)
-
-    @staticmethod
-    def _is_fresh(entry: _HeapEntry) -> bool:
-        last_used, _, node = entry
-        return not (
-            node.num_users
-            or node.children
-            or node.parent is None  # removed from the tree
-            or node.last_used != last_used
-        )
+        if _is_device_leaf(node):
+            self._leaves.offer(node, self._num_nodes)
+        if _is_host_leaf(node):
+            self._host_leaves.offer(node, self._num_nodes)
 
     def evict(self, num_pages: int) -> list[int]:
         evicted: list[int] = []
         while len(evicted) < num_pages:
-            entry = heapq.heappop(self._leaves)
-            if not self._is_fresh(entry):
-                continue
-            node, wanted = entry[2], num_pages - len(evicted)
-            if len(node.pages) > wanted:  # evicting the tail is enough
+            node = self._leaves.pop()
+            assert node is not None, "the caller has checked that there are enough"
+            wanted = num_pages - len(evicted)
+            if self._host is not None:
+                evicted += self._demote(node, max(wanted, self._host.piece), self._host)
+            elif len(node.pages) > wanted:  # evicting the tail is enough
                 evicted += node.pages[-wanted:]
                 del node.pages[-wanted:]
-                heapq.heappush(self._leaves, entry)
+                self._leaves.offer(node, self._num_nodes)
             else:
                 evicted += node.pages
                 self._remove(node)
         self._num_evictable -= len(evicted)
         return evicted
 
+    def _demote(self, node: Node, at_most: int, host: HostTier) -> list[int]:
+        """Take pages at the end of `node` off the device, and return them.
+
+        They stay in host memory, if there is room for them.
+        """
+        self._cut(node, at_most)
+        pages = node.pages
+        if not node.host_pages and self._make_room(len(pages), host):
+            node.host_pages = host.offload(pages)
+        if not node.host_pages:
+            self._forget(node)
+            return pages
+        self._leave_device(node)
+        return pages
+
+    def _leave_device(self, node: Node) -> None:
+        """Take a node off the device that stays in host memory."""
+        assert node.parent is not None
+        node.pages = []
+        node.parent.num_resident -= 1
+        self._let_go(node)
+        self._let_go(node.parent)
+
+    def _cut(self, node: Node, at_most: int) -> None:
+        """Split `node` so that it has at most `at_most` pages."""
+        if node.num_pages > at_most:
+            self._split(node, node.num_pages - at_most)
+
+    def _make_room(self, num_pages: int, host: HostTier) -> bool:
+        """Free host pages, least recently used first; False if there are too few."""
+        while host.num_free < num_pages:
+            node = self._host_leaves.pop()
+            if node is None:
+                return False
+            self._cut(node, max(num_pages - host.num_free, host.piece))
+            host.free(node.host_pages)
+            node.host_pages = []
+            if not node.pages:
+                self._remove(node)
+        return True
+
+    def _forget(self, node: Node) -> None:
+        """Remove a node and those below it, which have no pages on the device."""
+        doomed = [node]
+        for each in doomed:  # it grows meanwhile
+            doomed += each.children.values()
+        for each in reversed(doomed):
+            if self._host is not None and each.host_pages:
+                self._host.free(each.host_pages)
+            self._remove(each)
+
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         del parent.children[self._first_page(node.key, 0)]
+        if node.pages:
+            parent.num_resident -= 1
         node.parent = None
         self._num_nodes -= 1
         self._let_go(parent)
@@ -216,14 +339,23 @@ class RadixCache:
         dropped: list[int] = []
         for node in reversed(list(self._nodes())):  # children first
             late = [page for page in node.pages if written_by[page] >= step]
-            if not late:
-                continue
-            assert not node.num_users and not node.children, "a dropped page is still in use"
-            # Pages of a run are written in order, so those written late are its tail.
-            del node.pages[len(node.pages) - len(late) :]
-            dropped += late
-            if not node.pages:
-                self._remove(node)
+            copied_late = self._host is not None and any(
+                self._host.written_by[page] >= step for page in node.host_pages
+            )
+            if copied_late:
+                assert self._host is not None and not node.load, "a dropped page is loaded from"
+                self._host.free(node.host_pages)
+                node.host_pages = []
+            if late:
+                assert not node.num_users and not node.num_resident, "a dropped page is still used"
+                dropped += late
+                # Pages of a run are written in order, so those written late are its tail.
+                self._cut(node, len(late))
+                if node.host_pages:
+                    self._leave_device(node)
+                    continue
+            if late or not node.num_pages:
+                self._forget(node)
         self._num_evictable -= len(dropped)
         return dropped
 
@@ -240,6 +372,9 @@ class RadixCache:
     def pages(self) -> list[int]:
         return [page for node in self._nodes() for page in node.pages]
 
+    def host_pages(self) -> list[int]:
+        return [page for node in self._nodes() for page in node.host_pages]
+
     def check(self, locked: Sequence[Node]) -> None:
         users: dict[Node, int] = {}
         for node in locked:
@@ -247,7 +382,7 @@ class RadixCache:
         nodes = [*self._roots.values(), *self._nodes()]
         assert set(users) <= set(nodes), "a lease ends outside the tree"
         evictable = 0
-        offered = {entry[2] for entry in self._leaves if self._is_fresh(entry)}
+        offered, host_offered = self._leaves.nodes(), self._host_leaves.nodes()
         for node in reversed(nodes):
             num_users = users.get(node, 0) + sum(
                 1 for child in node.children.values() if child.num_users
@@ -256,12 +391,31 @@ class RadixCache:
             for first, child in node.children.items():
                 assert child.parent is node and first == self._first_page(child.key, 0)
             if node.parent is None:
-                assert self._roots.get(node.key) is node and not node.pages
+                assert self._roots.get(node.key) is node and not node.num_pages
                 assert num_users or node.children, "the root of an empty namespace is left"
                 continue
-            assert node.pages and len(node.key) >= len(node.pages) * self._page_bytes
+            assert node.num_pages and len(node.key) >= node.num_pages * self._page_bytes
+            assert not (node.pages and node.host_pages) or len(node.pages) == len(node.host_pages)
+            assert not node.load or (node.num_users and node.host_pages), "a load has no lock"
+            resident = sum(1 for child in node.children.values() if child.pages)
+            assert node.num_resident == resident and (node.pages or not resident)
             if not num_users:
                 evictable += len(node.pages)
-                assert node.children or node in offered, "a leaf cannot be evicted"
+                assert not _is_device_leaf(node) or node in offered, "a leaf cannot be evicted"
+                assert not _is_host_leaf(node) or node in host_offered, "host pages are stuck"
         assert evictable == self._num_evictable, "the number of evictable pages is wrong"
         assert len(nodes) - len(self._roots) == self._num_nodes
+
+
+def _is_device_leaf(node: Node) -> bool:
+    """Whether the device may evict the pages of `node`."""
+    in_tree = node.parent is not None
+    return in_tree and not node.num_users and bool(node.pages) and not node.num_resident
+
+
+def _is_host_leaf(node: Node) -> bool:
+    """Whether host memory may drop its pages of `node`: nothing hangs on them."""
+    in_tree = node.parent is not None
+    if not in_tree or node.num_users or not node.host_pages:
+        return False
+    return bool(node.pages) or not node.children

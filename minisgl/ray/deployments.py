@@ -57,6 +57,8 @@ def build(
         for name in ADDRESS_OPTIONS:
             if getattr(server, name) != getattr(defaults, name):
                 refuse(server, name, "the address is the cluster's; set it in its http_options")
+    if engine.nnodes > 1:
+        refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
     server = with_all_keys(server)
     hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
@@ -96,7 +98,8 @@ def _hosts(server: ServerConfig, *, on_loopback: bool) -> tuple[str, ...]:
 def _num_gpus(engine: EngineConfig) -> int:
     """Of an engine. Without a connection to the cluster, it is taken to have GPUs."""
     has_gpus = not ray.is_initialized() or ray.cluster_resources().get("GPU", 0) > 0
-    return engine.tp if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0
+    num_ranks = engine.tp * engine.pp
+    return num_ranks if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0
 
 
 def _scaling(router: RouterConfig, options: RayConfig) -> dict[str, Any]:

@@ -17,30 +17,33 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import MinisglError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
 from minisgl.router.app import RouterHealth
-from minisgl.router.failures import ReplicaLostError, error_response, last_events
-from minisgl.router.forward import HOP_HEADERS, OWN_HEADERS
+from minisgl.router.failures import ReplicaLostError, last_events
+from minisgl.router.forward import HOP_HEADERS, MAX_ATTEMPTS, OWN_HEADERS
 from minisgl.router.keys import route_key
 from minisgl.router.metrics import join_pages
 from minisgl.server import schemas
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.app import middleware_of
-from minisgl.server.auth import OPEN_PATHS, client_of
+from minisgl.server.auth import client_of
 from minisgl.server.bodies import BodyBudget, read_bytes
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.error_responses import answer_disconnect, answer_http_exception, json_response
+from minisgl.server.error_responses import (
+    answer_disconnect,
+    answer_error,
+    answer_http_exception,
+    json_response,
+)
 from minisgl.server.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE, Answered
+from minisgl.server.pages import page_routes
 from minisgl.server.request_ids import HEADER
 from minisgl.server.root_path import route_path
-
-# A request is sent to so many engines that end before they answer.
-MAX_ATTEMPTS = 3
 
 
 class EngineLostError(Exception):
@@ -82,22 +85,17 @@ def create_ingress_app(
         page = join_pages(await engines.metrics(), "replica")
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
-    async def answer_error(request: Request, error: Exception) -> ASGIApp:
-        assert isinstance(error, MinisglError)
-        if route_path(request.scope) not in OPEN_PATHS:
-            log_failure(request_id(request.scope), error.http_status, error)
-        return error_response(error, {"retry-after": "1"} if error.http_status == 429 else None)
-
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", metrics),
+            *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
             Route("/{path:path}", Forward(engines)),
         ],
-        middleware=middleware_of(config, responses, hosts, error_response),
+        middleware=middleware_of(config, responses, hosts),
         exception_handlers={
-            MinisglError: answer_error,  # type: ignore[dict-item]
+            MinisglError: answer_error,
             HTTPException: answer_http_exception,
             ClientDisconnect: answer_disconnect,
         },
@@ -147,10 +145,8 @@ class Forward:
         error = ReplicaLostError()
         if not has_begun:
             raise error
-        id = request_id(scope)
-        log_failure(id, 200, error)
-        last = last_events(error, request.path, id)
-        await send({"type": "http.response.body", "body": last})
+        log_failure(request_id(scope), 200, error)
+        await send({"type": "http.response.body", "body": last_events(scope, error)})
 
 
 async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:

@@ -13,24 +13,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from minisgl.errors import MinisglError
-from minisgl.router.failures import error_response
 from minisgl.router.fleet import Fleet, Peer
 from minisgl.router.forward import Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
 from minisgl.router.upstream import UpstreamLostError
 from minisgl.server import schemas
-from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.app import middleware_of
-from minisgl.server.auth import OPEN_PATHS
 from minisgl.server.bodies import BodyBudget
 from minisgl.server.config import ServerConfig
-from minisgl.server.error_responses import answer_disconnect, answer_http_exception, json_response
+from minisgl.server.error_responses import (
+    answer_disconnect,
+    answer_error,
+    answer_http_exception,
+    json_response,
+)
 from minisgl.server.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE
-from minisgl.server.root_path import route_path
+from minisgl.server.pages import page_routes
 
 METRICS_SECONDS = 5
 
@@ -78,22 +79,17 @@ def create_router_app(
         of_routers[str(index)] = metrics.render()
         return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
 
-    async def answer_error(request: Request, error: Exception) -> ASGIApp:
-        assert isinstance(error, MinisglError)
-        if route_path(request.scope) not in OPEN_PATHS:
-            log_failure(request_id(request.scope), error.http_status, error)
-        return error_response(error, {"retry-after": "1"} if error.http_status == 429 else None)
-
     app = Starlette(
         routes=[
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", joined_metrics),
+            *([] if config.no_ui else page_routes()),  # there while no replica is ready, too
             Route("/{path:path}", forward),
         ],
-        middleware=middleware_of(config, metrics.responses, hosts, error_response),
+        middleware=middleware_of(config, metrics.responses, hosts),
         exception_handlers={
-            MinisglError: answer_error,  # type: ignore[dict-item]
+            MinisglError: answer_error,
             HTTPException: answer_http_exception,
             ClientDisconnect: answer_disconnect,
         },

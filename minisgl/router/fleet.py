@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from minisgl.router.upstream import Upstream, UpstreamLostError
 from minisgl.server.engine_state import NotReadyError
 
 MAX_IDLE = 256  # connections to a peer
+MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,16 @@ class Peer:
             upstream = self.idle.pop()
             if upstream.is_free:
                 return upstream
-        try:
-            loop = asyncio.get_running_loop()
-            _, upstream = await loop.create_unix_connection(Upstream, self.path)
-        except OSError:
-            raise UpstreamLostError from None
-        return upstream
+        loop = asyncio.get_running_loop()
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                _, upstream = await loop.create_unix_connection(Upstream, self.path)
+                return upstream
+            except OSError as error:
+                if error.errno != errno.EAGAIN:  # so many connections at once wait there
+                    break
+                await asyncio.sleep(PAUSE_S)
+        raise UpstreamLostError
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a document; raises UpstreamLostError."""

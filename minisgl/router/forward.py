@@ -24,7 +24,8 @@ from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import client_of
 from minisgl.server.bodies import read_bytes
 from minisgl.server.engine_state import NotReadyError
-from minisgl.server.request_ids import HEADER
+from minisgl.server.messages_api.paths import OVERLOADED
+from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER
 from minisgl.server.root_path import route_path
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,11 @@ HOP_HEADERS = frozenset(
         *(b"proxy-connection", b"expect", b"content-length", HEADER.encode()),
     )
 )
-OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date"}
+OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date", ANTHROPIC_HEADER.encode()}
 # Codes of a replica that takes no requests: another one may.
 NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", None))
-# Attempts beyond one for each replica: connections that are kept may have been closed.
-MORE_ATTEMPTS = 2
+# To send one request: one that ends its replica must not end all of them.
+MAX_ATTEMPTS = 3
 
 
 class Forward:
@@ -83,7 +84,7 @@ class _Answer:
         self._leaving.add_done_callback(self._stop)
         avoided = list[Replica]()
         error: MinisglError = ReplicaLostError()
-        for attempt in range(len(self._fleet.replicas) + MORE_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 replica = self._fleet.choose(key, avoided)
             except NotReadyError as not_ready:
@@ -120,7 +121,7 @@ class _Answer:
                 await self._stream(upstream, head, relays=relays)
                 return True
             body = b"".join([piece async for piece in upstream.pieces()])
-            if head.status == 503 and _code(body) in NOT_READY_CODES:
+            if head.status in (503, OVERLOADED) and _code(body) in NOT_READY_CODES:
                 self._refusal = head, body
                 return False
             if self._has_begun:  # as a stream, by a replica that has ended
@@ -162,9 +163,8 @@ class _Answer:
         self._has_begun = True
 
     async def _end_with(self, error: MinisglError) -> None:
-        id = request_id(self._scope)
-        log_failure(id, 200, error)
-        last = last_events(error, route_path(self._scope), id)
+        log_failure(request_id(self._scope), 200, error)
+        last = last_events(self._scope, error)
         await self._send({"type": "http.response.body", "body": last})
 
 

@@ -76,7 +76,7 @@ class OwnFront:
         app = create_router_app(
             self._fleet, config, hosts_of(config, listener), index=spec.index, routers=routers
         )
-        room = room_for_connections(0)
+        room = room_for_connections(0) // 2  # each may have one to a replica
         public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, ClientConnection)
         self._servers = [Server(public, Immortal(), room)]
         self._listeners = [listener]

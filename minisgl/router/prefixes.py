@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+NODE_BYTES = 400  # that a node takes besides its run
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -21,7 +23,7 @@ class Node:
 
 class PrefixTree:
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: what the runs of the tree have together at most."""
+        """max_bytes: of memory, at most."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._root = Node(b"", None)
@@ -51,7 +53,7 @@ class PrefixTree:
         if found < len(key):
             leaf = Node(key[found:], node)
             node.children[key[found]] = leaf
-            self.num_bytes += len(leaf.run)
+            self.num_bytes += len(leaf.run) + NODE_BYTES
             path.append(leaf)
         for node in reversed(path):
             self._by_age[node] = None
@@ -69,13 +71,14 @@ class PrefixTree:
         node.parent.children[upper.run[0]] = upper
         node.run, node.parent = node.run[length:], upper
         upper.children[node.run[0]] = node
+        self.num_bytes += NODE_BYTES
         return upper
 
     def _forget_oldest(self) -> None:
         leaf, _ = self._by_age.popitem(last=False)
         assert leaf.parent is not None
         del leaf.parent.children[leaf.run[0]]
-        self.num_bytes -= len(leaf.run)
+        self.num_bytes -= len(leaf.run) + NODE_BYTES
 
     def check(self) -> None:
         """Recompute every invariant; AssertionError if one fails."""
@@ -86,7 +89,7 @@ class PrefixTree:
             for first, child in node.children.items():
                 assert child.parent is node and child.run[0] == first
                 assert node is self._root or age[child] < age[node], "a parent is older"
-                num_bytes += len(child.run)
+                num_bytes += len(child.run) + NODE_BYTES
                 num_nodes += 1
                 pending.append(child)
         assert num_nodes == len(age), "a node has no age, or is no longer in the tree"

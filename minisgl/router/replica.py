@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from minisgl.config import EngineConfig
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
 from minisgl.router.replicas import ReplicaSpec
+from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
+from minisgl.server.welcome import Welcome
 
 logger = logging.getLogger(__name__)
+
+
+class RouterConnection(ServerConnection):
+    """A connection of the router, which itself watches how its clients read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # What a slow client does not read costs as much here as on its own connection.
+        opened = transport.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSENT_BYTES)
+
+    def _count_unsent(self) -> None:
+        pass
 
 
 class ReplicaProcess(ServerProcess):
     """A server whose address nobody needs to know."""
 
-    def _announce(self, listener: socket.socket) -> None:
+    connection = RouterConnection
+
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         pass
 
 

@@ -136,7 +136,8 @@ class Supervisor:
     async def _run_once(self, running: _Running) -> tuple[int, float]:
         """Run the process of a replica to its end: its exit code, and how long it was ready."""
         spec = running.spec
-        environment = {**os.environ, **spec.share.environment()}
+        # Progress in lines: bars of several processes would overwrite each other.
+        environment = {**os.environ, **spec.share.environment(), "TTY_COMPATIBLE": "0"}
         environment.pop(VARIABLE, None)  # the spec has all keys
         command = (*self._command, str(spec.index))
         process = running.process = await start_child(command, environment)

@@ -9,7 +9,7 @@ the replica ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,12 +56,12 @@ class Upstream(asyncio.Protocol):
     """`ask` sends a request; then either `relay` or `pieces` takes its body, to the end."""
 
     def __init__(self) -> None:
-        self.is_reused = False  # has answered a request before
         self.num_relayed = 0  # reads of this answer whose events went to the client
         self._transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
         self._closed = False
-        self._client: Client | None = None  # while its stream is relayed
+        self._write: Callable[[bytes], None] | None = None  # to the client of a relayed stream
+        self._flow: Flow
         self._held = bytearray()  # of a stream: the beginning of an event, or what waits for relay
         self._relays = False  # the body is a stream to be relayed
         self._paused = False
@@ -82,6 +82,7 @@ class Upstream(asyncio.Protocol):
         """
         self._complete = False
         self.num_relayed = 0
+        self._pieces = []
         self._may_relay = relays
         self._has_body = has_body
         self._is_head = True
@@ -100,7 +101,7 @@ class Upstream(asyncio.Protocol):
 
         Everything but the last chunk is written, which is the caller's.
         """
-        self._client = client
+        self._write, self._flow = client.transport.write, client.flow
         first, self._held = bytes(self._held), bytearray()
         if first:
             self._take(first)
@@ -137,11 +138,11 @@ class Upstream(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        client = self._client
-        if client is not None and not self._held and data.endswith(END_OF_EVENTS):
-            client.transport.write(data)
+        write = self._write
+        if write is not None and not self._held and data.endswith(END_OF_EVENTS):
+            write(data)
             self.num_relayed += 1
-            if client.flow.write_paused:
+            if self._flow.write_paused:
                 self._pause()
         elif self._relays:
             self._take(data)
@@ -214,10 +215,10 @@ class Upstream(asyncio.Protocol):
 
     def _take(self, data: bytes) -> None:
         """Pass on what is complete of the stream, and hold the rest."""
-        held, client = self._held, self._client
+        held, write = self._held, self._write
         start = max(0, len(held) - len(END_OF_EVENTS) + 1)
         held += data
-        if client is None:
+        if write is None:
             if len(held) > MAX_UNREAD_BYTES:
                 self._pause()
             return
@@ -226,12 +227,12 @@ class Upstream(asyncio.Protocol):
         if not is_last:
             cut = cut + len(END_OF_EVENTS) if cut >= 0 else 0
         if cut:
-            client.transport.write(bytes(held[:cut]))
+            write(bytes(held[:cut]))
             self.num_relayed += 1
             del held[:cut]
         if is_last:
             self._finish()
-        elif client.flow.write_paused:
+        elif self._flow.write_paused:
             self._pause()
 
     def _pause(self) -> None:
@@ -242,7 +243,6 @@ class Upstream(asyncio.Protocol):
     def _finish(self) -> None:
         self._release()
         self.resume()
-        self.is_reused = True
         if not self._end.done():
             self._end.set_result(None)
 
@@ -256,6 +256,6 @@ class Upstream(asyncio.Protocol):
     def _release(self) -> None:
         self._complete = True
         self._relays = False
-        self._client = None
+        self._write = None
         self._held = bytearray()
         self._news.set()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 import torch
 
 from minisgl.attention.backends import available_backends, flash_page_multiple
 from minisgl.config import DeviceFacts, ModelFacts
 from minisgl.kernels.dispatch import runs_triton
+
+# The limits of memory of a container, in version 2 and 1 of control groups.
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
@@ -20,12 +25,16 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     # Not every system reports how much memory is free; all report the total.
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free_cpu_bytes = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    cpu_bytes = memory_bytes()
     has_cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_cuda else None
     found = available_backends(capability, model.attention)
     if not has_cuda:
         return DeviceFacts(
-            has_cuda=False, free_cpu_bytes=free_cpu_bytes, missing_backends=found.missing
+            has_cuda=False,
+            free_cpu_bytes=free_cpu_bytes,
+            cpu_bytes=cpu_bytes,
+            missing_backends=found.missing,
         )
     missing = dict(found.missing)
     if "triton" not in missing and not runs_triton(torch.device("cuda")):
@@ -35,11 +44,21 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
         num_gpus=torch.cuda.device_count(),
         compute_capability=capability,
         free_cpu_bytes=free_cpu_bytes,
+        cpu_bytes=cpu_bytes,
         prefill_backends=tuple(name for name in found.prefill if name not in missing),
         decode_backends=tuple(name for name in found.decode if name not in missing),
         missing_backends=missing,
         flash_page_multiple=flash_page_multiple(),
     )
+
+
+def memory_bytes() -> int:
+    """The memory of this machine, or what the control group of this process may use of it."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # another version, or "max"
+            total = min(total, int(Path(path).read_text()))
+    return total
 
 
 def device_name(device: str) -> str:

@@ -35,12 +35,12 @@ GraphPool = Any  # as returned by torch.cuda.graph_pool_handle
 class EventMark:
     """A point in the work queued on a lane."""
 
-    _event: torch.cuda.Event | None
+    event: torch.cuda.Event | None  # None: it is reached
 
     def wait(self) -> None:
         """Block without spinning; any thread may call it."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.event is not None:
+            self.event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,10 @@ class Lanes:
         computed = torch.cuda.Event(blocking=True)
         computed.record(self._compute)
         return EventMark(computed)
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Let what is queued on the compute lane from here on follow an event of another lane."""
+        self._compute.wait_event(event)
 
     def upload(self, parts: Sequence[ArrayLike]) -> tuple[Tensor, ...]:
         """Upload `parts` in one copy; returns an int64 tensor for each, ready for use on the

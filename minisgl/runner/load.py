@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import torch
 
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, AttentionShape
-from minisgl.config import Capacity, ResolvedConfig
+from minisgl.config import Capacity, ModelFacts, ResolvedConfig
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
+from minisgl.kvcache.copies import ALWAYS
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
 from minisgl.runner.graphs import graph_keys
+from minisgl.runner.host_cache import HostCache, staging_bytes
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.memory import (
     GIB,
@@ -27,6 +31,8 @@ from minisgl.runner.memory import (
     page_table_bytes,
 )
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.stage import Stage
+from minisgl.runner.stage_times import StageTimes
 from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 
 NO_ROOM_FOR_GRAPHS = (
@@ -47,50 +53,67 @@ def load_runner(
     folder: Path,
     report: Report | None = None,
     ranks: Communicator = SINGLE_RANK,
+    pipeline: Pipeline | None = None,
     *,
     local_rank: int = 0,
 ) -> ModelRunner:
     """Load the weights, measure the memory of the largest steps and of the graphs, allocate KV
     pages in the remaining memory, and capture the graphs. All ranks must call this together.
 
-    ranks: the communicator of this rank. local_rank: its number on this machine.
-    Blocks for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
+    ranks: the communicator of this rank's stage. pipeline: of the stages, if there are several.
+    local_rank: its number on this machine. Blocks for seconds or minutes. Raises CheckpointError or
+    DeviceMemoryError.
     """
     report = report or (lambda phase, fraction: None)
     device = rank_device(config, local_rank)
     lanes = Lanes(device)
     lanes.enter_thread()
     free_at_start = free_bytes(device)
-    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks)
+    pipeline = pipeline or OneStage(ranks)
+    layers = model_config.facts().stages(pipeline.size)[pipeline.stage]
+    facts = model_config.facts().on_rank(config.tp).on_stage(layers)
+    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
     report("tuning GEMMs", 0.0)
     model.prepare()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
-    build = _Builder(config, model_config, model, lanes, ranks)
+    times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
+    dtype = getattr(torch, config.dtype)
+    stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
+    build = _Builder(config, facts, model, lanes, ranks, stage)
+    prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
         # Excluding weights and KV cache: activations, sampling tables and slot tables.
         step_bytes = _try_largest_steps(trial, config) - held_by_weights - trial.kv_bytes
         graph_bytes = 0 if config.num_pages else _try_graphs(trial, config)
+        if config.num_host_pages:
+            report("timing prefill", 0.0)
+            prefill_s = _time_prefill(trial, config)
     except torch.OutOfMemoryError as error:
         raise DeviceMemoryError(NO_ROOM_FOR_GRAPHS) from error
     finally:
         trial.close()
     del trial
+    kv_specs = facts.kv_specs(config.kv_dtype)
+    if config.num_host_pages:
+        step_bytes += staging_bytes(kv_specs, config.page_size)
     num_pages = config.num_pages or fit_num_pages(
         config,
-        model_config.facts().on_rank(config.tp).kv_specs(config.kv_dtype),
+        kv_specs,
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
             # The page tables of the trial were only as wide as its small cache.
-            activation_bytes=step_bytes + page_table_bytes(config),
+            activation_bytes=step_bytes
+            + page_table_bytes(config)
+            + stage.bytes_on_the_way(config.max_prefill_length),
             graph_bytes=graph_bytes,
         ),
     )
     # Page ids are the same on all ranks.
-    runner = build(ranks.host_min(num_pages))
+    runner = build(pipeline.host_min(num_pages), prefill_s, report)
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:
@@ -103,7 +126,7 @@ def load_runner(
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
     """The device of the rank with this number on its machine."""
-    several_gpus = config.device == "cuda" and config.tp > 1
+    several_gpus = config.device == "cuda" and config.num_ranks > 1
     return torch.device("cuda", local_rank) if several_gpus else torch.device(config.device)
 
 
@@ -115,6 +138,7 @@ def _load_model(
     device: torch.device,
     free_at_start: int,
     ranks: Communicator,
+    layers: range,
 ) -> CausalLM:
     report("loading weights", 0.0)
     try:
@@ -127,6 +151,7 @@ def _load_model(
             max_seq_len=config.max_seq_len,
             progress=lambda done, total: report("loading weights", done / total),
             ranks=ranks,
+            layers=layers,
         )
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error)):
@@ -146,14 +171,17 @@ class _Builder:
     def __init__(
         self,
         config: ResolvedConfig,
-        model_config: ModelConfig,
+        facts: ModelFacts,
         model: CausalLM,
         lanes: Lanes,
         ranks: Communicator,
+        stage: Stage,
     ) -> None:
+        """facts: for this rank of its stage."""
         self._config = config
         self._ranks = ranks
-        self._facts = model_config.facts().on_rank(config.tp)
+        self._stage = stage
+        self._facts = facts
         self._model = model
         self._lanes = lanes
         # A host-planned backend is refused if the layers differ in their heads.
@@ -173,7 +201,11 @@ class _Builder:
             prefill = make_attention("triton", "triton", shape).prefill_backend
             self._captured_attention = Attention(prefill, self._attention.decode_backend)
 
-    def __call__(self, num_pages: int) -> ModelRunner:
+    def __call__(
+        self, num_pages: int, prefill_s: float | None = None, report: Report | None = None
+    ) -> ModelRunner:
+        """prefill_s: seconds to compute a token of a prompt, for the final runner, which may have a
+        host cache."""
         config = self._config
         kv = allocate_kv(
             self._facts.kv_specs(config.kv_dtype),
@@ -181,6 +213,14 @@ class _Builder:
             page_size=config.page_size,
             device=self._lanes.device,
         )
+        host_cache: HostCache | None = None
+        load_rule = ALWAYS
+        if prefill_s is not None and config.num_host_pages:
+            assert report is not None
+            report("pinning host memory", 0.0)
+            host_cache = HostCache(kv, config.num_host_pages, self._lanes)
+            self._lanes.synchronize()
+            load_rule = host_cache.measure(prefill_s * config.page_size)
         runner = ModelRunner(
             model=self._model,
             kv=kv,
@@ -190,6 +230,9 @@ class _Builder:
             captured_attention=self._captured_attention,
             lanes=self._lanes,
             ranks=self._ranks,
+            stage=self._stage,
+            host_cache=host_cache,
+            load_rule=load_rule,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
@@ -221,6 +264,15 @@ def _try_largest_steps(runner: ModelRunner, config: ResolvedConfig) -> int:
             "large for this --dtype."
         )
     return torch.cuda.max_memory_allocated() if on_gpu else 0
+
+
+def _time_prefill(runner: ModelRunner, config: ResolvedConfig) -> float:
+    """Seconds to compute a token of a prompt in the largest step, whose kernels are compiled."""
+    plan = longest_step(config, runner.vocab_size, scored=False)
+    runner.collect(runner.launch(plan))
+    began = time.perf_counter()
+    runner.collect(runner.launch(plan))
+    return (time.perf_counter() - began) / plan.num_tokens
 
 
 def _try_graphs(runner: ModelRunner, config: ResolvedConfig) -> int:

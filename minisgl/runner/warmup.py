@@ -15,10 +15,10 @@ def pages_for_largest_step(config: ResolvedConfig) -> int:
     return 1 + -(-_longest_chunk(config) // config.page_size)
 
 
-def longest_step(config: ResolvedConfig, vocab_size: int) -> StepPlan:
-    """A step of one chunk that uses the whole prefill budget, with all prompt logprobs."""
+def longest_step(config: ResolvedConfig, vocab_size: int, *, scored: bool = True) -> StepPlan:
+    """A step of one chunk that uses the whole prefill budget. scored: with all prompt logprobs."""
     tokens = [index % vocab_size for index in range(_longest_chunk(config))]
-    chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:])
+    chunk = Chunk(0, 0, tokens, samples=True, scored_token_ids=tokens[1:] if scored else ())
     pages = tuple(range(1, pages_for_largest_step(config)))
     return StepPlan(1, (), chunks=(chunk,), joins=(_join(0),), grants=(PageGrant(0, 0, pages),))
 

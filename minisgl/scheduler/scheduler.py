@@ -5,7 +5,10 @@ gap. A request whose gap is one token that the last step samples is a decode row
 closed by chunks. Prefix hits, chunked prefill and resuming after a retraction need no other branch.
 
 Called from one thread. The caller launches plans in order and settles them in order; any number
-may be in flight.
+may be in flight, of a pipeline at most one more than it has stages.
+
+The stages of a pipeline work on different steps, so a row cannot be in all of these. Decode rows
+form as many groups as there are stages, and the groups take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import NewTokenRatio
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan, StepResult
 from minisgl.scheduler.queue import WaitingQueue
-from minisgl.scheduler.state import Launched, Running, Waiting
+from minisgl.scheduler.state import DecodeGroup, Launched, Running, Waiting
 
 LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
 MAX_PASSED = 32  # a request that was passed over this many times goes first
@@ -51,6 +54,7 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # of admitted requests
     num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
     num_retractions: int = 0
+    num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
 
 
 @dataclass(slots=True)
@@ -63,6 +67,7 @@ class _Draft:
     grants: list[PageGrant] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     chunk_owners: list[Running] = field(default_factory=list)
+    loading: list[Running] = field(default_factory=list)
 
 
 class Scheduler:
@@ -77,8 +82,13 @@ class Scheduler:
         policy: str = "fcfs",
         conservativeness: float = 1.0,
         max_run: int = 1,
+        num_stages: int = 1,
+        look_ahead: bool = True,
     ) -> None:
-        """max_run: maximum number of tokens that the runner samples per decode row and step."""
+        """max_run: maximum number of tokens that the runner samples per decode row and step.
+        num_stages: of the runner's pipeline. look_ahead: whether, while stages have nothing to do,
+        the rows of the oldest step in flight may be planned again.
+        """
         self.kv = kv
         self.counters = SchedulerCounters()
         self._max_seq_len = max_seq_len
@@ -93,13 +103,14 @@ class Scheduler:
         self._queued: dict[str, Waiting] = {}  # the same requests by id
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._num_masked = 0  # running requests with a matcher
+        self._loading: list[Running] = []  # wait for pages, in order of admission
         self._prefilling: list[Running] = []  # in order of admission
-        # The decode rows. The list is replaced, never mutated: launched plans refer to it.
-        self._decoding: list[Running] = []
-        self._decode_slots: tuple[int, ...] = ()
-        self._decode_changed = False
-        self._joining_decode: list[Running] = []
+        self._num_stages = num_stages
+        self._look_ahead = look_ahead
+        self._groups = [DecodeGroup() for _ in range(num_stages)]
+        self._joining_decode: list[Running] = []  # decode rows that are to join a group
         self._wants_page: list[Running] = []
+        self._held_grants: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
         self._arrivals = 0
         self._step = 0
@@ -109,11 +120,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Number of requests that wait, for their turn or for pages from host memory."""
+        return len(self._waiting) + len(self._loading)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running) - len(self._loading)
 
     @property
     def num_in_flight(self) -> int:
@@ -198,7 +210,10 @@ class Scheduler:
         running.active = False
         if running.decoding:
             running.decoding = False
-            self._decode_changed = True
+            if running.group is not None:
+                running.group.changed = True
+        elif running.loading:
+            self._loading.remove(running)
         elif running.num_scheduled < running.num_known:
             self._prefilling.remove(running)
 
@@ -208,28 +223,33 @@ class Scheduler:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
         draft = _Draft(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
+        if self._held_grants:
+            draft.grants += [grant for running, grant in self._held_grants if running.active]
+            self._held_grants = []
         if self._wants_page:
             self._grant_pages(draft)
+        if self._loading:
+            self._resume_loaded()
         for running in self._prefilling:
             self._add_chunk(running, draft)
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
-        if self._decode_changed or self._joining_decode:
-            self._rebuild_decode_rows()
-        if not self._decoding and not draft.chunks:
+        group, lag = self._next_group(draft)
+        if not (group.rows or draft.chunks or draft.joins):
+            self._hold_grants(draft)
             return None
 
         self._step = draft.step
         self.counters.num_steps += 1
         self._ratio.step()
-        decoding = self._decoding
+        decoding, group.step = group.rows, draft.step
         max_run = 1 if self._num_masked else self._max_run  # a run would need masks in between
         longest = self._advance(decoding, max_run)
         masked = self._masked_rows(decoding, draft) if self._num_masked else []
         plan = StepPlan(
             step=draft.step,
-            decode_slots=self._decode_slots,
+            decode_slots=group.slots,
             longest_decode=min(longest, self._max_seq_len),
             chunks=tuple(draft.chunks),
             joins=tuple(draft.joins),
@@ -238,6 +258,8 @@ class Scheduler:
             max_run=max_run,
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
+            lag=lag,
+            copies=self.kv.take_copies(draft.step),
         )
         self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
         return plan
@@ -271,7 +293,8 @@ class Scheduler:
         if scheduled >= running.last_scheduled:
             if running.decoding:
                 running.decoding = False
-                self._decode_changed = True
+                if running.group is not None:
+                    running.group.changed = True
         else:
             if scheduled + self._max_run > room and room < running.last_scheduled:
                 self._wants_page.append(running)
@@ -279,12 +302,53 @@ class Scheduler:
                 running.decoding = True
                 self._joining_decode.append(running)
 
-    def _rebuild_decode_rows(self) -> None:
-        rows = [*self._decoding, *self._joining_decode]
-        self._decoding = [running for running in rows if running.decoding]
-        self._decode_slots = tuple([running.slot for running in self._decoding])
-        self._decode_changed = False
+    def _next_group(self, draft: _Draft) -> tuple[DecodeGroup, int]:
+        """The group that the next step decodes, and the plan's `lag`. The group has no rows if none
+        can be decoded yet."""
+        step = draft.step
+        if self._num_stages == 1:
+            [group] = self._groups
+            if group.changed or self._joining_decode:
+                self._regroup(group, step - 1)
+            return group, 1
+        settled = self._launched[0].step - 1 if self._launched else self._step
+        # The step that leaves the last stage when this one enters the first.
+        bounds = [max(settled, step - self._num_stages)]
+        if self._look_ahead and self._launched and not draft.chunks:
+            bounds.append(settled + 1)
+        for known in bounds:
+            for group in sorted(self._groups, key=_last_step):
+                if group.step > known:
+                    break
+                if group.changed or self._joining_decode:
+                    self._regroup(group, known)
+                if group.rows:
+                    return group, step - known
+        return DecodeGroup(), step - settled
+
+    def _regroup(self, group: DecodeGroup, known: int) -> None:
+        """Bring the rows of a group up to date. Rows whose last token was sampled by a step up to
+        `known` join it as long as it has less than its share, and leave it if it has far more."""
+        rows = [running for running in group.rows if running.decoding]
+        joining = [running for running in self._joining_decode if running.decoding]
+        others = sum(len(other.rows) for other in self._groups if other is not group)
+        share = -(-(others + len(rows) + len(joining)) // len(self._groups))
         self._joining_decode = []
+        for running in joining:
+            if len(rows) < share and running.last_step <= known:
+                running.group = group
+                rows.append(running)
+            else:
+                self._joining_decode.append(running)
+        if len(rows) > share + share // 4 + 1:
+            for running in rows[share:]:
+                running.group, running.last_step = None, group.step
+            self._joining_decode += rows[share:]
+            del rows[share:]
+        group.changed = False
+        if rows != group.rows:
+            group.rows = rows
+            group.slots = tuple([running.slot for running in rows])
 
     def _launch_chunks(
         self, draft: _Draft, decoding: list[Running], max_run: int, masked: list[Running]
@@ -297,6 +361,7 @@ class Scheduler:
             self.kv.commit(running.lease, running.key, chunk.end, draft.step)
             if chunk.samples:
                 sampling.append(running)
+                running.last_step = draft.step
                 running.set_milestone(self._max_run)
                 self._next_decode(running)
             elif chunk.end == running.num_known:
@@ -306,7 +371,14 @@ class Scheduler:
                 running for running in self._prefilling if running.num_scheduled < running.num_known
             ]
         return Launched(
-            draft.step, decoding, draft.chunk_owners, sampling, completed, max_run, masked
+            draft.step,
+            decoding,
+            draft.chunk_owners,
+            sampling,
+            completed,
+            max_run,
+            masked,
+            draft.loading,
         )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
@@ -348,6 +420,13 @@ class Scheduler:
                     break
                 self._retract(self._victim())
         self._wants_page = []
+
+    def _hold_grants(self, draft: _Draft) -> None:
+        """Keep the grants of a draft that computes nothing, as all decode rows are in flight."""
+        owners = {running.slot: running for running in self._running.values()}
+        self._held_grants = [
+            (owners[grant.slot], grant) for grant in draft.grants if grant.slot in owners
+        ]
 
     def _victim(self) -> Running:
         """The running request to retract: the newest of the client with the most running requests.
@@ -398,8 +477,12 @@ class Scheduler:
                 break
             admitted.append(waiting)
             reserved += self._ratio.expected(waiting.request)
-            self._add_chunk(running, draft)
-            self._prefilling.append(running)
+            if running.loading:
+                self._loading.append(running)
+                draft.loading.append(running)
+            else:
+                self._add_chunk(running, draft)
+                self._prefilling.append(running)
             del self._queued[waiting.request.id]
         if admitted:
             self._waiting.admitted(admitted)
@@ -436,10 +519,13 @@ class Scheduler:
             self.kv.close(lease)
             return None
 
+        num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
+            request.num_host_tokens = lease.num_loaded * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
+            self.counters.num_host_tokens += request.num_host_tokens
         request.status = RequestStatus.RUNNING
         running = Running(
             request=request,
@@ -452,6 +538,7 @@ class Scheduler:
             last_scheduled=request.max_len - 1,
             num_room=len(lease.pages) * self.kv.page_size,
             resumed=waiting.retracted,
+            loading=self.kv.is_loading(lease),
         )
         self._running[request.id] = running
         self._num_masked += request.matcher is not None
@@ -468,6 +555,20 @@ class Scheduler:
         )
         draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
         return running
+
+    # -- pages from host memory --------------------------------------------------------------------
+
+    def landed(self, load: int) -> None:
+        """Note that the pages of a load are on the device. The next plan may use them."""
+        self.kv.landed(load)
+
+    def _resume_loaded(self) -> None:
+        """Let the requests whose pages are all there compute the rest of their tokens."""
+        for running in self._loading:
+            running.loading = self.kv.is_loading(running.lease)
+            if not running.loading:
+                self._prefilling.append(running)
+        self._loading = [running for running in self._loading if running.loading]
 
     # -- settling ----------------------------------------------------------------------------------
 
@@ -529,8 +630,8 @@ class Scheduler:
             running.num_scheduled -= missing
             if running.active:
                 if not running.decoding and running.num_scheduled < running.last_scheduled:
-                    if self._decode_changed:  # the request may still be in `_decoding`
-                        self._rebuild_decode_rows()
+                    if running.group is not None and running.group.changed:
+                        self._regroup(running.group, launched.step)  # it may still be there
                     self._next_decode(running)
                 continue
             waiting = self._queued.get(running.request.id)
@@ -547,7 +648,7 @@ class Scheduler:
         self._launched = deque(launched for launched in self._launched if launched.step < step)
         failed: list[Request] = []
         for launched in lost:
-            for running in (*launched.decoding, *launched.chunks):
+            for running in (*launched.decoding, *launched.chunks, *launched.loading):
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
@@ -559,7 +660,8 @@ class Scheduler:
         self.kv.audit(self._step)
         slots = [running.slot for running in self._running.values()]
         assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots)
-        rows = [row for row in (*self._decoding, *self._joining_decode) if row.decoding]
+        rows = [row for group in self._groups for row in group.rows]
+        rows = [row for row in (*rows, *self._joining_decode) if row.decoding]
         masked = [row for row in self._running.values() if row.request.matcher is not None]
         assert self._num_masked == len(masked)
         for running in self._running.values():
@@ -570,9 +672,11 @@ class Scheduler:
             assert scheduled <= max(running.num_room, running.num_known)
             assert running.lease.num_committed * self.kv.page_size <= running.num_scheduled
             assert rows.count(running) == int(running.decoding), "a row is lost or twice there"
-            prefilling = running.num_scheduled < running.num_known
+            assert running.loading == self._loading.count(running)
+            assert running.loading or not self.kv.is_loading(running.lease), "it reads too early"
+            prefilling = running.num_scheduled < running.num_known and not running.loading
             assert self._prefilling.count(running) == int(prefilling)
-            if not prefilling and request.max_tokens:
+            if not (prefilling or running.loading) and request.max_tokens:
                 num_known = len(request.token_ids) + sum(
                     launched.max_run * launched.decoding.count(running)
                     + launched.sampling_chunks.count(running)
@@ -586,6 +690,10 @@ class Scheduler:
 
 def _arrival(entry: Waiting | Running) -> int:
     return entry.arrival
+
+
+def _last_step(group: DecodeGroup) -> int:
+    return group.step
 
 
 def _client(running: Running) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -11,7 +10,6 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from minisgl.errors import MinisglError
 from minisgl.server.access_log import Observe
@@ -27,47 +25,16 @@ from minisgl.server.error_responses import (
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
 from minisgl.server.metrics import Answered, Metrics
-from minisgl.server.request_ids import HEADER, RequestIds
+from minisgl.server.pages import page_routes
+from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
 
 
-def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
-    """Build the application. With `hosts` it answers only requests addressed to one of them."""
-    metrics = Metrics(state)
-    routes = Routes(state, metrics)
-    config = state.config
-    middleware = middleware_of(config, metrics.responses, hosts, error_response)
-    app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{name:path}", routes.model),
-            Route("/tokenize", routes.tokenize, methods=["POST"]),
-            Route("/detokenize", routes.detokenize, methods=["POST"]),
-            Route("/health", routes.health),
-            Route("/version", routes.version),
-            Route("/metrics", routes.metrics),
-            Route("/openapi.json", routes.openapi),
-        ],
-        middleware=middleware,
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
-    )
-    app.state.bodies = BodyBudget()
-    return app
-
-
 def middleware_of(
-    config: ServerConfig,
-    responses: Counter[Answered],
-    hosts: Hosts | None,
-    error_response: Callable[..., ASGIApp],
+    config: ServerConfig, responses: Counter[Answered], hosts: Hosts | None
 ) -> list[Middleware]:
     """What every request passes, outermost first: ids, counting, and who may ask."""
     middleware = [
@@ -88,10 +55,46 @@ def middleware_of(
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
+            expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
     return middleware
+
+
+def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
+    """Build the application. With `hosts` it answers only requests addressed to one of them."""
+    metrics = Metrics(state)
+    routes = Routes(state, metrics)
+    config = state.config
+    middleware = middleware_of(config, metrics.responses, hosts)
+    hint = Route("/", routes.hint, include_in_schema=False)
+    pages = [hint] if config.no_ui else page_routes()
+    app = Starlette(
+        routes=[
+            *pages,
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route(MESSAGES, routes.messages, methods=["POST"]),
+            Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/version", routes.version),
+            Route("/metrics", routes.metrics),
+            Route("/openapi.json", routes.openapi),
+        ],
+        middleware=middleware,
+        exception_handlers={
+            MinisglError: answer_error,
+            HTTPException: answer_http_exception,
+            ClientDisconnect: answer_disconnect,
+        },
+    )
+    app.state.bodies = BodyBudget()
+    return app

@@ -22,8 +22,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, Histogram
-from minisgl.server.engine_state import EngineState
+from minisgl.engine.stats import EngineStats, Histogram, HostStats
+from minisgl.server.engine_state import EngineState, Loading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,10 +63,14 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
         )
+        if (loading := self._state.loading) is not None:
+            yield _loading(loading)
         stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)
             yield from _counters(stats)
+            if stats.host is not None:
+                yield from _tiers(stats, stats.host)
             yield from _histograms(stats)
 
     def _info(self) -> Metric:
@@ -85,6 +89,16 @@ class Metrics(Collector):
         for answered, count in self.responses.items():
             family.add_metric([answered.route, str(answered.status)], count)
         return family
+
+
+def _loading(loading: Loading) -> Metric:
+    family = GaugeMetricFamily(
+        "minisgl_loading_ratio",
+        "While the model loads: how much of the phase is done, 0 to 1; 0 if that is unknown.",
+        labels=["phase"],
+    )
+    family.add_metric([loading.phase], loading.fraction)
+    return family
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
@@ -138,6 +152,40 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     for reason, count in totals.num_finished.items():
         finished.add_metric([reason.value], count)
     yield finished
+
+
+def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
+    """Where the KV cache is, for an engine with more than one tier."""
+    counters, traffic = stats.counters, host.traffic
+    held = GaugeMetricFamily(
+        "minisgl_tier_tokens", "Tokens that a tier of the KV cache holds.", labels=["tier"]
+    )
+    held.add_metric(["device"], (stats.num_pages - stats.num_free_pages) * host.page_size)
+    held.add_metric(["host"], host.num_used_pages * host.page_size)
+    yield held
+    hits = CounterMetricFamily(
+        "minisgl_tier_hit_tokens",
+        "Prompt tokens found in the prefix cache, by the tier that held them.",
+        labels=["tier"],
+    )
+    hits.add_metric(["device"], counters.num_cached_tokens - counters.num_host_tokens)
+    hits.add_metric(["host"], counters.num_host_tokens)
+    yield hits
+    moved = CounterMetricFamily(
+        "minisgl_tier_copied_bytes",
+        "Bytes of KV copied between device and host memory, on one rank.",
+        labels=["direction"],
+    )
+    busy = CounterMetricFamily(
+        "minisgl_tier_copy_seconds",
+        "Time in which such copies were under way, on one rank.",
+        labels=["direction"],
+    )
+    for direction, copies in (("offload", traffic.offloads), ("load", traffic.loads)):
+        moved.add_metric([direction], copies.num_bytes)
+        busy.add_metric([direction], copies.seconds)
+    yield moved
+    yield busy
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:

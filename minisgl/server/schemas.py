@@ -23,8 +23,9 @@ class Error(Struct):
     error: ErrorDetails
 
 
-class PromptTokensDetails(Struct):
-    cached_tokens: int  # found in the prefix cache
+class PromptTokensDetails(Struct, omit_defaults=True):
+    cached_tokens: int  # found in the prefix cache, in any tier
+    host_cached_tokens: int = 0  # of these, loaded from host memory; left out if there are none
 
 
 class CompletionTokensDetails(Struct):

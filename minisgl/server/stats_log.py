@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minisgl.engine.stats import EngineStats
+from minisgl.kvcache.copies import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,29 @@ class Interval:
             f"running: {after.num_running}, queued: {after.num_queued}, "
             f"token usage: {after.token_usage:.2f}, "
             f"cache hit rate: {_ratio(num_cached, num_prompt)}, "
+            f"{self._describe_host(num_prompt)}"
             f"{graphs if self.with_graphs else ''}"
             f"generation: {num_tokens / self.seconds:.1f} tok/s"
         )
+
+    def _describe_host(self, num_prompt: int) -> str:
+        host, before = self.after.host, self.before.host
+        if host is None or before is None:
+            return ""
+        num_loaded = self.after.counters.num_host_tokens - self.before.counters.num_host_tokens
+        copied = host.traffic.since(before.traffic)
+        return (
+            f"from host: {_ratio(num_loaded, num_prompt)}, host usage: {host.usage:.2f}, "
+            f"loaded: {_rate(copied.loads)}, offloaded: {_rate(copied.offloads)}, "
+        )
+
+
+def _rate(copies: Traffic) -> str:
+    """Gigabytes, and gigabytes per second of copying."""
+    if not copies.seconds:
+        return "-"
+    gigabytes = copies.num_bytes / 1e9
+    return f"{gigabytes:.1f} GB at {gigabytes / copies.seconds:.1f} GB/s"
 
 
 def _ratio(part: int, whole: int) -> str:

@@ -100,7 +100,8 @@ def main() -> int:
     parser.add_argument("--replicas", type=number, default=2)
     parser.add_argument("--router-processes", type=number, nargs="+", default=[1])
     parser.add_argument("--num-requests", type=number, default=512, help="for each engine")
-    parser.add_argument("--prefixes", type=number, default=64)
+    # Odd: prefixes come in turns, so that round-robin would keep an even number apart by itself.
+    parser.add_argument("--prefixes", type=number, default=63)
     parser.add_argument("--prefix-len", type=number, default=2048)
     parser.add_argument("--parts", nargs="+", default=["random", "shared-prefix"])
     parser.add_argument("--bench", default="", help="more options of bench serve")

@@ -4,6 +4,13 @@
 on with 100 of their own, for 64 tokens each. Measured with the radix cache and with none ("naive"),
 each on its own engine with an empty cache; a warm-up with other, short prompts has
 compiled the kernels. FOLDER needs no more than a config.json (see scripts/tools/dummy_config.py).
+
+    python scripts/bench/bench_shared_prefix.py FOLDER --conversations 48 --host-cache 100
+
+measures the gain of a host cache instead: conversations with prefixes of 8,192 tokens come back in
+turns, 64 tokens in and 64 out, to a KV cache with room for a third of them; without the host cache
+and with it. It also compares the copies with plain ones of pinned memory, shows what they cost
+running streams, and what the host cache costs where all prefixes stay on the device.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import random
 import sys
 
 import torch
+from conversations import STREAM_TOKENS, measure_engine, plain_bandwidth, print_conversations
 from rich.console import Console
 from rich.table import Table
 
@@ -78,6 +86,21 @@ def forget_engine() -> None:
         torch.cuda.empty_cache()
 
 
+async def measure_conversations(arguments: argparse.Namespace) -> None:
+    console = make_console()
+    console.print(
+        f"{arguments.conversations} conversations in turns, {arguments.at_once} at once, prefixes "
+        f"of {arguments.prefix}, {arguments.unique} new tokens in, {arguments.output} out"
+    )
+    without = await measure_engine(console, arguments, 0.0)
+    forget_engine()
+    with_host = await measure_engine(console, arguments, arguments.host_cache)
+    forget_engine()
+    on_gpu = torch.cuda.is_available() and arguments.device != "cpu"
+    plain = plain_bandwidth(torch.device("cuda" if on_gpu else "cpu"))
+    print_conversations(console, plain, without, with_host)
+
+
 async def measure(arguments: argparse.Namespace) -> None:
     console = make_console()
     console.print(
@@ -110,13 +133,33 @@ def main() -> int:
     number = above_zero(int)
     parser.add_argument("--num", type=number, default=256, help="requests [default: 256]")
     parser.add_argument(
-        "--prefix", type=number, default=2000, help="common prompt tokens [default: 2000]"
+        "--prefix",
+        type=number,
+        help="common prompt tokens, or those of a conversation [default: 2000, 8192]",
     )
     parser.add_argument(
-        "--unique", type=number, default=100, help="own prompt tokens [default: 100]"
+        "--unique", type=number, help="own prompt tokens, or those of a turn [default: 100, 64]"
     )
     parser.add_argument("--output", type=number, default=64, help="output tokens [default: 64]")
-    return run_script(measure(parser.parse_args()))
+    parser.add_argument(
+        "--conversations", type=number, help="measure a host cache with so many conversations"
+    )
+    parser.add_argument(
+        "--at-once", type=number, default=12, help="turns, and streams, at once [default: 12]"
+    )
+    parser.add_argument(
+        "--stream-tokens",
+        type=number,
+        default=STREAM_TOKENS,
+        help=f"output tokens of a stream whose ITL counts [default: {STREAM_TOKENS}]",
+    )
+    arguments = parser.parse_args()
+    talks = arguments.conversations is not None
+    if talks and not arguments.host_cache:
+        parser.error("--conversations needs --host-cache")
+    arguments.prefix = arguments.prefix or (8192 if talks else 2000)
+    arguments.unique = arguments.unique or (64 if talks else 100)
+    return run_script(measure_conversations(arguments) if talks else measure(arguments))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import Node, pack_tokens
 from minisgl.kvcache.radix import RadixCache
@@ -257,13 +258,13 @@ def test_matching_and_eviction_visit_only_their_own_path() -> None:
             cache.insert(match.node, pack_tokens(tokens), 0, pages)
             cache.release(match.node)
         lookups = _count_calls(cache, "_child", lambda: cache.match_pages(pack_tokens(tokens), 10))
-        removals = _count_calls(cache, "_is_fresh", lambda: cache.evict(20))
+        removals = _count_calls(cache._leaves, "_is_fresh", lambda: cache.evict(20))
         return lookups, removals
 
     assert visits(10) == visits(1000)
 
 
-def _count_calls(owner: RadixCache, name: str, action: object) -> int:
+def _count_calls(owner: RadixCache | LeafQueue, name: str, action: object) -> int:
     calls = 0
     original = getattr(owner, name)
 

@@ -13,6 +13,7 @@ from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
 from support.routing import routing
 
+from minisgl.router.fleet import ReplicaState
 from minisgl.router.policies import ROUND_ROBIN
 
 CHAT = "/v1/chat/completions"
@@ -176,3 +177,68 @@ async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: 
         assert error_of(await client.get("/health"))["code"] == "draining"
         assert error_of(await client.post(CHAT, json=ASKED))["code"] == "draining"
         assert (await client.get("/version")).status_code == 200
+
+
+async def test_a_replica_that_takes_no_requests_is_passed_over_and_without_any_it_is_said(
+    tmp_path: Path,
+) -> None:
+    engines = FakeEngine(), FakeEngine(), FakeEngine(), FakeEngine()
+    engines[0].draining = True
+    async with (
+        routing(tmp_path, *engines) as (url, fleet, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        assert (await client.post(CHAT, json=ASKED)).status_code == 200
+        assert fleet.num_sent[0] == 1 and fleet.num_resent == 1
+        for index in range(4):
+            replicas.kill(index)
+        lost = await client.post(CHAT, json=ASKED)
+        assert lost.status_code == 503 and error_of(lost)["code"] == "replica_lost"
+        assert fleet.num_resent == 3  # one request must not end all replicas
+        of_anthropic = await client.post("/v1/messages", json={"messages": HELLO})
+        error = of_anthropic.json()
+        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+        fleet.update([ReplicaState(start=1)] * 4)
+        loading = error_of(await client.get("/health"))
+        assert loading["code"] == "loading" and "ready: 0 of 4" in loading["message"]
+        fleet.update([ReplicaState(start=2)] * 4)
+        assert error_of(await client.get("/health"))["code"] == "dead"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "end", "failure"),
+    [
+        (CHAT, {"messages": HELLO}, "data: [DONE]", "data: [DONE]"),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": HELLO, "max_tokens": 900},
+            'data: {"type":"message_stop"}',
+            'data: {"type":"error","error":{"type":"overloaded_error"',
+        ),
+        (
+            "/v1/responses",
+            {"input": HELLO},
+            'data: {"type":"response.completed"',
+            'data: {"type":"error","code":"replica_lost"',
+        ),
+    ],
+)
+async def test_streams_of_every_api_end_as_they_should_or_with_an_error_of_their_own(
+    path: str, asked: dict[str, Any], end: str, failure: str, tmp_path: Path
+) -> None:
+    engine = FakeEngine(answer_length=5)
+    async with (
+        routing(tmp_path, engine) as (url, _, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        body = {**asked, "stream": True}
+        whole = (await client.post(path, json=body)).text
+        assert whole.rstrip().splitlines()[-1].startswith(end)
+        engine.answer_length, engine.interval = 800, 0.005
+        async with client.stream("POST", path, json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await until(lambda: bool(engine.running))
+            replicas.kill(0)
+            *_, last = [line async for line in lines if line]
+        assert last.startswith(failure)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 
+from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.metrics import join_pages
 from minisgl.router.placement import Share, shares, visible_gpus
+from minisgl.router.replicas import ReplicaSpec
+from minisgl.server.config import ServerConfig
 
 
 def test_each_replica_gets_gpus_of_its_own() -> None:
@@ -60,3 +66,14 @@ def test_pages_of_metrics_are_joined_by_metric() -> None:
         '# TYPE b gauge\nb{replica="0",x="1 2"} 2.0\n'
         '# TYPE c gauge\nc{replica="1",y="}"} 4.0\n'
     )
+
+
+def test_a_replica_hears_all_options_exactly() -> None:
+    spec = ReplicaSpec(
+        index=1,
+        engine=EngineConfig(model="m", step_timeout=math.inf, memory_ratio=0.1, num_pages=7, tp=2),
+        server=ServerConfig(api_key=("#a,b", 'c"'), served_model_name=("ü",), drain_timeout=5),
+        share=Share(gpus=("GPU-1", "3"), cores=(1, 2)),
+    )
+    heard = msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ReplicaSpec)
+    assert heard == spec and heard.server.api_key == spec.server.api_key

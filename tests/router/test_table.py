@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl.router.policies import CACHE, LEAST_LOADED, POLICIES, ROUND_ROBIN
-from minisgl.router.prefixes import PrefixTree
+from minisgl.router.prefixes import NODE_BYTES, PrefixTree
 from minisgl.router.table import BLOCK_BYTES, MAX_AHEAD, MAX_KEY_BYTES, RouteTable, is_uneven
 
 IDLE = {"a": 0, "b": 0, "c": 0}
@@ -35,10 +35,11 @@ def test_a_tree_finds_the_longest_prefix_of_all_its_keys(
             assert tree.match(wanted) == longest
 
 
-@given(keys=KEYS, max_bytes=st.integers(8, 24))
+@given(keys=KEYS, num_nodes=st.integers(9, 40))
 def test_a_tree_forgets_the_least_recently_used_keys_first(
-    keys: list[bytes], max_bytes: int
+    keys: list[bytes], num_nodes: int
 ) -> None:
+    max_bytes = num_nodes * (1 + NODE_BYTES)
     tree = PrefixTree(max_bytes)
     for count, key in enumerate(keys):
         tree.add(key)
@@ -47,7 +48,7 @@ def test_a_tree_forgets_the_least_recently_used_keys_first(
         # The newest keys that fit into the tree together are there in full.
         newest, size = set[bytes](), 0
         for recent in reversed(keys[: count + 1]):
-            size += len(recent)
+            size += len(recent) * (1 + NODE_BYTES)  # if each of its bytes is a node
             if size > max_bytes:
                 break
             newest.add(recent)
@@ -58,7 +59,7 @@ def test_a_tree_forgets_the_least_recently_used_keys_first(
 def test_any_use_of_a_table_gives_a_replica_that_takes_requests(
     data: st.DataObject, policy: str
 ) -> None:
-    table: RouteTable[str] = RouteTable(policy, max_bytes=512)
+    table: RouteTable[str] = RouteTable(policy, max_bytes=4 * NODE_BYTES)
     for _ in range(data.draw(st.integers(1, 20))):
         loads = data.draw(st.dictionaries(st.sampled_from("abc"), st.integers(0, 40), min_size=1))
         key = data.draw(st.sampled_from((LONG, LONG[:-1], b"y" * 100, b"")))

@@ -135,6 +135,7 @@ async def test_a_replica_that_ends_or_speaks_no_http_is_lost(said: bytes, tmp_pa
     ],
 )
 def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, events: tuple[bytes, ...]) -> None:
-    last = last_events(ReplicaLostError(), path, "id")
+    scope = {"path": path, "state": {"request_id": "id"}}
+    last = last_events(scope, ReplicaLostError())
     assert last.startswith(events[0]) and last.endswith(b"\n\n")
     assert last.endswith(events[-1]) or len(events) == 1

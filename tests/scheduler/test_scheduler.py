@@ -18,6 +18,7 @@ from support.folders import ROOT
 
 from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
+from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -75,11 +76,19 @@ class Harness:
     conservativeness: float = 1.0
     max_run: int = 1
     run_seed: int = 0
+    num_stages: int = 1
+    look_ahead: bool = True
+    num_host_pages: int = 0
+    load_rule: LoadRule = ALWAYS
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kv = KVCacheManager(
-            num_pages=self.num_pages, page_size=self.page_size, cache_type=self.cache_type
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            cache_type=self.cache_type,
+            num_host_pages=self.num_host_pages,
+            load_rule=self.load_rule,
         )
         self.scheduler = Scheduler(
             kv=kv,
@@ -90,6 +99,8 @@ class Harness:
             policy=self.policy,
             conservativeness=self.conservativeness,
             max_run=self.max_run,
+            num_stages=self.num_stages,
+            look_ahead=self.look_ahead,
         )
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.in_flight: deque[StepResult] = deque()
@@ -98,6 +109,8 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
+        self.sampled: dict[int, int] = {}  # the last step that sampled each slot
+        self.host_namespaces: dict[int, bytes] = {}
 
     def launch(self) -> StepPlan | None:
         if self.deferred is not None:
@@ -113,6 +126,7 @@ class Harness:
             self.in_flight.append(self.runner.launch(plan, masks))
             self.plans.append(plan)
             self.check_namespaces(plan)
+            self.check_lag(plan)
         self.scheduler.audit()
         return plan
 
@@ -123,9 +137,16 @@ class Harness:
 
     def check_namespaces(self, plan: StepPlan) -> None:
         """A request is given no page with what another namespace has computed."""
+        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
         for running in self.scheduler._running.values():
             self.slot_namespaces[running.slot] = running.request.namespace
-        starts = {chunk.slot: chunk.start for chunk in plan.chunks}
+            starts.setdefault(running.slot, running.num_scheduled)  # it waits for its pages
+        if plan.copies is not None:
+            for page, host_page in plan.copies.offloads:
+                self.host_namespaces[host_page] = self.page_namespaces[page]
+            for load in plan.copies.loads:
+                for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                    self.page_namespaces[page] = self.host_namespaces[host_page]
         joined = {join.slot for join in plan.joins}
         for grant in plan.grants:
             namespace = self.slot_namespaces[grant.slot]
@@ -134,6 +155,12 @@ class Harness:
                 assert self.page_namespaces[page] == namespace
             for page in grant.pages[num_cached:]:
                 self.page_namespaces[page] = namespace
+
+    def check_lag(self, plan: StepPlan) -> None:
+        """No row needs a token that may still be in the stages behind the first."""
+        assert all(self.sampled[slot] <= plan.step - plan.lag for slot in plan.decode_slots)
+        sampling = [chunk.slot for chunk in plan.chunks if chunk.samples]
+        self.sampled |= dict.fromkeys((*plan.decode_slots, *sampling), plan.step)
 
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
@@ -148,11 +175,20 @@ class Harness:
                 self.scheduler.finish(request, request.num_output_tokens)
                 self.ended([request])
         deferred = self.deferred
-        if deferred is not None and deferred.step == self.scheduler.next_to_settle:
+        in_turn = deferred is not None and deferred.step == self.scheduler.next_to_settle
+        # In a pipeline as the engine does: whatever a plan is blind for is the next to be settled.
+        if deferred is not None and (in_turn or self.num_stages > 1):
             self.deferred = None
             self.runner.sample(self.in_flight[-1], self.masks_of(deferred))
         self.scheduler.audit()
         return settled
+
+    def land(self, load: int | None = None) -> None:
+        """Let the oldest load in flight land, or this one."""
+        load = load or min(self.runner.in_flight)
+        self.runner.land(load)
+        self.scheduler.landed(load)
+        self.scheduler.audit()
 
     def running_and_queued(self) -> list[Running | Waiting]:
         return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
@@ -167,6 +203,9 @@ class Harness:
         while True:
             while len(self.in_flight) < depth and self.launch() is not None:
                 pass
+            if not self.in_flight and self.runner.in_flight:
+                self.land()
+                continue
             if not self.in_flight:
                 assert not self.scheduler.num_waiting and not self.scheduler.num_running
                 return
@@ -198,9 +237,11 @@ def random_requests(
     longest: int = 40,
     num_clients: int = 0,
     masked: float = 0,
+    num_prefixes: int = 1,
 ) -> list[Request]:
     """Requests of one tenant without salts, or of `num_clients` clients. masked: the share of
-    those with a matcher, some of which end their output."""
+    those with a matcher, some of which end their output. num_prefixes: of the
+    prompts."""
 
     def rule() -> Rule | None:
         if rng.random() >= masked:
@@ -208,11 +249,12 @@ def random_requests(
         return ending_at(rng.choice([3, 100]), without(EOS, tokens_after(50)))
 
     clients = [f"{index}" for index in range(num_clients)]
-    prefix = [rng.randrange(50) for _ in range(20)]
+    prefixes = [[rng.randrange(50) for _ in range(20)] for _ in range(num_prefixes)]
     return [
         make_request(
             str(index),
-            prefix[: rng.choice([0, 4, 20])] + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
+            rng.choice(prefixes)[: rng.choice([0, 4, 20])]
+            + [rng.randrange(3) for _ in range(rng.randint(1, 9))],
             rng.randint(1, longest),
             seed=rng.randrange(2),
             logprobs=rng.choice([None, 0]),
@@ -285,6 +327,61 @@ def test_retraction_does_not_change_the_output(depth: int, max_run: int) -> None
     assert harness.scheduler.counters.num_retractions > 0
     for request in requests:
         check_output(request)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_every_request_gets_its_own_output_from_a_pipeline(
+    num_stages: int, look_ahead: bool
+) -> None:
+    harness = Harness(
+        num_stages=num_stages, look_ahead=look_ahead, num_pages=40, conservativeness=0.05
+    )
+    requests = random_requests(random.Random(4), 30, masked=0.3)
+    harness.run(*requests, depth=num_stages + look_ahead)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+    assert harness.endings == {request.id: 1 for request in requests}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_rows_take_turns_so_that_every_stage_has_a_step(num_stages: int) -> None:
+    harness = Harness(num_stages=num_stages, num_pages=200)
+    requests = [make_request(str(i), [i, 1], 40, ignore_eos=True) for i in range(8)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(20):
+        while len(harness.in_flight) < num_stages + 1 and harness.launch() is not None:
+            pass
+        harness.settle()
+    steady = harness.plans[10:20]
+    assert {plan.lag for plan in steady} == {num_stages}
+    for first in range(len(steady) - num_stages):
+        together = steady[first : first + num_stages]
+        slots = [slot for plan in together for slot in plan.decode_slots]
+        assert sorted(slots) == list(range(8)), "a row is in two stages, or in none"
+        assert max(len(plan.decode_slots) for plan in together) <= -(-8 // num_stages)
+        assert steady[first].decode_slots is steady[first + num_stages].decode_slots
+
+
+def test_groups_of_which_many_rows_left_are_filled_up_from_others() -> None:
+    harness = Harness(num_stages=2, num_pages=200)
+    short = [make_request(str(i), [i, 1], 6 if i % 2 else 40, ignore_eos=True) for i in range(8)]
+    harness.run(*short, depth=3)
+    last = harness.plans[-8:]
+    assert [len(plan.decode_slots) for plan in last] == [2] * 8
+
+
+def test_a_row_alone_in_a_pipeline_is_planned_one_step_ahead() -> None:
+    for look_ahead, in_flight in ((True, 2), (False, 1)):
+        harness = Harness(num_stages=3, look_ahead=look_ahead)
+        harness.scheduler.submit(make_request("a", [1, 2], 20, ignore_eos=True))
+        for _ in range(5):
+            while harness.launch() is not None:
+                pass
+            assert len(harness.in_flight) == in_flight
+            harness.settle()
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_alongside_decode_rows() -> None:
@@ -783,16 +880,22 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
     """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 8])
+    num_stages = rng.choice([1, 1, 2, 3])
+    cache_type = rng.choice(["radix", "radix", "naive"])
+    has_host_tier = cache_type == "radix" and num_stages == 1
     harness = Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 70 // page_size, 2 + 120 // page_size),
         num_slots=rng.randint(2, 8),
         max_prefill_length=rng.choice([3, 7, 64]),
-        cache_type=rng.choice(["radix", "radix", "naive"]),
+        cache_type=cache_type,
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 2, 5]),
+        max_run=rng.choice([1, 1, 2, 5]) if num_stages == 1 else 1,
         run_seed=seed,
+        num_stages=num_stages,
+        look_ahead=rng.random() < 0.7,
+        num_host_pages=rng.choice([0, 0, 2, 10, 100]) if has_host_tier else 0,
     )
     waiting = random_requests(
         rng,
@@ -800,9 +903,88 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         num_clients=rng.randint(0, 3),
         masked=rng.choice([0, 0, 0.3, 1]),
     )
+    run_schedule(harness, waiting, rng)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
+    """Many prompts share few prefixes, of which the device holds one or two at a time."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    harness = Harness(
+        page_size=page_size,
+        num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
+        num_slots=rng.randint(1, 6),
+        max_prefill_length=rng.choice([3, 7, 64]),
+        policy=rng.choice(["fcfs", "lpm"]),
+        conservativeness=rng.choice([0.01, 0.1, 1.0]),
+        max_run=rng.choice([1, 1, 3]),
+        run_seed=seed,
+        num_host_pages=rng.choice([3, 20, 40, 300]),
+        load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
+    )
+    waiting = random_requests(
+        rng, 25, longest=15, num_clients=rng.choice([0, 0, 2]), num_prefixes=rng.randint(2, 5)
+    )
+    run_schedule(harness, waiting, rng)
+
+
+def test_a_retracted_request_loads_what_it_had_computed() -> None:
+    """Without a host tier it computes most of that a second time."""
+    computed, loaded = [], []
+    for num_host_pages in (0, 400):
+        harness = Harness(
+            page_size=2, num_pages=40, conservativeness=0.05, num_host_pages=num_host_pages
+        )
+        requests = [make_request(str(i), [i, i + 1, i + 2], 40, ignore_eos=True) for i in range(8)]
+        harness.run(*requests)
+        for request in requests:
+            check_output(request)
+        assert harness.scheduler.counters.num_retractions > 0
+        computed.append(harness.runner.num_computed_tokens)
+        loaded.append(harness.runner.num_copied[1])
+    assert loaded[0] == 0 < loaded[1]
+    assert computed[1] < computed[0]
+
+
+def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
+    harness = Harness(page_size=2, num_pages=40, num_host_pages=100, max_prefill_length=64)
+    first = make_request("first", list(range(40)), 2, ignore_eos=True)
+    harness.run(first, make_request("evicts", [3] * 70, 2, ignore_eos=True))
+    again = make_request("again", list(range(40)), 8, ignore_eos=True)
+    other = make_request("other", [7, 8, 9], 8, ignore_eos=True)
+    scheduler = harness.scheduler
+    scheduler.submit(again)
+    scheduler.submit(other)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None
+    assert [len(chunk.token_ids) for chunk in plan.chunks] == [3]  # the other's
+    while not other.finished:
+        harness.launch()
+        harness.settle()
+        assert (again.num_output_tokens, scheduler.num_waiting) == (0, 1)
+    assert harness.launch() is None
+    harness.land()
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None and len(plan.copies.awaits) == 1
+    assert [chunk.end for chunk in plan.chunks] == [40]
+    harness.run()
+    check_output(again)
+    assert again.num_host_tokens > 0
+
+
+def test_a_plan_without_copies_says_nothing_of_them() -> None:
+    harness = Harness(num_host_pages=100)
+    harness.run(*random_requests(random.Random(0), 3))
+    assert all(plan.copies is None for plan in harness.plans)  # the device has room for all
+
+
+def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
+    """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
-    depth = rng.randint(1, 3)
+    depth = rng.randint(1, 3 if harness.num_stages == 1 else harness.num_stages + 1)
     abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
     while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
         move = rng.random()
@@ -817,6 +999,8 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
             assert harness.scheduler.cancel(request)
             harness.ended([request])
             disturbed.add(request)
+        elif 0.65 < move < 0.7 and harness.runner.in_flight:
+            harness.land(rng.choice([*harness.runner.in_flight]))
         elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:
             first = rng.choice(list(harness.in_flight)).step
             failed = harness.scheduler.fail(first, StepError("injected"))
@@ -843,5 +1027,7 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
             check_output(request)
         else:  # cut, but right as far as it goes
             assert output_of(request)[: request.num_output_tokens] == request.output_token_ids
+    for load in [*harness.runner.in_flight]:
+        harness.land(load)
     kv = harness.scheduler.kv
     assert kv.num_available == kv.num_pages - 1

@@ -213,7 +213,7 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
     transport = httpx.ASGITransport(create_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         loading = await scrape(client)
-        assert loading.families.keys() == OF_THE_SERVER
+        assert loading.families.keys() == OF_THE_SERVER | {"minisgl_loading_ratio"}
         engine = FakeEngine()
         state.start(engine)
         ready = await scrape(client)
@@ -232,7 +232,8 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
 
 
 async def test_metric_names_have_units_and_are_listed_in_the_readme() -> None:
-    async with engine_on(ScriptedRunner(page_size=4)) as engine, http_client(engine) as client:
+    runner = ScriptedRunner(page_size=4)
+    async with engine_on(runner, host_cache=0.1) as engine, http_client(engine) as client:
         await client.get("/version")
         found = await scrape(client)
     expected = []

@@ -8,11 +8,12 @@ nothing else: one page lost, shared while being written or handed out too early 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
@@ -74,7 +75,8 @@ class _Slot:
 class FakeRunner:
     """Executes plans at launch, in order; `collect` hands the result over later.
 
-    Where a plan allows runs, `runs` draws the length of each.
+    Where a plan allows runs, `runs` draws the length of each. The lane of loads is as slow as can
+    be: their pages hold nothing until `land`, or until a plan awaits them.
     """
 
     def __init__(
@@ -93,12 +95,19 @@ class FakeRunner:
         self._has_runs = False
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
+        self._host: dict[int, list[int]] = {}
+        self.in_flight: dict[int, Load] = {}  # loads
+        self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
+        self.num_copied = [0, 0]  # pages that were offloaded, and loaded
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
         self._forwarded = None
         if plan.step in self.fail_at:
             raise RuntimeError(f"step {plan.step} was told to fail")
+        if plan.copies is not None:
+            self._copy(plan.copies)
+            self._loads_of[plan.step] = plan.copies.loads
         for join in plan.joins:
             self._slots[join.slot] = _Slot(join)
         for grant in plan.grants:
@@ -125,6 +134,27 @@ class FakeRunner:
         if plan.max_run == 1:
             return StepResult(plan.step, tokens, logprobs, scores)
         return StepResult(plan.step, tokens, logprobs, scores, run_lengths=run_lengths)
+
+    def _copy(self, copies: Copies) -> None:
+        for load_id in copies.awaits:
+            self.land(load_id)
+        self.num_copied[0] += len(copies.offloads)
+        for page, host_page in copies.offloads:
+            cells = [self._cells.get((page, place), -1) for place in range(self.page_size)]
+            self._host[host_page] = cells
+        for load in copies.loads:
+            self.num_copied[1] += len(load.pages)
+            self.in_flight[load.id] = load
+            for page in load.pages:
+                self._cells |= {(page, place): -1 for place in range(self.page_size)}
+
+    def land(self, load_id: int) -> None:
+        """Write what a load brings, unless it has landed."""
+        load = self.in_flight.pop(load_id, None)
+        if load is not None:
+            for host_page, page in zip(load.host_pages, load.pages, strict=True):
+                for place, value in enumerate(self._host[host_page]):
+                    self._cells[page, place] = value
 
     def _launch_masked(self, plan: StepPlan, masks: MaskRows | None) -> StepResult:
         assert plan.max_run == 1
@@ -178,6 +208,16 @@ class FakeRunner:
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
+
+    def loads(self, handle: StepResult) -> Iterator[int]:
+        for load in self._loads_of[handle.step]:
+            self.land(load.id)
+            yield load.id
+
+    def traffic(self) -> HostTraffic:
+        """A page has 1,000 bytes, and takes a millisecond."""
+        offloads, loads = (Traffic(num, 1000 * num, num / 1000) for num in self.num_copied)
+        return HostTraffic(offloads, loads)
 
     def may_compile(self) -> bool:
         return False

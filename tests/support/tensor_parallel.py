@@ -25,7 +25,11 @@ EVERYTHING: dict[str, Any] = {
 
 
 def short_case_of(name: str) -> Case:
-    case = case_of(name)
+    return shortened(case_of(name))
+
+
+def shortened(case: Case) -> Case:
+    """Some prompts of a case, with short outputs."""
     runs = [GreedyRun(run.token_ids[:NUM_TOKENS], run.logits[:NUM_TOKENS]) for run in case.runs]
     return dataclasses.replace(case, prompts=case.prompts[1:5], runs=runs[1:5])
 

@@ -40,6 +40,7 @@ class StreamedRequest:
     times_s: list[float]  # when each event with text arrived
     num_prompt_tokens: int
     num_cached_tokens: int | None  # of the prompt; None if the server does not report it
+    num_host_tokens: int | None = None  # of these, loaded from host memory; None: as above
     num_output_tokens: int
     structured: bool = False  # the output followed a schema
     counted: bool = True  # by the server; else by the schedule and the events
@@ -61,6 +62,7 @@ class StreamedRequest:
             last_token_s=self.times_s[-1],
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
+            num_host_tokens=self.num_host_tokens or 0,
             num_output_tokens=self.num_output_tokens,
             structured=self.structured,
         )
@@ -263,6 +265,7 @@ class _Run:
             times_s=[at - self._began for at in times],
             num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
             num_cached_tokens=usage.cached_tokens,
+            num_host_tokens=usage.host_cached_tokens,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
             structured=asked.structured,
             counted=num_output_tokens is not None,

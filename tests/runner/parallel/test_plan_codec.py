@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from minisgl.kvcache.copies import Copies, Load
 from minisgl.request import SamplingParams
 from minisgl.runner.parallel.plan_codec import AGAIN, PlanDecoder, PlanEncoder
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan
@@ -43,6 +44,12 @@ CHUNKS = st.builds(
     prompt_logprobs=st.integers(0, 20),
 )
 GRANTS = st.builds(PageGrant, slot=st.integers(0, 255), index=st.integers(0, 99), pages=IDS)
+COPIES = st.builds(
+    Copies,
+    offloads=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple),
+    loads=st.lists(st.builds(Load, st.integers(1, 9), IDS, IDS), max_size=2).map(tuple),
+    awaits=IDS,
+)
 
 
 @st.composite
@@ -57,6 +64,7 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
         rest: dict[str, object] = {
             "masked_slots": draw(st.just(()) | st.just(batch)),
             "deferred": draw(st.booleans()),
+            "lag": draw(st.just(1) | st.integers(1, 3)),
         }
         if draw(st.booleans()):
             rest |= {
@@ -65,6 +73,8 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
                 "grants": draw(st.lists(GRANTS, max_size=2).map(tuple)),
                 "epoch": draw(st.integers(0, 2)),
             }
+        if draw(st.booleans()):
+            rest["copies"] = draw(COPIES)
         found.append(StepPlan(step, batch, longest, **rest))  # type: ignore[arg-type]
     return found
 
@@ -145,3 +155,14 @@ def test_steady_decode_sends_one_byte() -> None:
     data = encoder.encode(grown)
     assert len(data) < 200
     assert as_tuples(decoder.decode(data)) == grown
+
+
+def test_steady_decode_of_groups_that_take_turns_sends_one_byte() -> None:
+    encoder, decoder = PlanEncoder(3), PlanDecoder(3)
+    groups = [tuple(range(first, first + 50)) for first in (0, 50, 100)]
+    for step in range(1, 10):
+        place = step % 3
+        plan = StepPlan(step, groups[place], longest_decode=100 * place + step // 3, lag=3)
+        data = encoder.encode(plan)
+        assert (data == AGAIN) == (step > 3)
+        assert decoder.decode(data) == plan

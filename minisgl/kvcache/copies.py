@@ -1,0 +1,78 @@
+"""Copies of KV pages between the device and host memory, as integers, and when one pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages on their way from host memory to the device."""
+
+    id: int  # 1, 2, ...
+    host_pages: tuple[int, ...]
+    pages: tuple[int, ...]  # on the device, as many
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What a plan copies besides computing its step; all of it belongs to the plan's own place in
+    the order of launches.
+
+    First the compute lane waits for the loads in `awaits`: from this plan on their pages are read,
+    or written again. Then it gathers the pages of `offloads`, which this plan may write. The pages
+    of `loads` are written from then on, at any time, until a later plan awaits the load.
+    """
+
+    offloads: tuple[tuple[int, int], ...] = ()  # (page on the device, page in host memory)
+    loads: tuple[Load, ...] = ()
+    awaits: tuple[int, ...] = ()  # ids of loads
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRule:
+    """Decides whether a prefix in host memory is loaded: where that is faster than computing it.
+
+    A page takes bytes / bandwidth in the one case, tokens / prefill rate in the other.
+    """
+
+    load_s: float  # of a page among many
+    compute_s: float  # of the tokens of a page
+    delay_s: float = 0.0  # of any load
+
+    def pays(self, num_pages: int) -> bool:
+        return self.delay_s + num_pages * self.load_s < num_pages * self.compute_s
+
+
+ALWAYS = LoadRule(load_s=0.0, compute_s=1.0)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """The copies in one direction since the start, without those under way."""
+
+    num_pages: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # in which the lane was busy with them
+
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.num_pages - before.num_pages,
+            self.num_bytes - before.num_bytes,
+            self.seconds - before.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HostTraffic:
+    """The copies of a rank."""
+
+    offloads: Traffic
+    loads: Traffic
+
+    @staticmethod
+    def none() -> HostTraffic:
+        return HostTraffic(Traffic(), Traffic())
+
+    def since(self, before: HostTraffic) -> HostTraffic:
+        return HostTraffic(self.offloads.since(before.offloads), self.loads.since(before.loads))

@@ -1,0 +1,62 @@
+"""The pages of host memory that hold copies of device pages: which are free, and who wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minisgl.kvcache.copies import ALWAYS, LoadRule
+
+# Written by a plan that is still being made.
+UNPLANNED = 1 << 62
+
+
+class HostTier:
+    """Allocates host pages, and collects the offloads that the next plan carries."""
+
+    def __init__(self, num_pages: int, *, rule: LoadRule = ALWAYS, piece: int = 1) -> None:
+        """piece: number of device pages that are at least offloaded together, if there are as many.
+
+        Larger pieces mean fewer nodes; smaller ones keep more on the device.
+        """
+        self.num_pages = num_pages
+        self.rule = rule
+        self.piece = piece
+        self.written_by = [0] * num_pages  # the step whose plan offloaded to a page
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._offloads: dict[int, int] = {}  # device page by host page
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def free_pages(self) -> Sequence[int]:
+        return self._free
+
+    def offload(self, pages: Sequence[int]) -> list[int]:
+        """Copy device pages with the next plan; returns their host pages. Enough must be free."""
+        taken = self._free[: -len(pages) - 1 : -1]
+        del self._free[-len(pages) :]
+        for page, host_page in zip(pages, taken, strict=True):
+            self._offloads[host_page] = page
+            self.written_by[host_page] = UNPLANNED
+        return taken
+
+    def free(self, host_pages: Sequence[int]) -> None:
+        for host_page in reversed(host_pages):
+            self._offloads.pop(host_page, None)
+        self._free += reversed(host_pages)
+
+    def is_planned(self, host_page: int) -> bool:
+        """Whether the next plan writes `host_page`."""
+        return host_page in self._offloads
+
+    def take_offloads(self, step: int) -> tuple[tuple[int, int], ...]:
+        """The (device page, host page) pairs for the plan of `step`."""
+        if not self._offloads:
+            return ()
+        offloads = tuple((page, host_page) for host_page, page in self._offloads.items())
+        for host_page in self._offloads:
+            self.written_by[host_page] = step
+        self._offloads = {}
+        return offloads

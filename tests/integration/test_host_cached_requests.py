@@ -1,0 +1,153 @@
+"""The whole engine with few device pages and a host tier: the tokens are those of transformers,
+whatever was loaded, computed, retracted, aborted or failed meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+from support.fp8_kv import fp8_case
+from support.parity import (
+    FEW_PAGES,
+    Case,
+    batch,
+    case_of,
+    complete,
+    count_excused,
+    greedy,
+    load_engine,
+)
+from support.slow_lanes import SlowLane
+from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import StepError
+from minisgl.runner import load
+from minisgl.runner.host_cache import HostCache
+
+HOST_GB = 0.01  # more than all prompts need; the device has 30 pages of 4 tokens
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
+
+
+def check_rounds(case: Case, **options: Any) -> None:
+    """The case's prompts in two rounds: before the second they have fallen out of the device's
+    cache, some of them while they were retracted."""
+
+    async def run() -> None:
+        loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
+        async with AsyncEngine(loaded) as engine:
+            for _ in range(2):
+                params = [greedy(NUM_TOKENS)] * len(case.prompts)
+                outputs = await batch(engine, case.prompts, params)
+                await count_excused(engine, case, outputs)
+            stats = engine.stats()
+            assert stats.counters.num_retractions > 0
+            assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages
+            assert stats.host is not None and stats.host.num_used_pages > 0
+            loads, offloads = stats.host.traffic.loads, stats.host.traffic.offloads
+            assert loads.num_pages and offloads.num_pages and loads.seconds > 0
+            page_bytes = loaded.model.on_rank(loaded.config.tp).kv_bytes_per_token(
+                loaded.config.kv_dtype
+            )
+            assert loads.num_bytes == loads.num_pages * page_bytes * loaded.config.page_size
+            assert 0 < stats.counters.num_host_tokens <= stats.counters.num_cached_tokens
+
+    asyncio.run(run())
+
+
+def test_loaded_prefixes_give_the_reference_tokens() -> None:
+    check_rounds(short_case_of("llama3"), padded=4)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("options", [{}, {"overlap": False, "num_pages": 40}], ids=str)
+def test_slow_lanes_change_no_token(options: dict[str, Any]) -> None:
+    check_rounds(short_case_of("llama3"), **options)
+
+
+@pytest.mark.usefixtures("slow")
+def test_pages_in_fp8_survive_host_memory() -> None:
+    check_rounds(shortened(fp8_case("llama3", scaled=True)))
+
+
+def test_a_host_tier_smaller_than_the_device_gives_the_reference_tokens() -> None:
+    page_gb = load_engine(case_of("llama3").folder).model.kv_bytes_per_token("float32") * 4e-9
+    check_rounds(short_case_of("llama3"), host_cache=20 * page_gb)
+
+
+def test_each_of_two_ranks_keeps_its_part() -> None:
+    check_rounds(short_case_of("llama3"), tp=2)
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_request_waits_for_its_pages_and_nobody_else_does() -> None:
+    case = case_of("llama3")
+    prompt, *_, other = sorted(case.prompts, key=len, reverse=True)
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, **FEW_PAGES, host_cache=HOST_GB)) as engine:
+            first = await complete(engine, prompt, greedy(8))
+            await complete(engine, [3] * 120, greedy(8))  # pushes it out
+            SlowLane.gate.clear()
+            try:
+                stream = engine.submit(prompt, greedy(8))
+                aborted = engine.submit(prompt, greedy(8))
+                await complete(engine, other, greedy(30))
+                await asyncio.sleep(0)
+                assert not stream.request.output_token_ids
+                stats = engine.stats()
+                assert (stats.num_queued, stats.num_running) == (2, 0)
+                aborted.abort()
+                engine.audit()
+            finally:
+                SlowLane.gate.set()
+            async for _ in stream:
+                engine.audit()
+            request = stream.request
+            assert request.output_token_ids == first.token_ids
+            assert 0 < request.num_host_tokens <= request.num_cached_tokens
+            again = await complete(engine, prompt, greedy(8))
+            assert again.token_ids == first.token_ids
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that is to offload fails before it does; the same prompts follow."""
+    case = case_of("llama3")
+    queue = HostCache.queue
+    failing: list[int] = []
+
+    def fail_once(self: HostCache, copies: Any) -> Any:
+        if copies.offloads and not failing:
+            failing.append(len(copies.offloads))
+            raise RuntimeError("injected")
+        return queue(self, copies)
+
+    monkeypatch.setattr(HostCache, "queue", fail_once)
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, **FEW_PAGES, host_cache=HOST_GB)) as engine:
+            with pytest.raises(StepError):
+                for prompt in (*case.prompts, [5] * 130):
+                    stream = engine.submit(prompt, greedy(8))
+                    async for _ in stream:
+                        engine.audit()
+                    if stream.request.error is not None:
+                        raise stream.request.error
+            assert failing
+            short = shortened(case)
+            for _ in range(2):
+                params = [greedy(NUM_TOKENS)] * len(short.prompts)
+                await count_excused(engine, short, await batch(engine, short.prompts, params))
+                engine.audit()
+            assert engine.stats().counters.num_host_tokens
+
+    asyncio.run(run())

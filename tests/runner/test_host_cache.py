@@ -1,0 +1,130 @@
+"""The copies between device and host memory: their order, their pieces, their memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from support.host_cache_cases import cache_of, check_copies, holds, write
+from support.slow_lanes import SlowLane
+
+from minisgl.config import EngineConfig, resolve
+from minisgl.errors import ConfigError
+from minisgl.kvcache.copies import Copies, Load
+from minisgl.models.hub import DEMO_FOLDER
+from minisgl.models.registry import read_model_config
+from minisgl.runner import host_cache
+from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
+from minisgl.runner.facts import device_facts, memory_bytes
+from minisgl.runner.host_cache import HostCache, Slabs, staging_bytes
+from minisgl.runner.lanes import Lanes
+
+CPU = torch.device("cpu")
+PAGE_BYTES = 3 * 2 * 4 * 2 * 16 * 4  # as of `cache_of`
+
+
+@pytest.mark.parametrize("make_lane", [copy_lane, SlowLane], ids=["at once", "slow"])
+@pytest.mark.parametrize("pages_per_piece", [1, 5, 100])
+def test_pages_travel_in_the_order_of_plans(
+    make_lane: type[SlowLane], pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", pages_per_piece * PAGE_BYTES)
+    monkeypatch.setattr(host_cache, "SLAB_BYTES", 7 * PAGE_BYTES)
+    monkeypatch.setattr(host_cache, "NUM_STAGED", 2)
+    cache = check_copies(CPU, make_lane)
+    traffic = cache.traffic()
+    assert cache.page_bytes == PAGE_BYTES
+    for total in (traffic.offloads, traffic.loads):
+        assert total.num_pages > 50 and total.num_bytes == total.num_pages * PAGE_BYTES
+    cache.close()
+
+
+def test_a_load_waits_for_the_offload_of_its_own_pages_only() -> None:
+    gates = [threading.Event(), threading.Event()]
+
+    def make_lane(lanes: Lanes) -> SlowLane:
+        lane = SlowLane(lanes)
+        lane.gate = gates[0] if not made else gates[1]
+        made.append(lane)
+        return lane
+
+    made: list[SlowLane] = []
+    kv = cache_of(CPU)
+    cache = HostCache(kv, 10, Lanes(CPU), make_lane)
+    gates[0].set()
+    gates[1].set()
+    write(kv, 1, 5.0)
+    cache.queue(Copies(offloads=((1, 3),)))
+    cache.queue(Copies(loads=(Load(1, (3,), (2,)),)))[1].wait()
+    assert holds(kv, 2, 5.0)
+    gates[0].clear()  # the lane of offloads stands still
+    cache.queue(Copies(offloads=((1, 4),)))
+    cache.queue(Copies(loads=(Load(2, (3,), (6,)),)))[2].wait()
+    assert holds(kv, 6, 5.0)
+    blocked = cache.queue(Copies(loads=(Load(3, (4,), (7,)),)))[3]
+    assert not blocked.is_reached()
+    gates[0].set()
+    blocked.wait()
+    assert holds(kv, 7, 5.0)
+
+
+def test_awaiting_a_load_that_never_began_does_nothing() -> None:
+    cache = HostCache(cache_of(CPU), 10, Lanes(CPU))
+    assert cache.queue(Copies(awaits=(7,))) == {}
+
+
+def test_slabs_are_allocated_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cache, "SLAB_BYTES", 400)
+    slabs = Slabs(10, 100, Lanes(CPU))
+    assert slabs.num_bytes == 400
+    runs = list(slabs.runs([0, 1, 3, 5]))
+    assert [(first, len(run)) for first, run in runs] == [(0, 2), (2, 1), (3, 1)]
+    assert slabs.num_bytes == 1000  # the last one, of two pages, ahead of its use
+    runs[0][1].fill_(1)
+    ((_, both),) = list(slabs.runs([0, 1]))
+    assert (both == 1).all()
+    assert [len(run) for _, run in slabs.runs([2, 3, 4, 5])] == [2, 2]  # across slabs
+    slabs.close()
+
+
+def test_loads_are_timed_without_harm_to_any_page() -> None:
+    kv = cache_of(CPU)
+    write(kv, 1, 3.0)
+    cache = HostCache(kv, 10, Lanes(CPU), lambda lanes: HostCopyLane())
+    rule = cache.measure(compute_s=7.0)
+    assert rule.load_s > 0 and rule.compute_s == 7.0 and rule.delay_s >= 0
+    assert rule.pays(2) and not cache.measure(compute_s=0.0).pays(2)
+    assert holds(kv, 1, 3.0)
+    assert cache.traffic().loads.num_pages == 0
+
+
+def resolved(**options: object) -> int:
+    facts = read_model_config(DEMO_FOLDER).facts()
+    config = EngineConfig(device="cpu", **options)  # type: ignore[arg-type]
+    return resolve(config, facts, device_facts(facts), overlap=True).num_host_pages
+
+
+def test_gigabytes_become_pages_over_all_ranks() -> None:
+    facts = read_model_config(DEMO_FOLDER).facts()
+    page = facts.kv_bytes_per_token("float32") * 16
+    assert resolved() == 0
+    assert resolved(host_cache=0.1) == int(0.1e9) // page
+    layers = facts.kv_specs("float32")
+    assert staging_bytes(layers, 16) <= 9 * host_cache.PIECE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"host_cache": 2 * memory_bytes() / 1e9}, "80% of the .* GB that this machine has"),
+        ({"host_cache": 1e-9}, "a page takes"),
+        ({"host_cache": 1.0, "cache_type": "naive"}, "--cache-type radix"),
+        ({"host_cache": -1.0}, "a number of GB"),
+        ({"host_cache": float("nan")}, "a number of GB"),
+    ],
+    ids=str,
+)
+def test_a_host_cache_that_cannot_be_is_refused(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        resolved(**options)
