@@ -28,6 +28,8 @@ def run(
     """See minisgl.ray.run."""
     if server.uds:
         refuse(server, "uds", "cannot be combined with --ray, whose proxies listen on a port")
+    if not server.port:
+        refuse(server, "port", "with --ray the port must be known; allowed: 1 to 65535")
     if server.ssl_certfile:
         check_certificate(server.ssl_certfile, server.ssl_keyfile)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Mapping
@@ -118,6 +119,9 @@ class EngineDeployment(EngineReplica):
     async def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:  # type: ignore[misc]
         _log_with_ray_serve()
         super().__init__(await start_engine(engine), config)
+        # Freeze long-lived objects so that the GC does not scan them.
+        gc.collect()
+        gc.freeze()
 
     async def labelled_metrics(self) -> tuple[str, bytes]:
         """The engine's name and its page of metrics."""
@@ -167,8 +171,10 @@ class RayEngines:
 
     async def count(self) -> tuple[int, int]:
         app = serve.get_replica_context().app_name
-        status = await asyncio.to_thread(serve.status)
-        states = status.applications[app].deployments[ENGINE].replica_states
+        found = (await asyncio.to_thread(serve.status)).applications.get(app)
+        if found is None or ENGINE not in found.deployments:  # it is being deleted
+            return 0, 0
+        states = found.deployments[ENGINE].replica_states
         return sum(states.values()), states.get("RUNNING", 0)
 
     async def metrics(self) -> Mapping[str, bytes]:
