@@ -58,7 +58,10 @@ def run(
         logger.info("Stopping; running requests have %g s", server.drain_timeout)
         return 0
     except RuntimeError as error:
-        raise RayError(f"Ray could not start the engines: {error}") from error
+        deployments = serve.status().applications[APP].deployments
+        reasons = [each.message.strip() for each in deployments.values() if each.message]
+        why = [*reasons, str(error)][0].splitlines()[-1]  # the end of a traceback
+        raise RayError(f"Ray could not start the engines: {why}") from error
     finally:
         with suppress(RayServeException):  # if it was not running yet
             serve.delete(APP)

@@ -28,6 +28,21 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 CHAT = "/v1/chat/completions"
 START_SECONDS = 240
+# Deploys an application, and when a file is there, the same with another name of the model.
+DEPLOY_TWICE = """
+import os, sys, time, ray
+from ray import serve
+from minisgl.ray import app
+port, go = sys.argv[1:]
+ray.init(log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+for name in ("old", "new"):
+    args = {"device": "cpu", "replicas": "2", "served-model-name": name}
+    serve.run(app(args), name="chat")
+    while not os.path.exists(go):
+        time.sleep(0.1)
+time.sleep(3600)
+"""
 SERVE = Path(sys.executable).with_name("serve")  # Ray Serve's command
 
 
@@ -243,3 +258,30 @@ def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path)
             stopping.set()
             for thread in threads:
                 thread.join()
+
+
+def test_a_rolling_update_costs_no_request(tmp_path: Path) -> None:
+    port = free_port()
+    url, go = f"http://127.0.0.1:{port}", tmp_path / "go"
+    with cluster(sys.executable, "-c", DEPLOY_TWICE, str(port), str(go)):
+        wait_until(lambda: num_ready(url) == 2)
+        answers: list[tuple[int, str]] = []
+        stopping = threading.Event()
+
+        def load(index: int) -> None:
+            while not stopping.is_set():
+                answer = ask(url, f"Tell me {index} things.", max_tokens=64, ignore_eos=True)
+                answers.append((answer.status_code, answer.json().get("model", answer.text)))
+
+        threads = [threading.Thread(target=load, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: len(answers) >= 8)
+            go.touch()
+            wait_until(lambda: [*answers[-8:]] == [(200, "new")] * 8)
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+        assert {*answers} == {(200, "old"), (200, "new")}
