@@ -41,9 +41,9 @@ def run(
 
     from minisgl.ray.deployments import build
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     ray.init(logging_level=logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set handlers of its own
+        signal.signal(number, signal.default_int_handler)
     application = build(engine, server, router, options, owns_address=True)
     address = {"host": server.host, "port": server.port}
     if server.ssl_certfile:

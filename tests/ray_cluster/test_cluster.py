@@ -214,7 +214,7 @@ def test_the_end_lets_a_stream_finish_and_leaves_no_process(
     with httpx.stream("POST", url + CHAT, json={**body, **fields}, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         last = [line for line in lines if line]
     assert last[-1] == "data: [DONE]" and '"finish_reason":"length"' in last[-2]
     assert process.wait(120) == 0
