@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.errors import MinisglError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
@@ -129,14 +129,22 @@ class Forward:
     async def _answer(
         self, scope: Scope, send: Send, key: bytes | None, request: HTTPRequest
     ) -> None:
-        """Relay an answer. One that has begun ends with an error if its engine ends."""
+        """Relay an answer. Its head waits for what follows, so that an engine that ends before can
+        be replaced by another; an answer that has begun ends with an error."""
         has_begun = False
         for _ in range(MAX_ATTEMPTS):
             try:
                 async with aclosing(self._engines.ask(key, request)) as answer:
                     async for part in answer:
-                        await send(_message(part))
-                        has_begun = True
+                        if isinstance(part, Head):
+                            head = part
+                            continue
+                        if not has_begun:
+                            await send(_start(head))
+                            has_begun = True
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                if not has_begun:
+                    await send(_start(head))
                 await send({"type": "http.response.body", "body": b""})
                 return
             except EngineLostError:
@@ -160,11 +168,9 @@ async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:
     return HTTPRequest(scope["method"], route_path(scope), scope["query_string"], headers, body)
 
 
-def _message(part: Head | bytes) -> dict[str, object]:
-    if isinstance(part, Head):
-        headers = [pair for pair in part.headers if pair[0] not in OWN_HEADERS]
-        return {"type": "http.response.start", "status": part.status, "headers": headers}
-    return {"type": "http.response.body", "body": part, "more_body": True}
+def _start(head: Head) -> Message:
+    headers = [pair for pair in head.headers if pair[0] not in OWN_HEADERS]
+    return {"type": "http.response.start", "status": head.status, "headers": headers}
 
 
 async def _until_left(receive: Receive) -> None:
