@@ -130,7 +130,7 @@ class GroupPipeline:
         self.stage = layout.stage(world.rank)
         self.size = layout.pp
         self._world, self._ranks = world, ranks
-        # NCCL warns of transfers that wait for each other in a group. Here each direction has its own.
+        # NCCL warns of transfers in one group, which wait for each other; here each has its own.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         self._before: _Link | None = None
         self._after: _Link | None = None
