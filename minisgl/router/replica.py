@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from minisgl.config import EngineConfig
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
@@ -14,6 +14,7 @@ from minisgl.router.replicas import ReplicaSpec
 from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
+from minisgl.server.welcome import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class ReplicaProcess(ServerProcess):
 
     connection = RouterConnection
 
-    def _announce(self, listener: socket.socket) -> None:
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         pass
 
 

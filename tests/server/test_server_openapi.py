@@ -55,7 +55,8 @@ SMALL = {
 
 def app_routes() -> list[Route]:
     app = create_app(EngineState(ServerConfig()))
-    return [route for route in app.routes if isinstance(route, Route)]
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return [route for route in routes if route.include_in_schema]  # the pages are not
 
 
 ROUTES = app_routes()
