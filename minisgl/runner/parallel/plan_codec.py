@@ -7,14 +7,17 @@ without their decode slots if these have not changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
+from minisgl.kvcache.store import Transfer
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
+TRANSFER = b"\3"  # begins a message with transfers
 
 # (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
@@ -53,6 +56,15 @@ class PlanEncoder:
 def _without_text(join: SlotJoin) -> SlotJoin:
     """Remove the stop strings, which other ranks do not need and which may be invalid UTF-8."""
     return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
+
+
+def encode_transfers(transfers: Sequence[Transfer]) -> bytes:
+    return TRANSFER + msgspec.msgpack.encode(list(transfers))
+
+
+def decode_transfers(data: bytes) -> list[Transfer]:
+    """data: a message that begins with TRANSFER."""
+    return msgspec.msgpack.decode(data[len(TRANSFER) :], type=list[Transfer])
 
 
 class PlanDecoder:

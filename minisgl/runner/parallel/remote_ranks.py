@@ -6,16 +6,17 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
 from minisgl.errors import EngineStoppedError
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
-from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel
+from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankTransferred
 from minisgl.runner.parallel.launcher import Launcher
-from minisgl.runner.parallel.plan_codec import SAMPLE
+from minisgl.runner.parallel.plan_codec import SAMPLE, encode_transfers
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
 from minisgl.scheduler.plan import StepPlan
@@ -39,6 +40,8 @@ class RemoteRanks:
         others = range(1, own.config.tp)
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
         self.on_gpu = own.config.device == "cuda"
+        # Called when a rank has ended a transfer, with its id and the number of pages.
+        self.transferred: Callable[[int, int], None] = lambda transfer, num_pages: None
         self._specs = [launcher.placed(replace(own, rank=rank)) for rank in others]
         self._rendezvous = own.rendezvous
         self._launcher = launcher
@@ -80,6 +83,10 @@ class RemoteRanks:
     def send_sampling(self) -> None:
         """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
         self._send(SAMPLE)
+
+    def send_transfers(self, transfers: Sequence[Transfer]) -> None:
+        """Let every rank begin transfers, as `send` does."""
+        self._send(encode_transfers(transfers))
 
     def masks(self, plan: StepPlan) -> MaskRows:
         """Memory for the masks of a plan, which every rank finds there."""
@@ -167,6 +174,9 @@ class RemoteRanks:
             wakers = self._launcher.wakers()
             while not self._ending:
                 for rank, message in self._channel.receive(HEARTBEAT_S, wakers):
+                    if isinstance(message, RankTransferred):
+                        self.transferred(message.transfer, message.num_pages)
+                        continue
                     with self._changed:
                         self._watch.heard(rank, message)
                         self._changed.notify_all()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -26,9 +26,12 @@ from minisgl.config import ResolvedConfig
 from minisgl.distributed.communicator import Communicator
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
+from minisgl.runner.disk_lane import Done
 from minisgl.runner.load import Report
+from minisgl.runner.parallel.agreement import Agreement
 from minisgl.runner.parallel.channel import PipeChannel
 from minisgl.runner.parallel.launcher import SpawnLauncher, spawn_obstacle
 from minisgl.runner.parallel.mask_ring import MaskRing
@@ -128,6 +131,9 @@ class TensorParallelRunner:
         """own, ranks: the runner and the communicator of rank 0."""
         self.capacity = own.capacity
         self.load_rule = own.load_rule
+        self.disk = own.disk
+        self._transfers = Agreement(ranks.size)
+        others.transferred = self._transfers.ended
         self.others = others
         self._own = own
         self._ranks = ranks
@@ -174,6 +180,11 @@ class TensorParallelRunner:
     def loads(self, handle: StepHandle) -> Iterator[int]:
         """As of rank 0: the others await each load on their own device."""
         return self._own.loads(handle)
+
+    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
+        self._transfers.begin(transfers, done)
+        self.others.send_transfers(transfers)
+        self._own.transfer(transfers, self._transfers.ended)
 
     def traffic(self) -> HostTraffic | None:
         """The copies of rank 0; those of the others are as many."""
