@@ -760,6 +760,7 @@ class AsyncEngine:
             num_pages=self.config.num_host_pages,
             num_used_pages=self._scheduler.kv.num_host,
             traffic=self._runner.traffic() or HostTraffic.none(),
+            has_disk=self._has_disk,
         )
 
     def audit(self) -> None:

@@ -68,7 +68,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
-        self.num_host_tokens = 0
+        self.num_host_tokens = self.num_disk_tokens = 0
         self.num_reasoning_tokens = 0
         self._tokenizer = tokenizer
         self._envelope = envelope
@@ -90,6 +90,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         """The events that report `delta`; none while its text is held back."""
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_host_tokens = delta.num_host_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         events = b"" if self._started else self._opening()
         text = self._take(delta)
         if not self._plain:
@@ -135,6 +136,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
             self.num_output_tokens,
             self.num_reasoning_tokens,
             self.num_host_tokens,
+            self.num_disk_tokens,
         )
 
     @property
@@ -195,6 +197,7 @@ class ReplyChoice(ABC, Generic[LogprobsT]):
         self.num_output_tokens = delta.num_output_tokens
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_host_tokens = delta.num_host_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         if delta.finish_reason is not None:
             self._end(delta)
         started, self._started = self._started, True
@@ -317,6 +320,7 @@ class Reply(ABC, Generic[ChoiceT]):
             sum(choice.num_output_tokens for choice in choices),
             sum(choice.num_reasoning_tokens for choice in choices),
             sum(choice.num_host_tokens for choice in firsts),
+            sum(choice.num_disk_tokens for choice in firsts),
         )
 
 
@@ -326,11 +330,14 @@ def usage_of(
     num_output_tokens: int,
     num_reasoning_tokens: int,
     num_host_tokens: int,
+    num_disk_tokens: int,
 ) -> Usage:
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(num_cached_tokens, num_host_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            num_cached_tokens, num_host_tokens, num_disk_tokens
+        ),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

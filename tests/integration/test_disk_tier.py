@@ -87,9 +87,7 @@ def test_each_of_two_ranks_finds_its_part(tmp_path: Path) -> None:
     assert len({file.name[:32] for file in files(tmp_path)}) == 2
 
 
-def test_a_damaged_file_changes_no_token(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = short_case_of("llama3")
     serve(case, tmp_path)
     for place, file in enumerate(files(tmp_path)):
