@@ -18,11 +18,14 @@ class PrintableFormatter(logging.Formatter):
         return printable(super().format(record))
 
 
-def set_up_logging(default: str = "INFO") -> None:
-    """Called once by a command, before it does anything. Raises ConfigError."""
+def set_up_logging(default: str = "INFO", name: str = "") -> None:
+    """Called once by a command, before it does anything. Raises ConfigError.
+
+    name: of this process among several that write to the same log.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(
-        PrintableFormatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+        PrintableFormatter(f"%(asctime)s %(levelname)s {name}%(message)s", datefmt="%H:%M:%S")
     )
     logger = logging.getLogger("minisgl")
     logger.handlers = [handler]

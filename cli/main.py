@@ -15,7 +15,7 @@ from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
 from .chat.command import chat
-from .serve import serve
+from .serve import REPLICA, ROUTER, replica_process, router_process, serve
 from .version import version
 
 
@@ -44,6 +44,8 @@ app.command()(serve)
 app.command()(chat)
 app.command()(bench)
 app.command()(version)
+app.command(REPLICA, hidden=True)(replica_process)
+app.command(ROUTER, hidden=True)(router_process)
 # `bench` alone is the first of its verbs.
 verbs = typer.Typer()
 verbs.command("bench offline", hidden=True)(bench)

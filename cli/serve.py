@@ -1,4 +1,4 @@
-"""`minisgl serve`: the OpenAI-compatible server."""
+"""`minisgl serve`: the OpenAI-compatible server, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,47 @@ import os
 import sys
 
 from minisgl.config import EngineConfig
+from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 
 from .logs import set_up_logging
 from .options import takes_options
 
+PROGRAM = (sys.executable, "-m", "minisgl")
+REPLICA, ROUTER = "replica-process", "router-process"
+
 
 @takes_options
-def serve(engine: EngineConfig, server: ServerConfig) -> int:
+def serve(engine: EngineConfig, server: ServerConfig, router: RouterConfig) -> int:
     """Serve a model over HTTP, with the API that OpenAI clients speak."""
     set_up_logging()
+    if router.replicas > 1:
+        from minisgl.router import run as run_router
+
+        commands = {"replica": (*PROGRAM, REPLICA), "front": (*PROGRAM, ROUTER)}
+        return _exited(run_router(engine, server, router, **commands))
     from minisgl.server import run
 
-    exit_code = run(engine, server)
+    return _exited(run(engine, server))
+
+
+def replica_process(index: int) -> int:
+    """Serve as a replica: the server of `serve --replicas` starts this."""
+    set_up_logging(name=f"replica {index}: ")
+    from minisgl.router.replica import run_replica
+
+    return _exited(run_replica())
+
+
+def router_process(index: int) -> int:
+    """Route requests to replicas: the server of `serve --replicas` starts this."""
+    set_up_logging(name=f"router {index}: ")
+    from minisgl.router.front import run_front
+
+    return run_front()
+
+
+def _exited(exit_code: int) -> int:
     if exit_code:
         # The engine has failed: its threads may hang in what it failed of, and an orderly exit
         # would wait for them.

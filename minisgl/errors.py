@@ -72,7 +72,9 @@ class ContextLengthError(InvalidRequestError):
         limit_field: str = "max_tokens",
     ) -> None:
         """`at_least`: the prompt was not tokenized, because so many tokens are too many already."""
-        self._lengths = (num_prompt_tokens, max_tokens, max_seq_len)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_seq_len = max_seq_len
+        self._max_tokens = max_tokens
         self._at_least = at_least
         about = "at least " if at_least else ""
         room = max_seq_len - num_prompt_tokens
@@ -103,7 +105,9 @@ class ContextLengthError(InvalidRequestError):
     def with_names(self, *, prompt_field: str, limit_field: str) -> ContextLengthError:
         """The same error of a caller who knows the fields by these names."""
         return ContextLengthError(
-            *self._lengths,
+            self.num_prompt_tokens,
+            self._max_tokens,
+            self.max_seq_len,
             at_least=self._at_least,
             prompt_field=prompt_field,
             limit_field=limit_field,
@@ -114,6 +118,19 @@ class TextTooLongError(InvalidRequestError):
     """A text is longer than what is tokenized at all, whatever its tokens are."""
 
     code = "context_length_exceeded"
+
+
+class GrammarError(CallerError):
+    """An answer could not be held to its grammar any further; other requests continue.
+
+    What a grammar costs depends on the answer, so that not every one is refused at submission.
+    """
+
+    code = "grammar_failed"
+
+    def __init__(self, reason: str) -> None:
+        """reason: without a word of the grammar or of the answer."""
+        super().__init__(f"The answer cannot be constrained any further: {reason}.")
 
 
 class UnsupportedModelError(CallerError):
@@ -159,16 +176,6 @@ class EngineStoppedError(MinisglError):
 
     http_status = 503
     type = "service_unavailable"
-
-
-class GrammarError(MinisglError):
-    """The grammar of a request failed while its answer was generated; other requests continue."""
-
-    code = "grammar_failed"
-
-    def __init__(self, reason: str) -> None:
-        """reason: without a word of the grammar or of the answer."""
-        super().__init__(f"The answer cannot be constrained any further: {reason}.")
 
 
 class HostMemoryError(MinisglError):

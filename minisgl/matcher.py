@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORD_BITS = 32
+# Seconds of processor time that a matcher may take for a token, and for the mask after it.
+MASK_LIMIT_S = 0.010
 
 # Rows of packed token masks, [rows, mask_words(vocab_size)]: token i is allowed if bit i % 32 of
 # word i // 32 is 1. Bits past the vocabulary mean nothing.

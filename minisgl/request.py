@@ -21,6 +21,11 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 1024  # entries, stop_token_ids included
 # Maximum number of biased or masked tokens: logit_bias, stop_token_ids and the model's EOS tokens.
 MAX_EDITS = MAX_LOGIT_BIAS + 64
+MAX_ALLOWED_IDS = 1 << 15
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORDS_CHARS = 8192  # of all words: they are tokenized on the event loop
+MAX_CHOICES = 8192  # of a StructuredOutput
 MAX_INTEGER = 2**31 - 1  # the maximum of a device table
 MAX_SALT_CHARS = 256
 
@@ -31,7 +36,8 @@ class StructuredOutput:
 
     strict: refuse a JSON schema that cannot be enforced completely; otherwise its unsupported
     keywords are ignored. whitespace_pattern: a regex for the blanks between the parts of a JSON
-    text, "" for none; None: a space, or a line break and its indentation.
+    text, which matches nothing else, "" for none; None: a space, or a line break and its
+    indentation.
     """
 
     json_schema: Mapping[str, Any] | str | bool | None = None  # a str is a schema as JSON text
@@ -65,6 +71,8 @@ class StructuredOutput:
             texts = () if isinstance(value, str) else tuple(value)
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise InvalidRequestError(self.field, "must be a list of one or more texts.")
+            if len(texts) > MAX_CHOICES:
+                raise InvalidRequestError(self.field, f"must have at most {MAX_CHOICES} entries.")
             object.__setattr__(self, "choice", texts)
         if not isinstance(self.whitespace_pattern, str | None):
             raise InvalidRequestError("whitespace_pattern", "must be a text, which is a regex.")
@@ -78,6 +86,10 @@ class ToolCallGrammar:
     parts: tuple[StructuredOutput, ...]  # from which it is made, to say which of them is wrong
 
 
+NOT_BESIDE_A_CONSTRAINT = (
+    "is not allowed beside what constrains the answer (structured output, tools that are required "
+    "or strict, a thinking budget), which may need other tokens."
+)
 # The fields of StructuredOutput that are constraints.
 CONSTRAINTS = (
     *("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"),
@@ -99,8 +111,8 @@ class SamplingParams:
     """The sampling parameters of one request. Raises InvalidRequestError, naming the field.
 
     The order of operations on a row of logits: logprobs are computed from raw float32 logits; then
-    logit_bias, repetition, frequency and presence penalty, masking until min_tokens, temperature,
-    min_p, top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
+    logit_bias, repetition, frequency and presence penalty, masking, temperature, min_p,
+    top_k, top_p. The token is the Gumbel-max of those left; at temperature 0, the argmax.
     """
 
     temperature: float = 1.0
@@ -118,6 +130,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None  # all others are masked, EOS as well
+    bad_words: Sequence[str] = ()  # the last token of each is masked behind those before it
     logprobs: int | None = None  # 0: of the sampled token; n: also of the n likeliest
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -129,6 +143,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check_rules()
 
         self._check_number("temperature", self.temperature, 0, 2)
         self._check_number("top_p", self.top_p, 0, 1)
@@ -169,6 +184,36 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             self._check_integer("logit_bias", token_id, 0, MAX_INTEGER, "each key ")
             self._check_number("logit_bias", bias, -100, 100, f"the bias of token {token_id} ")
+
+    def _check_rules(self) -> None:
+        """Check allowed_token_ids and bad_words, and make them tuples."""
+        if self.allowed_token_ids is not None:
+            ids = tuple(self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", ids)
+            if len(ids) > MAX_ALLOWED_IDS:
+                raise InvalidRequestError(
+                    "allowed_token_ids", f"at most {MAX_ALLOWED_IDS} entries are allowed."
+                )
+            if not ids or {*map(type, ids)} != {int}:
+                raise InvalidRequestError(
+                    "allowed_token_ids", "must be a list of one or more integers."
+                )
+            if self.structured is not None:
+                raise InvalidRequestError("allowed_token_ids", NOT_BESIDE_A_CONSTRAINT)
+        words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequestError("bad_words", f"at most {MAX_BAD_WORDS} words are allowed.")
+        for word in words:
+            if not (isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARS):
+                raise InvalidRequestError(
+                    "bad_words",
+                    f"must be texts of 1 to {MAX_BAD_WORD_CHARS} characters, not only blanks.",
+                )
+        if sum(map(len, words)) > MAX_BAD_WORDS_CHARS:
+            raise InvalidRequestError(
+                "bad_words", f"at most {MAX_BAD_WORDS_CHARS} characters are allowed in all."
+            )
 
     @staticmethod
     def _check_number(name: str, value: object, low: float, high: float, what: str = "") -> None:

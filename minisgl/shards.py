@@ -1,4 +1,4 @@
-"""Which part of each dimension of a model a tensor-parallel rank holds.
+"""Which layers a pipeline stage holds, and which part of each dimension a tensor-parallel rank.
 
 Megatron-LM's division (Shoeybi et al., arXiv 1909.08053): the first product of attention and of the
 MLP is split by its outputs, the second by its inputs, so that a layer needs two sums over the
@@ -7,6 +7,7 @@ ranks and nothing else. The vocabulary is split for the embedding and for the he
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 # Parts of the vocabulary begin at a multiple of it: the noise of ids comes in fours, and products
@@ -57,6 +58,24 @@ def vocab_shard(vocab_size: int, rank: int, num_ranks: int) -> Shard:
     multiple = num_ranks * VOCAB_MULTIPLE
     part = -(-vocab_size // multiple) * VOCAB_MULTIPLE
     return Shard(rank * part, part, vocab_size)
+
+
+def split_layers(num_layers: int, num_stages: int, head: float) -> tuple[range, ...]:
+    """The layers of each pipeline stage, such that the slowest takes the least time.
+
+    head: what the head of the model, on the last stage, costs in layers. The embedding, on the
+    first, costs nothing: it reads a few rows. Every stage gets a layer, so there must be as many.
+    """
+    assert 1 <= num_stages <= num_layers, "other numbers are refused by resolve"
+    others = num_stages - 1
+    last = num_layers
+    if others:
+        last = min(
+            range(1, num_layers - others + 1),
+            key=lambda size: max(size + head, -(-(num_layers - size) // others)),
+        )
+    ends = [(num_layers - last) * stage // others for stage in range(1, num_stages)]
+    return tuple(itertools.starmap(range, itertools.pairwise((0, *ends, num_layers))))
 
 
 def can_divide(

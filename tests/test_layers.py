@@ -25,6 +25,7 @@ ROWS = (
     ("runner",),
     ("engine", "llm"),
     ("server", "bench"),
+    ("router",),
     ("cli",),
 )
 ORDER = {name: place for place, name in enumerate(name for row in ROWS for name in row)}

@@ -13,8 +13,10 @@ from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.online.config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
+from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Message
+from minisgl.server.messages_api.protocol import MessagesRequest
 from minisgl.server.openapi import ERRORS, OPERATIONS
 from minisgl.server.protocol import (
     ChatRequest,
@@ -23,6 +25,7 @@ from minisgl.server.protocol import (
     StreamOptions,
     TokenizeRequest,
 )
+from minisgl.server.responses_api.protocol import ResponsesRequest
 from minisgl_cli.chat.config import ChatConfig
 
 README = (ROOT / "README.md").read_text()
@@ -48,6 +51,7 @@ def row(spec: Field[Any]) -> str:
     [
         (CLI, "Engine", EngineConfig),
         ("minisgl/server/README.md", "Server", ServerConfig),
+        ("minisgl/router/README.md", "Replicas", RouterConfig),
         (CLI, "Chat", ChatConfig),
         (BENCH, "Benchmark", BenchConfig),
         (BENCH, "Latency", LatencyConfig),
@@ -76,6 +80,18 @@ def test_the_server_reference_lists_every_request_field() -> None:
     )
     fields = {name for struct in structs for name in struct.__struct_fields__}
     assert fields - named == {"role", "tokens"}  # said of `messages`, and of the endpoint
+
+
+def test_the_server_reference_names_every_field_of_the_messages_api() -> None:
+    section = SERVER_README.partition("## Anthropic's Messages API\n")[2].partition("\n## ")[0]
+    for field in MessagesRequest.__struct_fields__:
+        assert f"`{field}`" in section or f"`{field}." in section, field
+
+
+def test_the_server_reference_lists_every_field_of_the_responses_api() -> None:
+    section = SERVER_README.partition("## The Responses API\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z_]+)", section))
+    assert not {*ResponsesRequest.__struct_fields__} - named
 
 
 def test_the_server_reference_lists_every_endpoint_and_status() -> None:

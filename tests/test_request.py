@@ -88,6 +88,7 @@ def test_later_changes_of_the_callers_objects_have_no_effect() -> None:
         ({"regex": 5}, "structured.regex: must be a text"),
         ({"choice": []}, "structured.choice: must be a list of one or more texts"),
         ({"choice": "ab"}, "structured.choice: must be a list of one or more texts"),
+        ({"choice": ["a"] * 8193}, "structured.choice: must have at most 8192 entries"),
         ({"choice": ["a", 1]}, "structured.choice: must be a list of one or more texts"),
         ({"json_object": 1}, "structured.json_object: must be true or false"),
         ({"json_object": True, "whitespace_pattern": 1}, "whitespace_pattern: must be a text"),

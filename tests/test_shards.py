@@ -18,10 +18,16 @@ from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 from minisgl.models.targets import checkpoint_targets
 from minisgl.models.transformer import CausalLM
-from minisgl.shards import Shard, even_shard, kv_head_shard, vocab_shard
+from minisgl.shards import Shard, even_shard, kv_head_shard, split_layers, vocab_shard
 
 
-def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "safetensors") -> CausalLM:
+def load(
+    folder: Path,
+    rank: int = 0,
+    size: int = 1,
+    load_format: str = "safetensors",
+    layers: range | None = None,
+) -> CausalLM:
     return load_model(
         read_model_config(folder),
         folder,
@@ -30,6 +36,7 @@ def load(folder: Path, rank: int = 0, size: int = 1, load_format: str = "safeten
         load_format=load_format,
         max_seq_len=64,
         ranks=Rank(rank, size),
+        layers=layers,
     )
 
 
@@ -41,6 +48,50 @@ def test_vocabulary_shards_cover_each_token_once(size: int, vocab_size: int) -> 
     for part, following in pairwise(parts):
         assert part.first + part.size == following.first
         assert size == 1 or following.first % 4 == 0  # the noise of ids comes in fours
+
+
+@given(st.integers(1, 100), st.integers(1, 8), st.floats(0, 50))
+def test_stages_have_all_layers_and_the_slowest_is_as_fast_as_can_be(
+    num_layers: int, num_stages: int, head: float
+) -> None:
+    num_layers += num_stages - 1
+    stages = split_layers(num_layers, num_stages, head)
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    *others, last = map(len, stages)
+    assert last >= 1
+    if others:
+        assert min(others) >= 1 and max(others) - min(others) <= 1
+        for size in range(1, num_layers - len(others) + 1):
+            rest = -(-(num_layers - size) // len(others))
+            assert max(*others, last + head) <= max(size + head, rest)
+
+
+def test_a_head_with_a_large_vocabulary_counts_as_layers() -> None:
+    """Qwen3-32B: the head has as many weights as 1.6 layers."""
+    assert [len(stage) for stage in split_layers(64, 2, 1.6)] == [33, 31]
+    assert [len(stage) for stage in split_layers(4, 3, 0.1)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "moe-60", "llama-biased"])
+def test_stages_hold_together_what_one_rank_holds(name: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named(name), tmp_path)
+    alone = load(folder)
+    held: dict[str, int] = {}
+    for layers in split_layers(alone.num_layers, 2, 0.0):
+        for path, weight in load(folder, layers=layers).named_parameters():
+            assert torch.equal(weight, alone.get_parameter(path))
+            held[path] = held.get(path, 0) + 1
+    twice = {"embed_tokens.weight"} if alone.is_tied else set()
+    assert held == {path: 1 + (path in twice) for path, _ in alone.named_parameters()}
+
+
+def test_a_tied_head_of_random_weights_is_the_embedding_of_the_first_stage(tmp_path: Path) -> None:
+    folder = make_checkpoint(spec_named("qwen3"), tmp_path)
+    first, last = (
+        load(folder, load_format="dummy", layers=layers).get_parameter("embed_tokens.weight")
+        for layers in (range(1), range(1, 3))
+    )
+    assert torch.equal(first, last)
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 3))
@@ -93,8 +144,8 @@ def test_the_ranks_together_hold_the_whole_checkpoint(
 
 def test_dummy_weights_differ_by_rank_and_have_the_scale_of_a_single_ranks(tmp_path: Path) -> None:
     folder = make_checkpoint(spec_named("llama"), tmp_path)
-    first, second = (load(folder, rank, 2, "dummy").layers[0] for rank in range(2))
-    alone = load(folder, load_format="dummy").layers[0]
+    first, second = (load(folder, rank, 2, "dummy").layers["0"] for rank in range(2))
+    alone = load(folder, load_format="dummy").layers["0"]
     for path in ("mlp.down_proj", "self_attn.o_proj", "self_attn.qkv_proj"):
         one, other = first.get_submodule(path).weight, second.get_submodule(path).weight
         assert not torch.equal(one, other)

@@ -67,7 +67,7 @@ class EngineModel:
     def facts(self) -> Sequence[str]:
         config, capacity = self._engine.config, self._engine.capacity
         backends = dict.fromkeys((config.attn_prefill, config.attn_decode))
-        devices = f"{config.tp} x " if config.tp > 1 else ""
+        devices = f"{config.num_ranks} x " if config.num_ranks > 1 else ""
         return (
             self.name,
             f"{config.dtype} on {devices}{device_name(config.device)}",

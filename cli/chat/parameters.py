@@ -24,6 +24,8 @@ FLAGS = frozenset(spec.name for spec in fields(SamplingParams) if isinstance(spe
 NOT_OFFERED = frozenset(
     (*("model", "messages", "stream", "stream_options", "n", "echo", "top_logprobs"), *NOT_SHOWN)
 )
+TEXTS = ("stop", "bad_words")  # a text or a list of them
+TOKEN_IDS = ("stop_token_ids", "allowed_token_ids")
 FLAG_WORDS = {"true": True, "on": True, "false": False, "off": False}
 MAX_SHOWN_CHARS = 40
 
@@ -53,8 +55,8 @@ def parsed(name: str, text: str) -> Any:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):
         value = text
-    # Any text can be one to stop at, also that of a number.
-    is_text = name == "stop" and not isinstance(value, str | list)
+    # Any text can be one to stop at or a word, also that of a number.
+    is_text = name in TEXTS and not isinstance(value, str | list)
     return in_form(name, text if is_text else value)
 
 
@@ -67,13 +69,13 @@ def in_form(name: str, value: Any) -> Any:
         return None
     if name in FLAGS and not isinstance(value, bool):
         raise InvalidRequestError(name, f"must be true or false, not {short_repr(value)}.")
-    if name == "stop" and not isinstance(value, str | list):
+    if name in TEXTS and not isinstance(value, str | list):
         raise InvalidRequestError(
             name, f"must be a text or a list of them, not {short_repr(value)}."
         )
-    if name == "stop":
+    if name in TEXTS:
         return [value] if isinstance(value, str) else value
-    if name == "stop_token_ids":
+    if name in TOKEN_IDS:
         value = [value] if isinstance(value, int) else value
         if not isinstance(value, list):
             raise InvalidRequestError(

@@ -61,10 +61,12 @@ def metered(counter: Counter) -> Iterator[Spent]:
 
 
 def engine_gpus(config: ResolvedConfig) -> list[str]:
-    """The UUIDs of the GPUs of a running engine, as `energy_counter` takes them."""
-    if config.device == "cpu":
+    """The UUIDs of the GPUs of a running engine, as `energy_counter` takes them; none if some are
+    on other nodes, whose counters cannot be read here."""
+    if config.device == "cpu" or config.nnodes > 1:
         return []
-    uuids = [str(torch.cuda.get_device_properties(rank).uuid) for rank in range(config.tp)]
+    gpus = range(config.num_ranks)
+    uuids = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
     return [f"GPU-{uuid.removeprefix('GPU-')}" for uuid in uuids]  # the prefix is NVML's
 
 

@@ -61,16 +61,16 @@ def engine_peak(config: ResolvedConfig, model: ModelFacts) -> Peak | None:
     device = torch.device(config.device)
     in_fp8 = model.fp8_activations and has_fp8_products(torch.cuda.get_device_capability(device))
     peak = measure_peak(device, getattr(torch, config.dtype), in_fp8=in_fp8)
-    return peak.of_devices(config.tp)
+    return peak.of_devices(config.num_ranks)
 
 
 def engine_operations_per_s(config: ResolvedConfig) -> float:
     """Operations per second of a GEMM on the devices of a running engine, also on CPUs."""
     size = MATRIX_SIZE_ON_CPU if config.device == "cpu" else MATRIX_SIZE
     device = torch.device(config.device)
-    reached = config.tp * measure_operations_per_s(device, getattr(torch, config.dtype), size)
+    reached = measure_operations_per_s(device, getattr(torch, config.dtype), size)
     _free(device)
-    return reached
+    return config.num_ranks * reached
 
 
 def measure_peak(

@@ -73,7 +73,7 @@ def describe(engine: AsyncEngine) -> Iterator[str]:
     """Describe the model, the device and the options that affect speed, in lines."""
     config, capacity = engine.config, engine.capacity
     weights = "random weights" if config.load_format == "dummy" else "its own weights"
-    devices = f"{config.tp} x " if config.tp > 1 else ""
+    devices = f"{config.num_ranks} x " if config.num_ranks > 1 else ""
     yield (
         f"minisgl {minisgl.__version__}, torch {torch.__version__}: {engine.model_name} with "
         f"{weights} in {config.dtype}, on {devices}{device_name(config.device)}"

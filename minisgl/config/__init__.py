@@ -51,6 +51,7 @@ from minisgl.config.resolve import (
     overlap_enabled,
     resolve,
 )
+from minisgl.config.torchrun import with_torchrun
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -93,4 +94,5 @@ __all__ = [
     "refuse",
     "refuse_engine_options",
     "resolve",
+    "with_torchrun",
 ]

@@ -39,8 +39,33 @@ class EngineConfig:
     )
     tp: int = option(
         1,
-        "Number of tensor-parallel ranks, on one host.",
+        "Number of tensor-parallel ranks of a stage, on all nodes together.",
         names=("--tp", "--tensor-parallel-size", "--tp-size"),
+        group="Parallelism",
+    )
+    pp: int = option(
+        1,
+        "Number of pipeline stages, each of --tp ranks and with a part of the layers.",
+        names=("--pp", "--pipeline-parallel-size", "--pp-size"),
+        group="Parallelism",
+    )
+    nnodes: int = option(1, "Number of machines that share the ranks evenly.", group="Parallelism")
+    node_rank: int = option(
+        0,
+        "Number of this machine, from 0 on; 0 serves, the others work for it.",
+        group="Parallelism",
+    )
+    master_addr: str = option(
+        "127.0.0.1",
+        "Address of machine 0, on which it listens for the others.",
+        group="Parallelism",
+    )
+    master_port: int = option(
+        29500, "Port of machine 0, on which it listens for the others.", group="Parallelism"
+    )
+    cluster_token_file: str = option(
+        "",
+        "File with the secret that all machines share; MINISGL_CLUSTER_TOKEN if not given.",
         group="Parallelism",
     )
     disable_pynccl: bool = option(
@@ -130,6 +155,8 @@ class EngineConfig:
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
         self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)
+        check_at_least(self, "pp", 1)
+        self._check_nodes()
         check_at_least(self, "num_pages", 2)
         check_at_least(self, "page_size", 1)
         check_at_least(self, "max_seq_len_override", 1)
@@ -143,6 +170,8 @@ class EngineConfig:
             refuse(self, "disk_cache", "allowed: a folder")
         if self.disk_cache is not None and not self.host_cache:
             refuse(self, "disk_cache", "it keeps what falls out of --host-cache, which is off")
+        if self.disk_cache is not None and self.nnodes > 1:
+            refuse(self, "disk_cache", "it is for the ranks of one node; allowed: --nnodes 1")
         if not 0 < self.disk_cache_gb < math.inf:
             refuse(self, "disk_cache_gb", "allowed: a number of GB above 0")
         if not 0 < self.memory_ratio <= 1:
@@ -157,6 +186,19 @@ class EngineConfig:
         ):
             choices = one_of(("auto", *ATTENTION_BACKENDS))
             refuse(self, "attn", f"{choices}, or a pair PREFILL,DECODE")
+
+    def _check_nodes(self) -> None:
+        check_at_least(self, "nnodes", 1)
+        if not 0 <= self.node_rank < self.nnodes:
+            refuse(self, "node_rank", f"allowed: 0 to {self.nnodes - 1} (--nnodes {self.nnodes})")
+        if self.tp * self.pp % self.nnodes:
+            what = "--tp" if self.pp == 1 else "--tp times --pp"
+            reason = f"the nodes cannot share {self.tp * self.pp} ranks ({what}) evenly"
+            refuse(self, "nnodes", reason)
+        if not self.master_addr:
+            refuse(self, "master_addr", "allowed: a host name or an address")
+        if not 1 <= self.master_port <= 65535:
+            refuse(self, "master_port", "allowed: 1 to 65535")
 
     def _check_choice(self, name: str, choices: tuple[str | None, ...]) -> None:
         if getattr(self, name) not in choices:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from minisgl.config.quantization import Activations, QuantScheme
-from minisgl.shards import can_divide, kv_head_shard
+from minisgl.shards import can_divide, kv_head_shard, split_layers
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -188,6 +188,29 @@ class ModelFacts:
     def on_rank(self, num_ranks: int) -> ModelFacts:
         """The facts for one of `num_ranks` ranks. Requires `can_divide(num_ranks)`."""
         return replace(self, attention=tuple(spec.on_rank(num_ranks) for spec in self.attention))
+
+    def stages(self, num_stages: int) -> tuple[range, ...]:
+        """The layers of each of `num_stages` pipeline stages, of about equal work in decoding,
+        which reads every weight once."""
+        # In the checkpoint's dtype: another changes the sizes of head and layers alike, or nearly.
+        dtype = self.dtype
+        layers = _matrix_bytes(self.num_layer_weights, dtype, self.quantized)
+        if self.experts is not None:
+            num_experts = self.experts.num_layers * self.experts.num_experts
+            layers += num_experts * self.experts.weight_bytes(dtype)
+        num_layers = len(self.attention)
+        head = self.num_head_weights * DTYPE_BYTES[dtype] * num_layers / layers
+        return split_layers(num_layers, num_stages, head)
+
+    def on_stage(self, layers: range) -> ModelFacts:
+        """The facts for a stage with these layers, as far as they are facts about layers."""
+        part = slice(layers.start, layers.stop)
+        scales = self.kv_scales
+        return replace(
+            self,
+            attention=self.attention[part],
+            kv_scales=None if scales is None else scales[part],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,12 @@ class ResolvedConfig:
     load_format: str
     max_seq_len: int  # before the capacity of the KV cache is known
     tp: int
+    pp: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    cluster_token_file: str
     disable_pynccl: bool
     memory_ratio: float
     num_pages: int  # 0: as many as fit into memory_ratio
@@ -70,6 +76,11 @@ class ResolvedConfig:
     cuda_graph_max_bs: int
     overlap: bool
     notes: tuple[str, ...]  # decisions and their reasons, for the log
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,7 @@ def resolve(
         )
 
     _check_tp(config, model, device, target)
+    _check_pp(config, model, device, target)
     dtype = _resolve_dtype(config, model, target, notes)
     kv_dtype = _resolve_kv_dtype(config, model, device, target, dtype, notes)
     prefill, decode = _resolve_attention(config, device, target, dtype, kv_dtype, notes)
@@ -130,6 +142,12 @@ def resolve(
         load_format="safetensors" if config.load_format == "auto" else config.load_format,
         max_seq_len=_resolve_max_seq_len(config, model, notes),
         tp=config.tp,
+        pp=config.pp,
+        nnodes=config.nnodes,
+        node_rank=config.node_rank,
+        master_addr=config.master_addr,
+        master_port=config.master_port,
+        cluster_token_file=config.cluster_token_file,
         disable_pynccl=config.disable_pynccl,
         memory_ratio=config.memory_ratio,
         kv_dtype=kv_dtype,
@@ -155,13 +173,18 @@ def resolve(
 
 def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
     """Raise ConfigError if the model cannot be sharded, or the machine has too few GPUs."""
-    at_most = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS
-    allowed = [size for size in range(1, at_most + 1) if model.can_divide(size)]
+    nodes = config.nnodes
+    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    allowed = [
+        size
+        for size in range(1, nodes * here + 1)
+        if size * config.pp % nodes == 0 and model.can_divide(size)
+    ]
     if config.tp in allowed:
         return
     if model.can_divide(config.tp):
-        found = f"{at_most} GPUs" if target == "cuda" else f"at most {at_most} ranks on a CPU"
-        reason = f"there are {found}"
+        found = f"{here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
+        reason = f"there are {found}" + (f" on this one of {nodes} nodes" if nodes > 1 else "")
     else:
         heads = {(spec.num_heads, spec.num_kv_heads): None for spec in model.attention}
         reason = (
@@ -170,7 +193,28 @@ def _check_tp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, targ
             + f", MLP of {model.intermediate_size} or vocabulary of {model.vocab_size} is not "
             "divisible"
         )
-    refuse(config, "tp", f"{reason}; {one_of(allowed)}")
+    refuse(config, "tp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
+
+
+def _check_pp(config: EngineConfig, model: ModelFacts, device: DeviceFacts, target: str) -> None:
+    """Raise ConfigError if the stages have no layer each, or the machine has too few GPUs."""
+    nodes = config.nnodes
+    here = max(1, device.num_gpus) if target == "cuda" else MAX_CPU_RANKS // nodes
+    num_layers = len(model.attention)
+    room = nodes * here // config.tp
+    if config.pp <= min(room, num_layers):
+        return
+    reason = f"this model has {num_layers} layers"
+    if config.pp > room:
+        reason = f"there are {here} GPUs" if target == "cuda" else f"at most {here} ranks on a CPU"
+        if nodes > 1:
+            reason += f" on this one of {nodes} nodes"
+        if config.tp > 1:
+            reason += f", and each stage has {config.tp} ranks (--tp)"
+    allowed = [
+        size for size in range(1, min(room, num_layers) + 1) if size * config.tp % nodes == 0
+    ]
+    refuse(config, "pp", f"{reason}; {one_of(allowed or ['another --nnodes'])}")
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelFacts, target: str, notes: list[str]) -> str:
@@ -342,6 +386,8 @@ def _resolve_host_pages(
         return 0
     if config.cache_type != "radix":
         refuse(config, "host_cache", "it keeps what falls out of --cache-type radix; allowed: 0")
+    if config.pp > 1:
+        refuse(config, "host_cache", "it needs all layers in each rank; allowed with --pp: 0")
     num_bytes = config.host_cache * GB
     most = MAX_HOST_SHARE * device.cpu_bytes
     if device.cpu_bytes and num_bytes > most:

@@ -7,9 +7,11 @@ is queued on the current stream and may be captured.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
+from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.kernels.dispatch import add_rms_norm
 
 if TYPE_CHECKING:  # not every platform has Triton
@@ -102,12 +105,25 @@ SINGLE_RANK = SingleRank()
 class GroupCommunicator:
     """The collectives of torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-    It uses the default process group, so a process can have one at a time.
+    It uses the default process group, so a process can have one at a time, and parts of it.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
-        """Form the group; blocks until all ranks have joined. store: a torch.distributed.Store that
-        they share."""
+    group: dist.ProcessGroup | None = None  # None: the default group
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        interface: str | None = LOOPBACK,
+    ) -> None:
+        """Form the group; blocks until all ranks have joined.
+
+        store: a torch.distributed.Store that they share. interface: the network interface on which
+        gloo and NCCL listen, unless the environment names one; None: they choose.
+        """
+        self._interface = interface
         self.rank = rank
         self.size = size
         self.device = device
@@ -115,7 +131,7 @@ class GroupCommunicator:
         # torch numbers process groups per process; reset the counter in case an earlier start
         # failed. Keep torch from replacing sys.excepthook.
         _world.group_count, hook = 0, sys.excepthook
-        with _listening_on_loopback():
+        with _listening_on(interface):
             dist.init_process_group(
                 # Collectives of host values use gloo in both cases.
                 "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -126,8 +142,24 @@ class GroupCommunicator:
             )
         sys.excepthook = hook
 
+    def part(self, members: Sequence[Sequence[int]]) -> GroupCommunicator | None:
+        """Form groups of some ranks of this one, which is the default group; returns that of this
+        rank, None if it is in none of them. All ranks call it together, with the same `members`."""
+        own: dist.ProcessGroup | None = None
+        with _listening_on(self._interface):
+            for ranks in members:
+                # A message may lie unread for as long as no request comes.
+                formed = dist.new_group(list(ranks), timeout=timedelta(days=365))
+                if self.rank in ranks:
+                    own = formed
+        if own is None:
+            return None
+        part = copy.copy(self)
+        part.group, part.rank, part.size = own, dist.get_rank(own), dist.get_world_size(own)
+        return part
+
     def all_reduce(self, part: Tensor) -> Tensor:
-        dist.all_reduce(part)
+        dist.all_reduce(part, group=self.group)
         return part
 
     def all_reduce_norm(
@@ -140,30 +172,30 @@ class GroupCommunicator:
 
     def all_gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous())
+        dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
         largest = values.amax(dim=1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def host_min(self, number: int) -> int:
         found = torch.tensor(number)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        dist.destroy_process_group(self.group)
 
 
 @contextlib.contextmanager
-def _listening_on_loopback() -> Iterator[None]:
-    """Bind the sockets of gloo and NCCL to loopback, unless the environment names an interface.
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """Bind the sockets of gloo and NCCL to a network interface, unless the environment names one.
     Both read these variables when a group is formed."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     names = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
-    os.environ.update(dict.fromkeys(names, loopback))
+    if interface is not None:
+        os.environ.update(dict.fromkeys(names, interface))
     try:
         yield
     finally:

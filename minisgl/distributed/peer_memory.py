@@ -64,14 +64,17 @@ class PeerMemory:
         self._mapped: dict[bytes, int] = {}
         self.error: PeerMemoryError | None = None  # the first error
 
-    def addresses(self, own: Tensor, rank: int, num_ranks: int) -> tuple[int, ...]:
+    def addresses(
+        self, own: Tensor, rank: int, num_ranks: int, group: dist.ProcessGroup | None = None
+    ) -> tuple[int, ...]:
         """Map the tensor `own` of every rank; returns their addresses in this process, by rank.
 
-        A collective: all ranks must call it and keep their tensors alive. If a tensor cannot be
-        mapped, its address is 0 and `error` is set: raising would leave other ranks waiting.
+        A collective of `group`, the default one if None: all its ranks must call it and keep their
+        tensors alive. If a tensor cannot be mapped, its address is 0 and `error` is set: raising
+        would leave other ranks waiting.
         """
         sent: list[_Address | None] = [None] * num_ranks
-        dist.all_gather_object(sent, self._attempt(self._address, own))
+        dist.all_gather_object(sent, self._attempt(self._address, own), group=group)
         return tuple(
             own.data_ptr() if source == rank else self._attempt(self._map, address) or 0
             for source, address in enumerate(sent)

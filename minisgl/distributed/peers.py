@@ -148,4 +148,4 @@ class PeerCommunicator:
         )
 
     def _addresses(self, tensor: Tensor) -> tuple[int, ...]:
-        return self._memory.addresses(tensor, self.rank, self.size)
+        return self._memory.addresses(tensor, self.rank, self.size, self._group.group)

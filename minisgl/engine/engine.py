@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -29,6 +29,7 @@ from minisgl.engine.masks import Failures, MaskFiller
 from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
+from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
 from minisgl.errors import (
     ContextLengthError,
     EngineStoppedError,
@@ -45,6 +46,7 @@ from minisgl.matcher import MaskRows, Matcher
 from minisgl.request import (
     EVERYONE,
     MAX_EDITS,
+    NOT_BESIDE_A_CONSTRAINT,
     FinishReason,
     OutputDelta,
     Request,
@@ -105,9 +107,12 @@ class AsyncEngine:
             policy=self.config.schedule_policy,
             conservativeness=self.config.schedule_conservativeness,
             max_run=loaded.max_run,
+            num_stages=self.config.pp,
+            look_ahead=self.config.overlap,
         )
-        # One step beyond the running one is launched, so that the device never waits for the loop.
-        self._max_in_flight = 2 if self.config.overlap else 1
+        # One step beyond those that run, one in each stage, is launched, so that the device never
+        # waits for the loop.
+        self._max_in_flight = self.config.pp + self.config.overlap
         self._streams: dict[str, OutputStream] = {}
         self._intake: Intake | None = None
         if self.tokenizer is not None:
@@ -116,6 +121,9 @@ class AsyncEngine:
                 max_seq_len=self.capacity.max_seq_len,
                 num_places=self.config.max_running_requests + self.config.max_queued_requests,
             )
+        # The choices of a request have the same rules.
+        self._word_token_ids = lru_cache(16)(self._tokenize_words)
+        self._mask_of = lru_cache(16)(partial(mask_of, self.vocab_size))
         self._masks = MaskFiller(self.vocab_size, self.defaults.eos_token_ids)
         self._deferred: tuple[StepPlan, Any] | None = None  # launched, not sampled; and its handle
         self._grammars: Grammars | None = None  # made when first needed
@@ -257,7 +265,7 @@ class AsyncEngine:
         if params.structured is not None and matcher is None:
             raise InvalidRequestError("structured", "needs a matcher: `compile` it first.")
         request = self._make_request(
-            prompt_token_ids, params, request_id, cache_salt, tenant, matcher
+            prompt_token_ids, params, request_id, cache_salt, tenant, self._ruled(params, matcher)
         )
         detokenizer = None
         if self.tokenizer is not None:
@@ -283,6 +291,23 @@ class AsyncEngine:
             raise InvalidRequestError("stop", "the model has no tokenizer to match strings with.")
         check_token_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
         check_token_ids("logit_bias", params.logit_bias.keys(), self.vocab_size)
+        check_token_ids("allowed_token_ids", params.allowed_token_ids or (), self.vocab_size)
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidRequestError("bad_words", "the model has no tokenizer to find them with.")
+
+    def _tokenize_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        return () if self.tokenizer is None else word_token_ids(self.tokenizer, words)
+
+    def _ruled(self, params: SamplingParams, matcher: Matcher | None) -> Matcher | None:
+        """The matcher of a request, with what else limits its tokens."""
+        if params.allowed_token_ids is None and not params.bad_words:
+            return matcher
+        self.check(params)
+        if params.allowed_token_ids is not None and matcher is not None:
+            raise InvalidRequestError("allowed_token_ids", NOT_BESIDE_A_CONSTRAINT)
+        words = self._word_token_ids(tuple(params.bad_words))
+        allowed = params.allowed_token_ids
+        return TokenRules(self._mask_of(allowed and tuple(allowed)), words, matcher)
 
     def _make_request(
         self,
@@ -702,7 +727,6 @@ class AsyncEngine:
             self._runner.close()
         if self._intake is not None:
             self._intake.join()
-        self._masks.close()
         if self._grammars is not None:
             self._grammars.join()
 

@@ -5,34 +5,39 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 
 import numpy as np
 
 from minisgl.errors import GrammarError
-from minisgl.matcher import WORD_BITS, MaskRows
+from minisgl.grammar.matching import GrammarMatcher, GrammarPool
+from minisgl.grammar.reasoning import sole_grammar
+from minisgl.matcher import MASK_LIMIT_S, WORD_BITS, MaskRows, Matcher
 from minisgl.request import Request
 
-# A step waits for its slowest mask, so a request with a slower one has to end. In seconds of
-# processor time, which a busy machine does not prolong.
-MASK_LIMIT_S = 0.010
-# From this many rows on, several threads fill masks, which releases the GIL.
-POOL_ROWS = 32
-MAX_THREADS = 4
+# From this many rows on, grammars are driven together by several threads.
+POOL_ROWS = 16
+MAX_THREADS = 8
 
 _ALL = np.uint32(0xFFFFFFFF)
 _TOO_SLOW = (
-    f"a token took over {MASK_LIMIT_S * 1000:g} ms to constrain; simplify the schema or grammar"
+    f"a token took over {MASK_LIMIT_S * 1000:g} ms to constrain, for there are too many ways to "
+    "read what comes before it; make the schema or grammar smaller, or less ambiguous"
 )
 # Of tokens that the masks allowed, so that most often a limit of the grammar engine was reached.
-_BROKEN = "the schema or grammar cannot follow it from here; simplify the schema or grammar"
+_BROKEN = (
+    "there are too many ways to read it; make the schema or grammar smaller, or less ambiguous"
+)
 
 Failures = list[tuple[Request, GrammarError]]
 
 
 class MaskFiller:
     """Drives the matchers of an engine's requests, and contains their failures.
+
+    A step waits for its slowest matcher, so a request with one over MASK_LIMIT_S has to end. That
+    is processor time, which a busy machine does not prolong. When many grammars that are driven
+    together have taken longer, they are driven one by one the next time, which shows whose fault
+    it is.
 
     A request's failure is returned, and its mask allows everything: nobody else notices.
     """
@@ -43,94 +48,125 @@ class MaskFiller:
         eos_token_ids: Collection[int],
         *,
         clock: Callable[[], float] = time.thread_time,
+        wall_clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._clock = clock
+        self._wall_clock = wall_clock
         self._last_word = (1 << ((vocab_size - 1) % WORD_BITS + 1)) - 1  # bits of the vocabulary
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
-        self._pool: ThreadPoolExecutor | None = None  # made when it is needed
+        self._pool: GrammarPool | None = None  # made when it is needed
+        self._accept_alone = self._fill_alone = False  # next time
 
     def accept(self, requests: Sequence[Request]) -> Failures:
         """Tell each matcher the last token of its request, which was just settled."""
-        failures: Failures = []
-        for request in requests:
-            matcher = request.matcher
-            if matcher is None or request.finished:
-                continue
-            try:
-                matcher.accept(request.token_ids[-1:])
-                failed = matcher.error is not None
-            except Exception:  # its words may hold a piece of the answer
-                failed = True
-            if failed:
-                failures.append((request, GrammarError(_BROKEN)))
-        return failures
+        following = [r for r in requests if r.matcher is not None and not r.finished]
+        grammars = {} if self._accept_alone else self._together(following)
+        self._accept_alone = False
+        if grammars:
+            pool, last = self._make_pool(), [following[index].token_ids[-1] for index in grammars]
+            self._accept_alone = self._is_slow(lambda: pool.accept([*grammars.values()], last))
+        reasons = {i: _BROKEN for i, grammar in grammars.items() if grammar.error is not None}
+        for index, request in enumerate(following):
+            if index not in grammars and (reason := self._accept(request)) is not None:
+                reasons[index] = reason
+        return [(following[index], GrammarError(reason)) for index, reason in reasons.items()]
 
     def fill(self, requests: Sequence[Request], rows: MaskRows) -> Failures:
         """Write the mask of each request's next token: a row each. Those that have ended get ones.
 
         All tokens of the requests must have been accepted.
         """
-        num_parts = self._num_threads if len(requests) >= POOL_ROWS else 1
-        if num_parts == 1:
-            return self._fill_part(requests, rows)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(num_parts, "minisgl-masks")
-
-        def fill(first: int) -> Failures:
-            return self._fill_part(requests[first::num_parts], rows[first::num_parts])
-
-        return [*chain.from_iterable(self._pool.map(fill, range(num_parts)))]
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def _fill_part(self, requests: Sequence[Request], rows: MaskRows) -> Failures:
-        failures: Failures = []
-        for request, words in zip(requests, rows, strict=True):
+        grammars = {} if self._fill_alone else self._together(requests)
+        self._fill_alone = False
+        if grammars:
+            pool, indices = self._make_pool(), [*grammars]
+            self._fill_alone = self._is_slow(lambda: pool.fill([*grammars.values()], indices, rows))
+        reasons = {i: _BROKEN for i, grammar in grammars.items() if grammar.error is not None}
+        for index, request in enumerate(requests):
+            if index in grammars:
+                continue
             if request.finished:
-                words.fill(_ALL)
-            elif (reason := self._fill_row(request, words)) is not None:
-                failures.append((request, GrammarError(reason)))
-                words.fill(_ALL)
-        return failures
+                rows[index] = _ALL
+            elif (reason := self._fill(request, rows[index])) is not None:
+                reasons[index] = reason
+        rows[:, -1] &= self._last_word
+        for index in np.flatnonzero(rows.max(axis=1, initial=0) == 0).tolist():
+            reasons.setdefault(index, _BROKEN)
+        for index in reasons:
+            rows[index] = _ALL
+        for index, request in enumerate(requests):
+            if index not in reasons and (held_back := self._held_back(request)):
+                _clear(rows[index], held_back)
+        return [(requests[index], GrammarError(reason)) for index, reason in reasons.items()]
 
-    def _fill_row(self, request: Request, words: MaskRows) -> str | None:
+    # -- many grammars together --------------------------------------------------------------------
+
+    def _together(self, requests: Sequence[Request]) -> dict[int, GrammarMatcher]:
+        """The grammars to drive together, by the index of their request."""
+        if len(requests) < POOL_ROWS:
+            return {}
+        found = {
+            index: sole_grammar(request.matcher)
+            for index, request in enumerate(requests)
+            if not request.finished
+        }
+        return {index: grammar for index, grammar in found.items() if grammar is not None}
+
+    def _make_pool(self) -> GrammarPool:
+        if self._pool is None:
+            self._pool = GrammarPool(self._num_threads)
+        return self._pool
+
+    def _is_slow(self, drive: Callable[[], None]) -> bool:
+        began = self._wall_clock()
+        drive()
+        return self._wall_clock() - began > MASK_LIMIT_S
+
+    # -- one matcher -------------------------------------------------------------------------------
+
+    def _accept(self, request: Request) -> str | None:
         """Returns why the request has to end; None if it need not."""
         matcher = request.matcher
         assert matcher is not None
+        return self._drive(matcher, lambda: matcher.accept(request.token_ids[-1:]))
+
+    def _fill(self, request: Request, words: MaskRows) -> str | None:
+        matcher = request.matcher
+        assert matcher is not None
+        return self._drive(matcher, lambda: matcher.fill(words))
+
+    def _drive(self, matcher: Matcher, call: Callable[[], None]) -> str | None:
         began = self._clock()
         try:
-            matcher.fill(words)
+            call()
             failed = matcher.error is not None
-        except Exception:
+        except Exception:  # its words may hold a piece of the answer
             failed = True
         if self._clock() - began > MASK_LIMIT_S:
             return _TOO_SLOW
-        words[-1] &= self._last_word
-        if failed or not words.any():
-            return _BROKEN
-        held_back = self._held_back(request)
-        if held_back:
-            _clear(words, held_back)
-        return None
+        return _BROKEN if failed else None
 
     def _held_back(self, request: Request) -> Collection[int]:
         """Tokens that the request must not sample yet, unless the grammar allows no other."""
+        params = request.params
+        is_short = request.num_output_tokens < params.min_tokens
+        if not (is_short or params.ignore_eos) or request.finished:
+            return ()
         held: set[int] = set()
-        if request.num_output_tokens < request.params.min_tokens:
+        if is_short:
             held.update(request.stop_token_ids)
-        if request.params.ignore_eos:
+        if params.ignore_eos:
             held.update(self._eos_token_ids)
         return [token_id for token_id in held if token_id < self._vocab_size]
 
 
 def _clear(words: MaskRows, token_ids: Collection[int]) -> None:
     """Take `token_ids` from a mask unless nothing is left without them."""
-    before = words.copy()
+    before = {token_id // WORD_BITS: words[token_id // WORD_BITS] for token_id in token_ids}
     for token_id in token_ids:
         words[token_id // WORD_BITS] &= _ALL ^ np.uint32(1 << token_id % WORD_BITS)
-    if not words.any():
-        words[:] = before
+    if not words.max():
+        for word, bits in before.items():
+            words[word] = bits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic
 
 from minisgl.config import (
@@ -16,14 +17,17 @@ from minisgl.config import (
     resolve,
 )
 from minisgl.engine.protocols import Handle, Ranks, Runner
+from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
+from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
+from minisgl.runner.nodes.worker_node import work
 from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
 from minisgl.runner.runner import ModelRunner
 from minisgl.text.tokenizer import Tokenizer
@@ -48,26 +52,33 @@ class Loaded(Generic[Handle]):
     disk: Disk | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What is known of a model before its weights are read."""
+
+    folder: Path
+    model_config: ModelConfig
+    facts: ModelFacts
+    resolved: ResolvedConfig
+
+
 def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     """Locate, read and load the model. Blocks. Raises MinisglError."""
+    if config.node_rank:
+        reason = "only node 0 takes requests; start the other nodes by `minisgl serve`"
+        raise ConfigError("--node-rank", config.node_rank, reason)
     report = progress or (lambda phase, fraction: None)
     started = time.monotonic()
-    folder = locate_model(config.model, load_format=config.load_format)
+    prepared = _prepare(config)
+    folder, model_config, resolved = prepared.folder, prepared.model_config, prepared.resolved
     name = config.model or folder.name
-    model_config = read_model_config(folder, quantization=config.quantization)
-    if config.kv_cache_dtype != "model" and config.load_format != "dummy":
-        model_config = with_kv_scales(model_config, folder)
-    facts = model_config.facts()
-    # `resolve` refuses a model that cannot be divided, with a better message.
-    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
-    resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     tokenizer = None
     if Tokenizer.found_in(folder) or config.load_format != "dummy":
         tokenizer = Tokenizer.load(folder)
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | TensorParallelRunner
     ranks: Ranks | None = None
-    if resolved.tp == 1:
+    if resolved.num_ranks == 1:
         runner = load_runner(resolved, model_config, folder, report)
     else:
         runner = ranks = load_ranks(resolved, model_config, folder, report)
@@ -102,14 +113,14 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
             resolved.max_seq_len,
         )
     if resolved.num_host_pages:
-        _tell_of_host_cache(resolved, facts, runner.load_rule)
+        _tell_of_host_cache(resolved, prepared.facts, runner.load_rule)
     if runner.disk is not None:
         _tell_of_disk_cache(resolved, runner.disk)
     return Loaded(
         runner,
         resolved,
         capacity,
-        facts,
+        prepared.facts,
         tokenizer,
         defaults,
         name,
@@ -117,6 +128,28 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         load_rule=runner.load_rule,
         disk=runner.disk,
     )
+
+
+def work_for_node_0(config: EngineConfig) -> None:
+    """Run the ranks of node `config.node_rank` until node 0 ends them. Blocks; from any thread.
+
+    Raises MinisglError if this node cannot take part, or the engine fails.
+    """
+    prepared = _prepare(config)
+    work(prepared.resolved, prepared.model_config, prepared.folder)
+
+
+def _prepare(config: EngineConfig) -> _Prepared:
+    """Locate the model and resolve the options for it."""
+    folder = locate_model(config.model, load_format=config.load_format)
+    model_config = read_model_config(folder, quantization=config.quantization)
+    if config.kv_cache_dtype != "model" and config.load_format != "dummy":
+        model_config = with_kv_scales(model_config, folder)
+    facts = model_config.facts()
+    # `resolve` refuses a model that cannot be divided, with a better message.
+    on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
+    resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
+    return _Prepared(folder, model_config, facts, resolved)
 
 
 def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:

@@ -21,8 +21,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.grammar.schema import explain, ignored_keyword, tidy
-from minisgl.grammar.source import Source, grammar_text
+from minisgl.grammar.source import (
+    BLANK,
+    OPTIONS,
+    WHITESPACE,
+    Source,
+    grammar_text,
+    inline_regex,
+)
 from minisgl.grammar.vocabulary import Outline, sketch
+from minisgl.grammar.walking import walk
 from minisgl.subprocesses import limit_memory, receive, send
 
 # Seconds of a grammar on the clock, for a process that gets nothing of a processor.
@@ -32,9 +40,13 @@ MEMORY_BYTES = 1 << 30
 THREAD_STACK_BYTES = 2 << 20
 TIME_IS_UP = (signal.SIGALRM, signal.SIGPROF)
 TOO_LARGE = "it is too large or nested too deeply to compile."
+NOT_BLANK = (
+    "its whitespace_pattern may match blanks only: spaces, tabs, line feeds and carriage returns."
+)
 CLOSED = "The engine was closed before the grammar was compiled."
-# Errors must not quote what a client sent, for they may end up in a log.
-LIMITS = LLParserLimits(verbose_errors=False)
+# Errors must not quote what a client sent, for they may end up in a log. An optional property takes
+# four items, and the limit on the time of a token comes before this one.
+LIMITS = LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -135,17 +147,18 @@ def serve(processor_seconds: float) -> None:
     sources, answers = sys.stdin.buffer, sys.stdout.buffer
     for number in TIME_IS_UP:
         signal.signal(number, signal.SIG_DFL)  # the default action kills the process
-    outline = receive(sources)
-    if outline is None:
+    message = receive(sources)
+    if message is None:
         return
-    tokenizer = sketch(msgspec.json.decode(outline, type=Outline))
+    outline = msgspec.json.decode(message, type=Outline)
+    tokenizer = sketch(outline)
     limit_memory(MEMORY_BYTES)
     _limit_stack()
     send(answers, b"")  # no grammar is sent before, so that none has been read when it forks
     while True:
         child = os.fork()
         if child == 0:
-            _serve(tokenizer, sources, answers, processor_seconds)
+            _serve(tokenizer, outline, sources, answers, processor_seconds)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code >= 0:  # the engine has gone, or this is broken
             os._exit(code)  # skip the flush of stdout
@@ -164,7 +177,11 @@ def _limit_stack() -> None:
 
 
 def _serve(
-    tokenizer: LLTokenizer, sources: IO[bytes], answers: IO[bytes], processor_seconds: float
+    tokenizer: LLTokenizer,
+    outline: Outline,
+    sources: IO[bytes],
+    answers: IO[bytes],
+    processor_seconds: float,
 ) -> NoReturn:
     """Try grammars, in the process that is killed when one takes too long."""
     code = 1
@@ -173,7 +190,7 @@ def _serve(
             source = msgspec.json.decode(message, type=Source)
             signal.setitimer(signal.ITIMER_REAL, CLOCK_SECONDS)
             signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-            checked = check(tokenizer, source)
+            checked = check(tokenizer, outline, source)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.setitimer(signal.ITIMER_PROF, 0)
             send(answers, msgspec.json.encode(checked))
@@ -184,8 +201,8 @@ def _serve(
         os._exit(code)
 
 
-def check(tokenizer: LLTokenizer, source: Source) -> Checked:
-    """Compile a grammar in this process, and compute its first mask."""
+def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
+    """Compile a grammar in this process, and follow an answer some way through it."""
     try:
         text = grammar_text(source)
     except (ValueError, RecursionError) as error:
@@ -199,7 +216,25 @@ def check(tokenizer: LLTokenizer, source: Source) -> Checked:
         reason = matcher.get_error()
         if source.kind == "json_schema":
             return Checked(reason=explain(reason, source.schema, source.strict))
-        return Checked(reason=f"{tidy(reason)}.")
+        return Checked(reason=f"{tidy(reason, _as_written(source, text))}.")
+    if source.whitespace not in ("", WHITESPACE) and _matches_more(tokenizer, source.whitespace):
+        return Checked(reason=NOT_BLANK)
+    if reason := walk(matcher, outline):
+        return Checked(reason=reason)
     warnings = matcher.get_grammar_warnings()
     ignored = sorted({keyword for warning in warnings for keyword in ignored_keyword(warning)})
     return Checked(text, ignored_keywords=tuple(ignored))
+
+
+def _as_written(source: Source, text: str) -> str:
+    """A grammar that was not converted before it was compiled."""
+    return source.text if source.kind == "grammar" and text.startswith(source.text) else ""
+
+
+def _matches_more(tokenizer: LLTokenizer, pattern: str) -> bool:
+    """Whether a regex matches a text with something else than the blanks of JSON."""
+    others = f"start: OTHERS\nOTHERS: {inline_regex(pattern)} & ~/{BLANK}*/{OPTIONS}"
+    matcher = LLMatcher(tokenizer, others, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return not matcher.is_error()

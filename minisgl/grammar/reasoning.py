@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from minisgl.grammar.matching import GrammarMatcher
 from minisgl.grammar.vocabulary import Vocabulary
-from minisgl.matcher import WORD_BITS, MaskRows
+from minisgl.matcher import WORD_BITS, MaskRows, Matcher
 from minisgl.text.parsing.selection import AnswerFormat
 
 MAX_LINE_BREAKS = 2  # between the end of the reasoning and the beginning of the answer
@@ -88,6 +88,11 @@ class GatedMatcher:
         """Whether the answer is complete as it is."""
         after = self._stage in (_Stage.BETWEEN, _Stage.AFTER)
         return self._inner is None or (after and self._inner.may_end)
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        """The matcher of the answer, once nothing else decides what may follow."""
+        return self._inner if self._stage is _Stage.AFTER else None
 
     def copy(self) -> GatedMatcher:
         """A matcher in the same state, which goes its own way."""
@@ -189,3 +194,10 @@ class GatedMatcher:
 def _allow(words: MaskRows, token_id: int | None) -> None:
     if token_id is not None:
         words[token_id // WORD_BITS] |= 1 << token_id % WORD_BITS
+
+
+def sole_grammar(matcher: Matcher | None) -> GrammarMatcher | None:
+    """The grammar that alone decides which tokens `matcher` allows next; None if there is more."""
+    if isinstance(matcher, GatedMatcher):
+        return matcher.grammar
+    return matcher if isinstance(matcher, GrammarMatcher) else None

@@ -21,6 +21,8 @@ PREAMBLE = re.compile(
     r'^at \d+\(\d+\): (failed to compile JSON schema: |invalid regex ".*" \(in regex\): )', re.S
 )
 LINE_AND_COLUMN = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+UNKNOWN_TOKEN = re.compile(r"Token range end too large: (\d+)")
+UNREADABLE = "a text or a regex that has no end, or a character that means nothing there"
 
 Schema = dict[str, Any]
 Test = Callable[[Schema], str | None]  # the keyword at fault, if it is this schema
@@ -62,19 +64,36 @@ def explain(message: str, schema: object, strict: bool) -> str:
     return f"{reason}."
 
 
-def tidy(message: str) -> str:
-    """A message of llguidance in one line, without what only its authors understand."""
+def tidy(message: str, written: str = "") -> str:
+    """A message of llguidance in one line, without what only its authors understand.
+
+    `written`: the grammar where it is as its user has written it; otherwise a place in it is a
+    place in a text that nobody knows.
+    """
     message = message.replace("<non-verbose/>", "").strip()
+    place, message = _split_place(message, written)
+    if found := UNKNOWN_TOKEN.match(message):
+        return f"{place}the token id {found[1]} is outside of the vocabulary"
+    if message.startswith("lexer error"):
+        return f"{place}{UNREADABLE}"
     if re.match("NoExtension", message):
         return "nothing can satisfy it"
     if re.search("fuel|too (big|large|complex)|[Ll]exer|Unable to determine|grammar size", message):
         return "it is too complex; simplify its patterns, or split it"
     if message.startswith("recursion limit"):
         return "it is nested too deeply"
-    message = PREAMBLE.sub("", message)
-    message = LINE_AND_COLUMN.sub(r"line \1, column \2: ", message)
     message = re.split(r"\n *\d+ \| ", message)[0]  # an excerpt of the grammar, as it was converted
-    return " ".join(message.split()).rstrip(".")[:MAX_REASON_CHARS]
+    return place + " ".join(message.split()).rstrip(".")[:MAX_REASON_CHARS]
+
+
+def _split_place(message: str, written: str) -> tuple[str, str]:
+    """The place that a message begins with, as people say it, and the rest."""
+    bare = PREAMBLE.sub("", message)
+    found = LINE_AND_COLUMN.match(bare)
+    if found is None:
+        return "", bare
+    is_inside = int(found[1]) <= len(written.splitlines())
+    return f"line {found[1]}, column {found[2]}: " if is_inside else "", bare[found.end() :]
 
 
 def _parts(schema: object, place: str) -> Iterator[tuple[str, Schema]]:

@@ -17,6 +17,8 @@ from minisgl.request import StructuredOutput
 MAX_BYTES = 1 << 20
 # A space, or a line break and an indentation. Without a bound a model may go on for ever.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,40}"
+BLANK = r"[\x20\t\r\n]"  # between the parts of a JSON text
+ESCAPE = re.compile(r"\\(.)", re.S)
 # Behind a grammar, so that the lines in errors are the user's. By default llguidance allows only
 # the usual tokens of a text without alternatives, and calls the tokenizer for it at every step.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -55,7 +57,13 @@ def source_of(structured: StructuredOutput) -> Source:
         raise InvalidRequestError(
             structured.field, f"has {size} bytes; at most {MAX_BYTES} are taken."
         )
-    return Source(kind, text, structured.strict, WHITESPACE if whitespace is None else whitespace)
+    blanks = WHITESPACE if whitespace is None else ESCAPE.sub(_json_blank, whitespace)
+    return Source(kind, text, structured.strict, blanks)
+
+
+def _json_blank(escape: re.Match[str]) -> str:
+    r"""An escape of a regex, where \s means the blanks of JSON."""
+    return BLANK if escape[1] == "s" else escape[0]
 
 
 def _kind_and_text(structured: StructuredOutput) -> tuple[str, str]:

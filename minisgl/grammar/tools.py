@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.schema import escaped
@@ -272,7 +273,7 @@ class _Arguments:
         """The schema of a property, with all that its references may name."""
         schema: dict[str, Any] = {
             "$defs": {"tool": _moved(self._root, "#/$defs/tool")},
-            "$ref": f"#/$defs/tool/properties/{escaped(key)}",
+            "$ref": f"#/$defs/tool/properties/{quote(escaped(key), safe='~')}",
         }
         return inline_schema(schema, {**schema_options(strict=self._tool.strict), **options})
 

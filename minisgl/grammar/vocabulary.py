@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 # llguidance takes a token for a special one, which is no text, if it begins with this byte.
 SPECIAL = b"\xff"
+# llguidance knows the masks of these pieces of JSON beforehand, and follows only the rest of the
+# vocabulary: blanks, and tokens within a string, whose length may be limited.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{length}}}" for length in (2, 4, 8, 16, 30)),
+    f"{_CHARACTER}+",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +102,15 @@ def sketch(outline: Outline) -> LLTokenizer:
     It compiles the same grammars as the real one, and allows any text that a grammar does.
     """
     words = [b""] * outline.size
-    free = (token_id for token_id in range(outline.size) if token_id not in outline.special)
-    for byte, token_id in zip(range(256), free, strict=False):
+    for byte, token_id in enumerate(byte_ids(outline)):
         words[token_id] = bytes([byte])
     return _make(outline, words)
+
+
+def byte_ids(outline: Outline) -> list[int]:
+    """The tokens that are the single bytes in the `sketch` of a vocabulary."""
+    free = (token_id for token_id in range(outline.size) if token_id not in outline.special)
+    return [*islice(free, 256)]
 
 
 def _make(outline: Outline, words: Sequence[bytes]) -> LLTokenizer:
@@ -104,6 +118,7 @@ def _make(outline: Outline, words: Sequence[bytes]) -> LLTokenizer:
         _Words(outline, words),  # type: ignore[arg-type]
         n_vocab=outline.size,
         eos_token=list(outline.eos_token_ids),
+        slices=list(SLICES),
     )
 
 

@@ -41,6 +41,17 @@ class Residual(NamedTuple):
     pending: PendingNorm | None = None  # takes the place of add_rms_norm among several ranks
 
 
+def joined(residual: Residual, weights: NormWeights) -> Tensor:
+    """The stream as one tensor: [num_rows, size], of any memory layout but its own.
+
+    weights: of any norm of this size, which is computed only where it comes with the sum.
+    """
+    if residual.delta is None and residual.pending is None:
+        return residual.rows
+    _, rows = norm(residual, weights)
+    return rows
+
+
 def norm(residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
     """The RMS norm of the stream, and the stream as one tensor: both [num_rows, size]."""
     rows, delta = residual.rows, residual.delta

@@ -40,6 +40,10 @@ class Linear(nn.Module):
         self.inputs = inputs
         self.parts = dict(parts)
         self.product = format.product(parts, inputs, bias=bias)
+        self.register_weights()
+
+    def register_weights(self) -> None:
+        """Make the product's weights parameters, again where it has let go of some."""
         for name, weight in self.product.weights.items():
             self.register_parameter(name, parameter(weight))
 

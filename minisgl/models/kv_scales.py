@@ -29,6 +29,7 @@ _NAMES = re.compile(
     r"|(?P<part>[kv])_proj\.(?:(?P=part)_scale|output_scale)"
     r"|q_proj\.(?:q_scale|output_scale))"
 )
+SMALLEST = 2.0**-126  # of the normal numbers of float32; below, its reciprocal overflows
 _DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 _IGNORE = "--kv-cache-dtype model leaves the KV cache as it is"
 
@@ -106,9 +107,10 @@ def _scalar(stored: Any, name: str, file: Path) -> float:
             "shape [] or [1]."
         )
     scale = float(stored[...])
-    if not 0 < scale < math.inf:
+    if not SMALLEST <= scale < math.inf:
         raise CheckpointError(
-            f"{file}: {name} is {scale:g}; a KV scale must be above 0 and finite. {_IGNORE}."
+            f"{file}: {name} is {scale:g}; a KV scale must be above 0, a normal number of float32 "
+            f"(from {SMALLEST:.3g} on) and finite. {_IGNORE}."
         )
     return scale
 

@@ -40,6 +40,7 @@ from minisgl.shards import Shard
 logger = logging.getLogger(__name__)
 
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_AT_THE_END = (_HEAD, "norm.weight")  # of the last stage
 GIB, MIB = 1 << 30, 1 << 20
 _DUMMY_SEED = 0
 
@@ -57,20 +58,25 @@ def load_model(
     max_seq_len: int,
     progress: Progress | None = None,
     ranks: Communicator = SINGLE_RANK,
+    layers: range | None = None,
 ) -> CausalLM:
     """Build the model, or this rank's part of it, on `device` and fill every parameter.
 
     load_format 'safetensors' reads the files in `folder`, one tensor at a time, and only the rank's
-    part of each; 'dummy' draws random weights and reads nothing. Blocks. Raises CheckpointError if
-    the files do not match `config` exactly.
+    part of each; 'dummy' draws random weights and reads nothing. ranks: of the stage. layers: of
+    the stage, all if not given. Blocks. Raises CheckpointError if the files do not match `config`
+    exactly, or what is for this stage does not.
     """
     files = [] if load_format == "dummy" else safetensors_files(folder)
     format = _weight_format(config, folder, files, dtype, device)
     model_type = FAMILIES[config.architecture].model
-    model = model_type(config, max_seq_len=max_seq_len, format=format, device=device, comm=ranks)
+    model = model_type(
+        config, max_seq_len=max_seq_len, format=format, device=device, comm=ranks, layers=layers
+    )
     if files:
         _fill_from_files(model, files, progress or (lambda done, total: None))
     else:
+        # The same for all stages, so that a head that is an embedding is that of the first.
         fill_randomly(model, device, _DUMMY_SEED + ranks.rank)
     if isinstance(format, QuantizedFormat):
         _log_quantized(model, replace(format.scheme, activations=format.activations))
@@ -144,7 +150,7 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
     for file in files:
         for full_name, stored in _tensors(file):
             name = full_name.removeprefix("model.")
-            if name == _HEAD and model.lm_head is None:
+            if name == _HEAD and model.is_tied and model.embed_tokens is not None:
                 tied_head = _part(stored, targets[_EMBEDDING].cut)
                 continue
             if name.endswith("rotary_emb.inv_freq"):  # old checkpoints; computed from the config
@@ -155,6 +161,8 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
             stack = stacks.get(name)
             if name in targets:
                 stack = Stack((targets[name],), (name,))
+            if stack is None and _is_elsewhere(model, name):
+                continue
             if stack is None:
                 unexpected.append(f"{full_name} ({dtype})")
                 continue
@@ -167,13 +175,13 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
                     f"{file.parent} holds {full_name} twice, again in {file.name}."
                 )
             for target in stack.targets:
-                if stored.get_shape() not in target.shapes:
+                if not target.any_shape and stored.get_shape() not in target.shapes:
                     raise CheckpointError(
                         f"{file}: {full_name} has the shape {stored.get_shape()}; "
                         f"the config asks for {target.shapes[0]}{_of_scheme(model, name)}."
                     )
                 try:
-                    target.fill(_part(stored, target.cut))
+                    target.fill(stored[...] if target.any_shape else _part(stored, target.cut))
                 except CheckpointError as error:
                     raise CheckpointError(f"{file}: {full_name} {error}.") from error
                 done_bytes += target.num_bytes
@@ -187,13 +195,22 @@ def _fill_from_files(model: CausalLM, files: list[Path], progress: Progress) -> 
     required = {name for name, target in targets.items() if target.is_required}
     if missing := required - filled:
         raise CheckpointError(f"{folder} lacks weights: {_few(sorted(missing))}.")
-    if tied_head is not None:
+    if tied_head is not None and model.embed_tokens is not None:
         embedding = model.embed_tokens.weight[: len(tied_head)]
         if not torch.equal(tied_head.to(embedding), embedding):
             raise CheckpointError(
                 f"{folder}: {_HEAD} differs from the embedding, to which the config ties it; "
                 "set tie_word_embeddings to false in config.json."
             )
+
+
+def _is_elsewhere(model: CausalLM, name: str) -> bool:
+    """True for a tensor of another stage, which checks it."""
+    kind, _, rest = name.partition(".")
+    if kind == "layers":
+        index = rest.partition(".")[0]
+        return index.isdecimal() and int(index) < model.num_layers and index not in model.layers
+    return not model.is_first if name == _EMBEDDING else not model.is_last and name in _AT_THE_END
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, Any]]:

@@ -36,7 +36,8 @@ _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _GROUP_SIZES = (32, 64, 128)
 _INSTEAD = (
     "supported are FP8 (quant_method fp8 or compressed-tensors) and INT4 (compressed-tensors "
-    "pack-quantized, AWQ, GPTQ) checkpoints, and --quantization fp8 with unquantised ones"
+    "pack-quantized, AWQ, GPTQ, AutoRound) checkpoints, and --quantization fp8 with unquantised "
+    "ones"
 )
 
 _COMMON = "quant_method ignore ignored_layers modules_to_not_convert"
@@ -47,6 +48,15 @@ _AWQ_FIELDS = field_names(
     f"""{_COMMON} bits w_bit group_size q_group_size zero_point version backend
     do_fuse modules_to_fuse fuse_max_seq_len exllama_config
     sym desc_act dynamic lm_head method format checkpoint_format pack_dtype pack_impl meta"""
+)
+_AUTO_ROUND_FIELDS = field_names(
+    f"""{_COMMON} bits group_size sym data_type packing_format extra_config autoround_version
+    backend act_bits act_group_size act_sym act_dynamic act_data_type super_bits super_group_size
+    iters lr minmax_lr nsamples seqlen batch_size low_gpu_mem_usage enable_quanted_input
+    enable_minmax_tuning enable_norm_bias_tuning gradient_accumulate_steps amp scale_dtype dataset
+    damp_percent desc_act dynamic lm_head quant_block_list to_quant_block_names
+    block_name_to_quantize export_to_format supported_types static_kv_dtype static_attention_dtype
+    rotation_config provider"""
 )
 _GPTQ_FIELDS = field_names(
     f"""{_COMMON} bits group_size sym desc_act dynamic lm_head checkpoint_format format
@@ -198,6 +208,39 @@ def _read_gptq(fields: Fields) -> QuantScheme:
     )
 
 
+def _read_auto_round(fields: Fields) -> QuantScheme:
+    """AutoRound packs as GPTQ, or as AWQ; packing_format says which."""
+    fields.refuse_others(_AUTO_ROUND_FIELDS)
+    _require(fields, "data_type", (None, "int"), ": use an INT4 or FP8 checkpoint")
+    _require(fields, "desc_act", (None, False))
+    for name in ("act_bits", "super_bits", "rotation_config"):
+        if fields.values.get(name) not in (None, 0, 16, 32, {}):
+            raise _refused(fields, name, "use a checkpoint of which only the weights are quantised")
+    _refuse_exceptions(fields)
+    others = fields.values.get("extra_config")
+    for values in _object(others or {}, f"{fields.where}: extra_config").values():
+        # Layers that are not quantised show in the tensors.
+        if not isinstance(values, dict) or values.get("bits") not in (16, 32):
+            raise _refused(
+                fields, "extra_config", "use a checkpoint whose layers are all quantised alike"
+            )
+    name = "packing_format"
+    packing = str(fields.values.get(name) or "auto_round:auto_gptq").removeprefix("auto_round:")
+    bits, group_size = _int4_bits(fields, "bits"), _group_size(fields, "group_size")
+    if packing in ("auto_awq", "awq"):
+        return QuantScheme(
+            bits=bits,
+            storage=Storage.AWQ,
+            strategy="group",
+            group_size=group_size,
+            symmetric=False,  # the zero points are stored all the same
+        )
+    if packing not in ("auto_gptq", "gptq"):
+        raise _refused(fields, name, "allowed: auto_round:auto_gptq or auto_round:auto_awq")
+    _require(fields, "sym", (True,), ": use a symmetric checkpoint, or one packed as AWQ")
+    return QuantScheme(bits=bits, storage=Storage.GPTQ, strategy="group", group_size=group_size)
+
+
 def _refuse_exceptions(fields: Fields) -> None:
     """Refuse layers quantised otherwise than the rest, and a quantised lm_head."""
     if fields.values.get("dynamic"):
@@ -329,6 +372,7 @@ _READERS = {
     "fp8": _read_fp8,
     "awq": _read_awq,
     "gptq": _read_gptq,
+    "auto-round": _read_auto_round,
     "compressed-tensors": _read_compressed,
 }
 

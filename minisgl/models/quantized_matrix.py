@@ -24,10 +24,12 @@ from minisgl.layers.experts import FusedExperts
 from minisgl.layers.linear import Linear
 from minisgl.models import packing
 from minisgl.models.packing import PER_INT32, covering
-from minisgl.models.target import Target
+from minisgl.models.target import FLOATS, Target, copy
 from minisgl.shards import Shard, whole
 
 _E4M3, _INT32, _INT64 = ("F8_E4M3",), ("I32",), ("I64",)
+_INTEGERS = ("I8", "U8", "I32", "I64")
+_SYMMETRIC_ZEROS = -0x77777778  # eight numbers of 8 in an int32
 
 
 def quantized_weights(module: nn.Module) -> list[tuple[QuantizedWeights, int]]:
@@ -58,6 +60,8 @@ class QuantizedMatrix:
                 found["input_scale"] = Target(
                     input_scale, (whole(1),), store=_store_largest, scalar=True
                 )
+            elif scheme.storage != Storage.FLOAT:  # some exporters write one for dynamic inputs
+                found["input_scale"] = _ignored(FLOATS, _take_anything)
         elif scheme.storage == Storage.COMPRESSED:
             found = self._compressed_int4(self.weights, scheme)
         else:
@@ -75,7 +79,7 @@ class QuantizedMatrix:
                     scale=weights.scale,
                 )
             }
-        found = {"weight": Target(weights.data, (outputs, inputs), _E4M3)}
+        found = {"weight": Target(weights.data, (outputs, inputs), _E4M3, _store_e4m3)}
         if weights.block is not None:
             convert = partial(
                 packing.block_scales,
@@ -123,6 +127,7 @@ class QuantizedMatrix:
                 store=_storing(lambda scale: spread(packing.checked(scale))),
             ),
             "weight_shape": Target(None, (whole(2),), _INT64, check_shape, is_required=False),
+            "weight_g_idx": _ignored(_INTEGERS, partial(self._check_order, scheme=scheme)),
         }
         if weights.zero is not None:
             found["weight_zero_point"] = Target(
@@ -131,7 +136,18 @@ class QuantizedMatrix:
                 _INT32,
                 _storing(lambda packed: spread(packing.numbers_of(packed.mT, outputs).mT)),
             )
+        else:
+            found["weight_zero_point"] = _ignored((*_INTEGERS, *FLOATS), _check_centred)
         return found
+
+    def _check_order(self, _: Tensor, group_of_input: Tensor, *, scheme: QuantScheme) -> None:
+        """Refuse groups of inputs that are not neighbours. -1 stands for no order at all."""
+        order = torch.arange(self.inputs.whole) // scheme.group_size
+        if not (group_of_input == -1).all() and not torch.equal(group_of_input.long(), order):
+            raise CheckpointError(
+                "holds groups out of order, as desc_act and actorder: group make them, which is "
+                "not supported; use the model quantised without, or as AWQ"
+            )
 
     def _transposed_int4(self, weights: Int4Weights, scheme: QuantScheme) -> dict[str, Target]:
         """AWQ and GPTQ, which store [inputs, outputs]."""
@@ -142,12 +158,18 @@ class QuantizedMatrix:
         def spread(values: Tensor) -> Tensor:
             return packing.group_values(values, inputs, scheme.group_size, weights.group_size)
 
+        def check_no_bias(_: Tensor, bias: Tensor) -> None:
+            if bias.any():
+                raise CheckpointError("is not zero, and the model has no such bias")
+
         found = {
+            # Some exporters write one for every map; where the model has one, that takes its place.
+            "bias": Target(None, (whole(outputs.whole),), store=check_no_bias, is_required=False),
             "scales": Target(
                 weights.scale,
                 (groups, outputs),
                 store=_storing(lambda scale: spread(packing.checked(scale))),
-            )
+            ),
         }
         if scheme.storage == Storage.AWQ:
             found["qweight"] = Target(
@@ -173,21 +195,6 @@ class QuantizedMatrix:
                     "which are not supported; use the model quantised with sym: true, or as AWQ"
                 )
 
-        def check_order(_: Tensor, group_of_input: Tensor) -> None:
-            order = torch.arange(inputs.whole, dtype=torch.int32) // scheme.group_size
-            if not torch.equal(group_of_input, order):
-                raise CheckpointError(
-                    "holds groups out of order, as desc_act makes them, which is not supported; "
-                    "use the model quantised with desc_act: false, or as AWQ"
-                )
-
-        def check_no_bias(_: Tensor, bias: Tensor) -> None:
-            if bias.any():
-                raise CheckpointError("is not zero, and the model has no such bias")
-
-        # AutoGPTQ wrote one for every map; where the model has one, that takes its place.
-        cut = (whole(outputs.whole),)
-        found["bias"] = Target(None, cut, store=check_no_bias, is_required=False)
         found["qweight"] = Target(
             weights.data,
             (covering(inputs, PER_INT32), outputs),
@@ -196,7 +203,11 @@ class QuantizedMatrix:
         )
         found["qzeros"] = Target(None, (groups, packed_outputs), _INT32, check_zeros)
         found["g_idx"] = Target(
-            None, (whole(inputs.whole),), _INT32, check_order, is_required=False
+            None,
+            (whole(inputs.whole),),
+            _INT32,
+            partial(self._check_order, scheme=scheme),
+            is_required=False,
         )
         return found
 
@@ -206,6 +217,29 @@ def _storing(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], 
         weight.copy_(convert(part.to(weight.device)))
 
     return store
+
+
+def _ignored(dtypes: tuple[str, ...], check: Callable[[Tensor, Tensor], None]) -> Target:
+    """Of a tensor of any shape that says nothing new, as `check` makes sure."""
+    return Target(None, (), dtypes, check, is_required=False, any_shape=True)
+
+
+def _take_anything(_: Tensor, __: Tensor) -> None:
+    pass
+
+
+def _check_centred(_: Tensor, zero: Tensor) -> None:
+    """Refuse zero points of a symmetric map that are neither 0 nor, where packed, 8."""
+    packed = zero.dtype == torch.int32 and bool((zero == _SYMMETRIC_ZEROS).all())
+    if zero.any() and not packed:
+        raise CheckpointError("holds zero points, although the config says symmetric: true")
+
+
+def _store_e4m3(weight: Tensor, part: Tensor) -> None:
+    copy(weight, part)
+    # NaN has all bits but the sign; looked for where the weights are, which may be a GPU.
+    if weight.numel() and int((weight.view(torch.uint8) & 0x7F).amax()) == 0x7F:
+        raise CheckpointError("holds NaN (bytes 7F or FF)")
 
 
 def _channel_scales(scale: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from minisgl.shards import Shard
 FLOATS = ("F32", "F16", "BF16")  # as safetensors names them
 
 
-def _copy(weight: Tensor, part: Tensor) -> None:
+def copy(weight: Tensor, part: Tensor) -> None:
     """part: as far as the checkpoint has it. The rest of the weight is zero padding."""
     weight.zero_()
     weight[tuple(slice(size) for size in part.shape)].copy_(part)
@@ -27,10 +27,11 @@ class Target:
     cut: tuple[Shard, ...]  # the range of each of the tensor's dimensions that is read
     dtypes: tuple[str, ...] = FLOATS
     # Stores what was read in the weight; raises CheckpointError with the end of a sentence.
-    store: Callable[[Tensor, Tensor], None] = _copy
+    store: Callable[[Tensor, Tensor], None] = copy
     scalar: bool = False  # one number, as [1] or []
     scale: Tensor | None = None  # a parameter that `store` fills, too
     is_required: bool = True
+    any_shape: bool = False  # of a tensor that is only checked, and read as a whole
 
     @property
     def shapes(self) -> list[list[int]]:

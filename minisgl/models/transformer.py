@@ -17,7 +17,7 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.kernels.linear import select
 from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.product import Product
-from minisgl.kernels.residual import Residual
+from minisgl.kernels.residual import Residual, joined
 from minisgl.layers.attention import SelfAttention
 from minisgl.layers.formats import DenseFormat, WeightFormat
 from minisgl.layers.linear import Linear, VocabParallelEmbedding
@@ -78,6 +78,9 @@ class CausalLM(nn.Module):
     """A decoder with its head, or one rank's part of it. Constructed with uninitialised weights;
     `load_model` fills them.
 
+    A pipeline stage has some of the layers. Only the first stage has the embedding, and only the
+    last the final norm and the head, for which it has an embedding, too, if both are one.
+
     A family whose layers differ derives a class with another `layer_type`.
     """
 
@@ -91,53 +94,91 @@ class CausalLM(nn.Module):
         format: WeightFormat,
         device: torch.device,
         comm: Communicator = SINGLE_RANK,
+        layers: range | None = None,
     ) -> None:
         """format: of the layers' weights. Its dtype is that of the activations, and so of the
-        logits."""
+        logits. layers: those of this stage, all if not given."""
         super().__init__()
+        layers = range(config.num_layers) if layers is None else layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
+        self.num_layers = config.num_layers  # of all stages
+        self.is_tied = config.tie_word_embeddings
         hidden_size, dtype = config.hidden_size, format.dtype
         self.quantization = config.quantization
         self.vocab = vocab_shard(config.vocab_size, comm.rank, comm.size)
         with device:  # every parameter is created where and as it stays
-            self.embed_tokens = VocabParallelEmbedding(self.vocab, hidden_size, dtype, comm)
-            self.layers = nn.ModuleList(
-                self.layer_type(config, index, format.within(f"layers.{index}"), comm)
-                for index in range(config.num_layers)
+            self.embed_tokens: VocabParallelEmbedding | None = None
+            if self.is_first or (self.is_last and self.is_tied):
+                self.embed_tokens = VocabParallelEmbedding(self.vocab, hidden_size, dtype, comm)
+            # By their names in a checkpoint, which count the layers of all stages.
+            self.layers = nn.ModuleDict(
+                {
+                    str(index): self.layer_type(
+                        config, index, format.within(f"layers.{index}"), comm
+                    )
+                    for index in layers
+                }
             )
-            self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
+            self.norm: RMSNorm | None = None
+            if self.is_last:
+                self.norm = RMSNorm(hidden_size, config.norm_eps, dtype)
             self.lm_head: Linear | None = None
-            if not config.tie_word_embeddings:
+            if self.is_last and not self.is_tied:
                 head = {"lm_head": self.vocab}
                 self.lm_head = Linear(whole(hidden_size), head, DenseFormat(dtype))
-        self._head: Product = (
-            DenseProduct(self.embed_tokens.weight) if self.lm_head is None else self.lm_head.product
-        )
+        self._head: Product | None = None
+        if self.lm_head is not None:
+            self._head = self.lm_head.product
+        elif self.is_last and self.embed_tokens is not None:
+            self._head = DenseProduct(self.embed_tokens.weight)
         select.share_kernels(self._products(), dtype, device)
         self._dtype = dtype
         frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rope = RotaryEmbedding(frequencies, max_seq_len, scale=config.rope.attention_factor)
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKV], attention: Attention) -> Tensor:
-        """Run the rows of one step: [num_rows, hidden_size], after the final norm.
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKV],
+        attention: Attention,
+        received: Tensor | None = None,
+    ) -> Tensor:
+        """Run the rows of one step: [num_rows, hidden_size], after the final norm; of a stage that
+        is not the last, the residual stream, which the next one is to receive.
 
-        `kv` has one entry a layer; the rows' keys and values are written into it.
+        `kv` has one entry a layer; the rows' keys and values are written into it. received: from
+        the stage before, may be overwritten; None on the first.
         """
-        residual, table = Residual(self.embed_tokens(batch.token_ids)), self.rope.table
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        table = self.rope.table
+        if self.is_first:
+            assert self.embed_tokens is not None
+            received = self.embed_tokens(batch.token_ids)
+        assert received is not None, "every stage but the first receives rows"
+        residual = Residual(received)
+        for layer, layer_kv in zip(self.layers.values(), kv, strict=True):
             residual = layer(residual, table, batch, layer_kv, attention)
+        if self.norm is None:
+            assert isinstance(layer, DecoderLayer)
+            return joined(residual, layer.input_layernorm)
         hidden: Tensor = self.norm(residual)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size], rows of what forward returned. Returns [n, vocab.size], the
-        rank's part of the vocabulary with its padding."""
+        rank's part of the vocabulary with its padding. Only the last stage computes them."""
+        assert self._head is not None
         return self._head(hidden)
 
     def prepare(self) -> None:
         """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
         with few rows on a GPU by trying. Call it before anything is captured."""
         select.prepare(self._products(), self._dtype)
+        for linear in self._linears():
+            linear.register_weights()
 
     def _products(self) -> list[Product]:
-        linears = [module for module in self.layers.modules() if isinstance(module, Linear)]
-        return [*(linear.product for linear in linears), self._head]
+        head = [] if self._head is None else [self._head]
+        return [*(linear.product for linear in self._linears()), *head]
+
+    def _linears(self) -> list[Linear]:
+        return [module for module in self.layers.modules() if isinstance(module, Linear)]

@@ -33,6 +33,7 @@ def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder:
         config.kv_dtype,
         config.page_size,
         config.tp,
+        config.pp,
     )
     return blake2b(repr(parts).encode(), digest_size=32).digest()
 
@@ -40,7 +41,7 @@ def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder:
 def open_store(
     config: ResolvedConfig, layers: Sequence[KVSpec], fingerprint: bytes, rank: int
 ) -> PageFiles:
-    """The files of one rank in config.disk_cache. Raises ConfigError if the folder is unfit."""
+    """The files of one rank, among those of all stages. Raises ConfigError for an unfit folder."""
     folder = Path(config.disk_cache).expanduser()
     try:
         open_folder(folder)

@@ -11,8 +11,9 @@ import torch
 
 from minisgl.attention.backends import make_attention
 from minisgl.attention.base import Attention, AttentionShape
-from minisgl.config import Capacity, ResolvedConfig
+from minisgl.config import Capacity, ModelFacts, ResolvedConfig
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
+from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS
 from minisgl.kvcache.disk import Disk
@@ -33,6 +34,8 @@ from minisgl.runner.memory import (
 )
 from minisgl.runner.page_files import PageFiles
 from minisgl.runner.runner import ModelRunner
+from minisgl.runner.stage import Stage
+from minisgl.runner.stage_times import StageTimes
 from minisgl.runner.warmup import longest_step, pages_for_largest_step, widest_step
 
 NO_ROOM_FOR_GRAPHS = (
@@ -53,27 +56,35 @@ def load_runner(
     folder: Path,
     report: Report | None = None,
     ranks: Communicator = SINGLE_RANK,
+    pipeline: Pipeline | None = None,
     *,
     local_rank: int = 0,
 ) -> ModelRunner:
     """Load the weights, measure the memory of the largest steps and of the graphs, allocate KV
     pages in the remaining memory, and capture the graphs. All ranks must call this together.
 
-    ranks: the communicator of this rank. local_rank: its number on this machine.
-    Blocks for seconds or minutes. Raises CheckpointError or DeviceMemoryError.
+    ranks: the communicator of this rank's stage. pipeline: of the stages, if there are several.
+    local_rank: its number on this machine. Blocks for seconds or minutes. Raises CheckpointError or
+    DeviceMemoryError.
     """
     report = report or (lambda phase, fraction: None)
     device = rank_device(config, local_rank)
     lanes = Lanes(device)
     lanes.enter_thread()
     free_at_start = free_bytes(device)
-    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks)
+    pipeline = pipeline or OneStage(ranks)
+    layers = model_config.facts().stages(pipeline.size)[pipeline.stage]
+    facts = model_config.facts().on_rank(config.tp).on_stage(layers)
+    model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
     report("tuning GEMMs", 0.0)
     model.prepare()
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
-    build = _Builder(config, model_config, model, lanes, ranks)
+    times = StageTimes.of_rank(pipeline.stage, ranks.rank, device) if pipeline.size > 1 else None
+    dtype = getattr(torch, config.dtype)
+    stage = Stage(pipeline, model_config.hidden_size, dtype, device, times)
+    build = _Builder(config, facts, model, lanes, ranks, stage)
     prefill_s = 0.0
     trial = build(pages_for_largest_step(config))
     try:
@@ -88,26 +99,29 @@ def load_runner(
     finally:
         trial.close()
     del trial
-    layers = model_config.facts().on_rank(config.tp).kv_specs(config.kv_dtype)
+    kv_specs = facts.kv_specs(config.kv_dtype)
     if config.num_host_pages:
-        step_bytes += staging_bytes(layers, config.page_size)
+        step_bytes += staging_bytes(kv_specs, config.page_size)
     if config.disk_cache:
         report("reading the disk cache", 0.0)
         fingerprint = model_fingerprint(config, model_config, folder)
-        build.disk = open_store(config, layers, fingerprint, ranks.rank), fingerprint
+        rank = pipeline.stage * config.tp + ranks.rank
+        build.disk = open_store(config, kv_specs, fingerprint, rank), fingerprint
     num_pages = config.num_pages or fit_num_pages(
         config,
-        layers,
+        kv_specs,
         MemoryUse(
             free_at_start=free_at_start,
             weight_bytes=free_at_start - free_with_weights,
             # The page tables of the trial were only as wide as its small cache.
-            activation_bytes=step_bytes + page_table_bytes(config),
+            activation_bytes=step_bytes
+            + page_table_bytes(config)
+            + stage.bytes_on_the_way(config.max_prefill_length),
             graph_bytes=graph_bytes,
         ),
     )
     # Page ids are the same on all ranks.
-    runner = build(ranks.host_min(num_pages), prefill_s, report)
+    runner = build(pipeline.host_min(num_pages), prefill_s, report)
     keys = graph_keys(config.cuda_graph_max_bs, config.max_prefill_length, config.tp)
     try:
         if keys:
@@ -120,7 +134,7 @@ def load_runner(
 
 def rank_device(config: ResolvedConfig, local_rank: int) -> torch.device:
     """The device of the rank with this number on its machine."""
-    several_gpus = config.device == "cuda" and config.tp > 1
+    several_gpus = config.device == "cuda" and config.num_ranks > 1
     return torch.device("cuda", local_rank) if several_gpus else torch.device(config.device)
 
 
@@ -132,6 +146,7 @@ def _load_model(
     device: torch.device,
     free_at_start: int,
     ranks: Communicator,
+    layers: range,
 ) -> CausalLM:
     report("loading weights", 0.0)
     try:
@@ -144,6 +159,7 @@ def _load_model(
             max_seq_len=config.max_seq_len,
             progress=lambda done, total: report("loading weights", done / total),
             ranks=ranks,
+            layers=layers,
         )
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or CPU_OUT_OF_MEMORY in str(error)):
@@ -163,15 +179,18 @@ class _Builder:
     def __init__(
         self,
         config: ResolvedConfig,
-        model_config: ModelConfig,
+        facts: ModelFacts,
         model: CausalLM,
         lanes: Lanes,
         ranks: Communicator,
+        stage: Stage,
     ) -> None:
+        """facts: for this rank of its stage."""
         self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
-        self._facts = model_config.facts().on_rank(config.tp)
+        self._stage = stage
+        self._facts = facts
         self._model = model
         self._lanes = lanes
         # A host-planned backend is refused if the layers differ in their heads.
@@ -225,6 +244,7 @@ class _Builder:
             captured_attention=self._captured_attention,
             lanes=self._lanes,
             ranks=self._ranks,
+            stage=self._stage,
             host_cache=host_cache,
             load_rule=load_rule,
             disk=disk,

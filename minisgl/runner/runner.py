@@ -1,5 +1,10 @@
 """Executes step plans on one device, as one rank.
 
+Of a pipeline, that is the rank's stage of each plan. Its rows are received on the compute lane
+right before they are computed, and sent without holding it up, so that the stages work on different
+steps. The last stage samples, and returns the last token of every slot to the first, which waits
+for those that a plan needs (`StepPlan.lag`).
+
 `launch` returns at once and `collect` blocks, so a caller keeps the device busy by launching step
 N + 1 before it collects step N. A step that was captured is queued by the caller itself, which
 takes microseconds; one worker thread queues the others (on a CPU it runs them). Plans take effect
@@ -12,7 +17,7 @@ import contextlib
 import logging
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -39,8 +44,9 @@ from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
 from minisgl.runner.sampler import Sampler, list_logprobs
 from minisgl.runner.sampling_features import VARIANT_FEATURES, SamplingFeatures, SamplingVariant
+from minisgl.runner.stage import Stage, whole_model
 from minisgl.runner.step_inputs import ChunkTensors, SampleRows, SlotTables, StepShape
-from minisgl.runner.step_outputs import StepOutputs
+from minisgl.runner.step_outputs import RING_SIZE, StepOutputs
 from minisgl.scheduler.plan import StepPlan, StepResult
 
 # Maximum size of the float32 logits of prompt rows that are scored together.
@@ -101,7 +107,8 @@ class ModelRunner:
     """Runs the plans of one rank. One thread calls `launch`; one thread calls `collect`, in launch
     order.
 
-    With several ranks, each runs the same plans and samples the same tokens.
+    With several ranks, each runs the same plans and samples the same tokens. In a pipeline only
+    the ranks of the last stage sample; the results of the others have no tokens.
     """
 
     def __init__(
@@ -115,12 +122,14 @@ class ModelRunner:
         captured_attention: Attention,
         lanes: Lanes,
         ranks: Communicator = SINGLE_RANK,
+        stage: Stage | None = None,
         host_cache: HostCache | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
     ) -> None:
-        """captured_attention: for captured steps, whose chunks only the device knows. host_cache:
-        carries out the copies of plans, with `load_rule` and `disk` for whoever makes them."""
+        """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
+        the stage. host_cache: carries out the copies of plans, with `load_rule` and `disk` for
+        whoever makes them."""
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.lanes = lanes
@@ -132,7 +141,11 @@ class ModelRunner:
         self._attention = attention
         self._captured_attention = captured_attention
         self._ranks = ranks
-        self._sampler = Sampler(capacity.num_slots, vocab_size, lanes.device, ranks=ranks)
+        self._stage = stage = stage or whole_model()
+        self._received: Tensor | None = None  # for the forward pass to be queued next
+        self._sampler = Sampler(
+            capacity.num_slots, vocab_size, lanes.device, ranks=ranks, samples=stage.is_last
+        )
         self._tables = SlotTables(
             num_slots=capacity.num_slots,
             max_pages=-(-capacity.max_seq_len // capacity.page_size),
@@ -140,14 +153,17 @@ class ModelRunner:
             prompt_lengths=self._sampler.num_prompt_tokens,
             lanes=lanes,
         )
-        self._outputs = StepOutputs(capacity.num_slots + MAX_CHUNKS, lanes.device)
+        num_stages = stage.pipeline.size
+        num_rows, ring_size = capacity.num_slots + MAX_CHUNKS, RING_SIZE + num_stages - 1
+        self._outputs = StepOutputs(num_rows, lanes.device, ring_size)
         self._graphs = StepGraphs()
         self._graph_pool = lanes.graph_pool()
         self._worker = ThreadPoolExecutor(1, "minisgl-runner", lanes.enter_thread)
         self._last_on_worker: Future[Any] | None = None
         self._forwarded: Future[_Forwarded] | None = None  # of the last plan, if not sampled
-        # The device may still copy from these while the host is two steps ahead.
-        self._masks: deque[Tensor] = deque(maxlen=4)
+        # The device may still copy from these while the host is two steps ahead, and in a pipeline
+        # one more for each further stage.
+        self._masks: deque[Tensor] = deque(maxlen=3 + num_stages)
         self._decode_features: tuple[tuple[int, ...], SamplingFeatures] = ((), SamplingFeatures())
         self._failed_epoch = -1
 
@@ -162,16 +178,22 @@ class ModelRunner:
         and will run eagerly, as does a masked step that cannot be captured; with several ranks the
         error is raised instead.
         """
-        if any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
+        samples = self._stage.is_last
+        if samples and any(key.masked or key.variant is SamplingVariant.FULL for key in keys):
             self._sampler.allocate_history()
+        self._stage.make_boxes(max((key.shape.num_rows for key in keys), default=0))
         steps = list(self._graphs.steps)
         for done, key in enumerate(keys):
             progress(done)
             try:
-                steps.append(self._capture_masked(key) if key.masked else self._capture(key))
+                if not samples:
+                    steps.append(self._capture_rows(key, steps))
+                else:
+                    steps.append(self._capture_masked(key) if key.masked else self._capture(key))
             except RuntimeError as error:
                 out_of_memory = isinstance(error, torch.OutOfMemoryError)
-                if not (out_of_memory or key.masked) or self._ranks.size > 1:
+                several_ranks = self._ranks.size > 1 or self._stage.pipeline.size > 1
+                if not (out_of_memory or key.masked) or several_ranks:
                     raise  # other ranks may wait for this one in the same step
                 if not out_of_memory:
                     logger.warning("A masked step of %s runs without a graph: %s", key.shape, error)
@@ -190,15 +212,44 @@ class ModelRunner:
         chunks: Tensor | None = None
 
         def run() -> None:
+            self._receive_captured(key)
             self._run(key.shape, chunks, key.shape.num_chunks, features)
 
         with self.lanes.compute("capture"):
-            if key.shape.num_chunks:
-                nothing, size = StepPlan(0, ()), key.shape.num_chunks
-                chunks = self._tables.upload_chunks(nothing, key.shape, size).clone()
+            chunks = self._no_chunks(key)
             self._outputs.open()
             run()
         return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
+
+    @torch.inference_mode()
+    def _capture_rows(self, key: GraphKey, steps: Iterable[CapturedStep]) -> CapturedStep:
+        """As `_capture`, of a stage that does not sample, whose work is that of the shape alone."""
+        for step in steps:
+            if step.key.shape == key.shape:
+                return replace(step, key=key)
+        chunks: Tensor | None = None
+
+        def run() -> None:
+            self._receive_captured(key)
+            rows, _, _ = self._forward(key.shape, chunks, key.shape.num_chunks)
+            self._stage.outbox[: len(rows)].copy_(rows)
+
+        with self.lanes.compute("capture"):
+            chunks = self._no_chunks(key)
+            run()
+        return CapturedStep(key, chunks, self.lanes.capture(run, self._graph_pool))
+
+    def _no_chunks(self, key: GraphKey) -> Tensor | None:
+        """The chunks of a step that is captured with padding only."""
+        if not key.shape.num_chunks:
+            return None
+        nothing, size = StepPlan(0, ()), key.shape.num_chunks
+        return self._tables.upload_chunks(nothing, key.shape, size).clone()
+
+    def _receive_captured(self, key: GraphKey) -> None:
+        """Let the forward pass that is captured read the inbox."""
+        if not self._stage.is_first:
+            self._received = self._stage.inbox[: key.shape.num_rows]
 
     @torch.inference_mode()
     def _capture_masked(self, key: GraphKey) -> CapturedStep:
@@ -211,6 +262,7 @@ class ModelRunner:
         half: list[tuple[Tensor, SampleRows]] = []  # the logits, and their rows
 
         def forward() -> None:
+            self._receive_captured(key)
             _, logits, samples = self._forward(key.shape, chunks, key.shape.num_chunks)
             assert logits is not None
             half[:] = [(logits, samples)]
@@ -224,9 +276,7 @@ class ModelRunner:
             if variant is not SamplingVariant.BASIC or self._ranks.size > 1
         }
         with self.lanes.compute("capture"):
-            if key.shape.num_chunks:
-                nothing, size = StepPlan(0, ()), key.shape.num_chunks
-                chunks = self._tables.upload_chunks(nothing, key.shape, size).clone()
+            chunks = self._no_chunks(key)
             forward()
             for sample in variants.values():
                 self._outputs.open()
@@ -245,14 +295,15 @@ class ModelRunner:
 
         masks: of the plan's masked slots; None if there are none, or the plan is deferred.
         """
-        if plan.masked_slots:
+        if plan.masked_slots and self._stage.is_last:
             return self._launch_masked(plan, masks)
+        queue = self._queue if self._stage.is_last else self._queue_rows
         if not self._is_quick(plan):
-            queued = self._last_on_worker = self._worker.submit(self._execute, plan, self._queue)
+            queued = self._last_on_worker = self._worker.submit(self._execute, plan, queue)
             return StepHandle(plan.step, queued)
         queued = Future()
         try:
-            queued.set_result(self._execute(plan, self._queue))
+            queued.set_result(self._execute(plan, queue))
         except Exception as error:
             queued.set_exception(error)
         return StepHandle(plan.step, queued)
@@ -270,6 +321,12 @@ class ModelRunner:
 
     def sample(self, handle: StepHandle, masks: MaskRows) -> None:
         """Queue the sampling of a deferred plan, the last one launched. Returns at once."""
+        if not self._stage.is_last:
+            noted: Future[None] = Future()
+            self._enqueue(
+                noted, lambda: self._stage.will_return(handle.step), quick=self._is_idle()
+            )
+            return
         forwarded, self._forwarded = self._forwarded, None
         assert forwarded is not None, "only a deferred plan is sampled, and once"
 
@@ -375,7 +432,10 @@ class ModelRunner:
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.shutdown()
+        with self.lanes.compute("drain"):
+            self._stage.drain(self._tables.state.last_tokens)
         self.lanes.synchronize()
+        self._stage.write_times()
         self._graphs = StepGraphs()
         if self._host_cache is not None:
             self._host_cache.close()
@@ -419,7 +479,23 @@ class ModelRunner:
                 scored = list(self._score_prompts(plan, hidden))
             else:
                 captured.replay()
+            self._stage.return_tokens(plan, self._tables.state.last_tokens)
         return self._queued(plan, shape, features, ring_entry, scored, captured, loads)
+
+    @torch.inference_mode()
+    def _queue_rows(self, plan: StepPlan) -> _Queued:
+        """Queue a step of a stage that is not the last."""
+        with self.lanes.compute(f"rows of step {plan.step}: {plan.num_tokens} tokens"):
+            _, captured, shape, chunks = self._begin(plan)
+            if captured is None:
+                num_chunk_samples = plan.num_samples - len(plan.decode_slots)
+                rows, _, _ = self._forward(shape, chunks, num_chunk_samples, plan)
+            else:
+                captured.replay()
+                rows = self._stage.outbox[: shape.num_rows].clone()
+            self._stage.send(plan, rows)
+            done = self.lanes.mark()
+        return _Queued(done, 0, (), (), [], None, captured is not None, {})
 
     @torch.inference_mode()
     def _queue_forward(self, plan: StepPlan) -> _Forwarded:
@@ -445,6 +521,7 @@ class ModelRunner:
             else:
                 assert half.logits is not None and half.samples is not None
                 self._sample(half.logits, half.samples, half.features)
+            self._stage.return_tokens(plan, self._tables.state.last_tokens)
         return self._queued(
             plan, half.shape, half.features, ring_entry, half.scored, captured, half.loads
         )
@@ -459,9 +536,11 @@ class ModelRunner:
     def _begin(
         self, plan: StepPlan
     ) -> tuple[SamplingFeatures, CapturedStep | None, StepShape, Tensor | None]:
-        """Update the tables; returns the step's features, its graph, its shape and its chunks."""
+        """Update the tables, and wait for what other stages send; returns the step's features, its
+        graph, its shape and its chunks."""
         self._sampler.join(plan.joins)
         self._tables.update(plan)
+        self._stage.begin(plan, self._tables.state.last_tokens)
         features = self._features(plan)
         captured = self._graphs.find(plan, features.variant) if plan.num_tokens else None
         shape = StepShape.of(plan) if captured is None else captured.key.shape
@@ -473,6 +552,7 @@ class ModelRunner:
             chunks = self._tables.upload_chunks(plan, shape, num_samples)
             if captured is not None and captured.chunks is not None:
                 captured.chunks.copy_(chunks)
+        self._received = self._stage.receive(plan, shape.num_rows, captured=captured is not None)
         return features, captured, shape, chunks
 
     def _queued(
@@ -533,16 +613,18 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None, SampleRows]:
         """Queue the work of a step up to its logits.
 
-        Returns the hidden states of its rows, and of the sampled ones the logits, if there are any.
+        Returns the hidden states of its rows, and of the sampled ones the logits, if there are any
+        and this is the last stage.
         """
+        received, self._received = self._received, None
         chunks = None
         if packed_chunks is not None:
             chunks = ChunkTensors.split(packed_chunks, shape, num_chunk_samples)
         inputs, samples = self._tables.inputs(plan, shape, chunks)
         attention = self._captured_attention if plan is None else self._attention
         attention.prepare(inputs)
-        hidden: Tensor = self._model(inputs, self._kv, attention)
-        if not len(samples.slots):
+        hidden: Tensor = self._model(inputs, self._kv, attention, received)
+        if not len(samples.slots) or not self._stage.is_last:
             return hidden, None, samples
         rows = hidden if samples.rows is None else hidden[samples.rows]
         return hidden, self._model.logits(rows), samples

@@ -120,8 +120,10 @@ class Sampler:
         device: torch.device,
         backend: Literal["triton", "torch"] | None = None,
         ranks: Communicator = SINGLE_RANK,
+        samples: bool = True,
     ) -> None:
-        """backend: by default Triton on a GPU, torch elsewhere."""
+        """backend: by default Triton on a GPU, torch elsewhere. samples: False for a rank that only
+        needs the features of the slots, and calls neither `sample` nor `mask`."""
         self.vocab_size = vocab_size
         self._ranks = ranks
         self._vocab = vocab_shard(vocab_size, ranks.rank, ranks.size)
@@ -133,7 +135,8 @@ class Sampler:
         self._triton: TritonSampling | None = None
         if backend is None:
             backend = "triton" if runs_triton(device) else "torch"
-        if backend == "triton":
+        self._samples = samples
+        if backend == "triton" and samples:
             from minisgl.kernels.sampling.launch import SampleWorkspace, TritonSampling
 
             num_rows = min(num_slots + PADDED_ROWS, BLOCK_ROWS)
@@ -164,6 +167,8 @@ class Sampler:
             features = self._features[join.slot] = _shared(
                 SamplingFeatures.of(join.params, len(edits), masked=join.masked)
             )
+            if not self._samples:
+                continue
             records.append(
                 pack_record(
                     join.params,
@@ -180,6 +185,8 @@ class Sampler:
                     np.array(ids, dtype=np.int64)
                     for ids in (join.prompt_token_ids, join.output_token_ids)
                 )
+        if not self._samples:
+            return
         numbers = np.array([join.slot for join in joins], dtype=np.int64)
         packed_records = np.frombuffer(b"".join(records), dtype=np.int64)
         slots, new_records, *rest = self._upload([numbers, packed_records, *parts])

@@ -31,6 +31,10 @@ class StepShape(NamedTuple):
     num_chunk_rows: int = 0
     num_chunks: int = 0
 
+    @property
+    def num_rows(self) -> int:
+        return self.num_decodes + self.num_chunk_rows
+
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
         num_chunk_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)

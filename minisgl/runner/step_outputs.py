@@ -21,15 +21,16 @@ class StepOutputs:
     next entry, because every replay of a captured step is identical; the host counts as well.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._ring = OutputRing.allocate(RING_SIZE, num_rows, MAX_LOGPROBS, device)
+    def __init__(self, num_rows: int, device: torch.device, ring_size: int = RING_SIZE) -> None:
+        self._size = ring_size
+        self._ring = OutputRing.allocate(ring_size, num_rows, MAX_LOGPROBS, device)
         self._token_ids = self._ring.token_ids.numpy()
         self._entry = 0
         self._next_entry = 0
 
     def open(self) -> int:
         """Reserve the ring entry of the next step, and return its index."""
-        self._entry, self._next_entry = self._next_entry, (self._next_entry + 1) % RING_SIZE
+        self._entry, self._next_entry = self._next_entry, (self._next_entry + 1) % self._size
         return self._entry
 
     def send(

@@ -5,7 +5,10 @@ gap. A request whose gap is one token that the last step samples is a decode row
 closed by chunks. Prefix hits, chunked prefill and resuming after a retraction need no other branch.
 
 Called from one thread. The caller launches plans in order and settles them in order; any number
-may be in flight.
+may be in flight, of a pipeline at most one more than it has stages.
+
+The stages of a pipeline work on different steps, so a row cannot be in all of these. Decode rows
+form as many groups as there are stages, and the groups take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import NewTokenRatio
 from minisgl.scheduler.plan import Chunk, PageGrant, SlotJoin, StepPlan, StepResult
 from minisgl.scheduler.queue import WaitingQueue
-from minisgl.scheduler.state import Launched, Running, Waiting
+from minisgl.scheduler.state import DecodeGroup, Launched, Running, Waiting
 
 LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
 MAX_PASSED = 32  # a request that was passed over this many times goes first
@@ -80,8 +83,13 @@ class Scheduler:
         policy: str = "fcfs",
         conservativeness: float = 1.0,
         max_run: int = 1,
+        num_stages: int = 1,
+        look_ahead: bool = True,
     ) -> None:
-        """max_run: maximum number of tokens that the runner samples per decode row and step."""
+        """max_run: maximum number of tokens that the runner samples per decode row and step.
+        num_stages: of the runner's pipeline. look_ahead: whether, while stages have nothing to do,
+        the rows of the oldest step in flight may be planned again.
+        """
         self.kv = kv
         self.counters = SchedulerCounters()
         self._max_seq_len = max_seq_len
@@ -99,12 +107,12 @@ class Scheduler:
         self._loading: list[Running] = []  # wait for pages, in order of admission
         self._fetching: dict[int, Waiting] = {}  # wait for pages from the disk, by transfer
         self._prefilling: list[Running] = []  # in order of admission
-        # The decode rows. The list is replaced, never mutated: launched plans refer to it.
-        self._decoding: list[Running] = []
-        self._decode_slots: tuple[int, ...] = ()
-        self._decode_changed = False
-        self._joining_decode: list[Running] = []
+        self._num_stages = num_stages
+        self._look_ahead = look_ahead
+        self._groups = [DecodeGroup() for _ in range(num_stages)]
+        self._joining_decode: list[Running] = []  # decode rows that are to join a group
         self._wants_page: list[Running] = []
+        self._held_grants: list[tuple[Running, PageGrant]] = []
         self._launched: deque[Launched] = deque()
         self._arrivals = 0
         self._step = 0
@@ -204,7 +212,8 @@ class Scheduler:
         running.active = False
         if running.decoding:
             running.decoding = False
-            self._decode_changed = True
+            if running.group is not None:
+                running.group.changed = True
         elif running.loading:
             self._loading.remove(running)
         elif running.num_scheduled < running.num_known:
@@ -216,6 +225,9 @@ class Scheduler:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
         draft = _Draft(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
+        if self._held_grants:
+            draft.grants += [grant for running, grant in self._held_grants if running.active]
+            self._held_grants = []
         if self._wants_page:
             self._grant_pages(draft)
         if self._loading:
@@ -225,21 +237,21 @@ class Scheduler:
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
-        if self._decode_changed or self._joining_decode:
-            self._rebuild_decode_rows()
-        if not (self._decoding or draft.chunks or draft.joins):
+        group, lag = self._next_group(draft)
+        if not (group.rows or draft.chunks or draft.joins):
+            self._hold_grants(draft)
             return None
 
         self._step = draft.step
         self.counters.num_steps += 1
         self._ratio.step()
-        decoding = self._decoding
+        decoding, group.step = group.rows, draft.step
         max_run = 1 if self._num_masked else self._max_run  # a run would need masks in between
         longest = self._advance(decoding, max_run)
         masked = self._masked_rows(decoding, draft) if self._num_masked else []
         plan = StepPlan(
             step=draft.step,
-            decode_slots=self._decode_slots,
+            decode_slots=group.slots,
             longest_decode=min(longest, self._max_seq_len),
             chunks=tuple(draft.chunks),
             joins=tuple(draft.joins),
@@ -248,6 +260,7 @@ class Scheduler:
             max_run=max_run,
             masked_slots=tuple([running.slot for running in masked]),
             deferred=any(map(_blind, masked)),
+            lag=lag,
             copies=self.kv.take_copies(draft.step),
         )
         self._launched.append(self._launch_chunks(draft, decoding, max_run, masked))
@@ -282,7 +295,8 @@ class Scheduler:
         if scheduled >= running.last_scheduled:
             if running.decoding:
                 running.decoding = False
-                self._decode_changed = True
+                if running.group is not None:
+                    running.group.changed = True
         else:
             if scheduled + self._max_run > room and room < running.last_scheduled:
                 self._wants_page.append(running)
@@ -290,12 +304,53 @@ class Scheduler:
                 running.decoding = True
                 self._joining_decode.append(running)
 
-    def _rebuild_decode_rows(self) -> None:
-        rows = [*self._decoding, *self._joining_decode]
-        self._decoding = [running for running in rows if running.decoding]
-        self._decode_slots = tuple([running.slot for running in self._decoding])
-        self._decode_changed = False
+    def _next_group(self, draft: _Draft) -> tuple[DecodeGroup, int]:
+        """The group that the next step decodes, and the plan's `lag`. The group has no rows if none
+        can be decoded yet."""
+        step = draft.step
+        if self._num_stages == 1:
+            [group] = self._groups
+            if group.changed or self._joining_decode:
+                self._regroup(group, step - 1)
+            return group, 1
+        settled = self._launched[0].step - 1 if self._launched else self._step
+        # The step that leaves the last stage when this one enters the first.
+        bounds = [max(settled, step - self._num_stages)]
+        if self._look_ahead and self._launched and not draft.chunks:
+            bounds.append(settled + 1)
+        for known in bounds:
+            for group in sorted(self._groups, key=_last_step):
+                if group.step > known:
+                    break
+                if group.changed or self._joining_decode:
+                    self._regroup(group, known)
+                if group.rows:
+                    return group, step - known
+        return DecodeGroup(), step - settled
+
+    def _regroup(self, group: DecodeGroup, known: int) -> None:
+        """Bring the rows of a group up to date. Rows whose last token was sampled by a step up to
+        `known` join it as long as it has less than its share, and leave it if it has far more."""
+        rows = [running for running in group.rows if running.decoding]
+        joining = [running for running in self._joining_decode if running.decoding]
+        others = sum(len(other.rows) for other in self._groups if other is not group)
+        share = -(-(others + len(rows) + len(joining)) // len(self._groups))
         self._joining_decode = []
+        for running in joining:
+            if len(rows) < share and running.last_step <= known:
+                running.group = group
+                rows.append(running)
+            else:
+                self._joining_decode.append(running)
+        if len(rows) > share + share // 4 + 1:
+            for running in rows[share:]:
+                running.group, running.last_step = None, group.step
+            self._joining_decode += rows[share:]
+            del rows[share:]
+        group.changed = False
+        if rows != group.rows:
+            group.rows = rows
+            group.slots = tuple([running.slot for running in rows])
 
     def _launch_chunks(
         self, draft: _Draft, decoding: list[Running], max_run: int, masked: list[Running]
@@ -308,6 +363,7 @@ class Scheduler:
             self.kv.commit(running.lease, running.key, chunk.end, draft.step)
             if chunk.samples:
                 sampling.append(running)
+                running.last_step = draft.step
                 running.set_milestone(self._max_run)
                 self._next_decode(running)
             elif chunk.end == running.num_known:
@@ -366,6 +422,13 @@ class Scheduler:
                     break
                 self._retract(self._victim())
         self._wants_page = []
+
+    def _hold_grants(self, draft: _Draft) -> None:
+        """Keep the grants of a draft that computes nothing, as all decode rows are in flight."""
+        owners = {running.slot: running for running in self._running.values()}
+        self._held_grants = [
+            (owners[grant.slot], grant) for grant in draft.grants if grant.slot in owners
+        ]
 
     def _victim(self) -> Running:
         """The running request to retract: the newest of the client with the most running requests.
@@ -546,9 +609,7 @@ class Scheduler:
         if copies is None:
             return None
         self._step += 1
-        plan = StepPlan(
-            step=self._step, decode_slots=self._decode_slots, epoch=self._epoch, copies=copies
-        )
+        plan = StepPlan(step=self._step, decode_slots=(), epoch=self._epoch, copies=copies)
         self._launched.append(Launched(plan.step, [], [], [], [], 1))
         return plan
 
@@ -613,8 +674,8 @@ class Scheduler:
             running.num_scheduled -= missing
             if running.active:
                 if not running.decoding and running.num_scheduled < running.last_scheduled:
-                    if self._decode_changed:  # the request may still be in `_decoding`
-                        self._rebuild_decode_rows()
+                    if running.group is not None and running.group.changed:
+                        self._regroup(running.group, launched.step)  # it may still be there
                     self._next_decode(running)
                 continue
             waiting = self._queued.get(running.request.id)
@@ -643,7 +704,8 @@ class Scheduler:
         self.kv.audit(self._step)
         slots = [running.slot for running in self._running.values()]
         assert len(set(slots) | set(self._free_slots)) == len(slots) + len(self._free_slots)
-        rows = [row for row in (*self._decoding, *self._joining_decode) if row.decoding]
+        rows = [row for group in self._groups for row in group.rows]
+        rows = [row for row in (*rows, *self._joining_decode) if row.decoding]
         masked = [row for row in self._running.values() if row.request.matcher is not None]
         assert self._num_masked == len(masked)
         for running in self._running.values():
@@ -672,6 +734,10 @@ class Scheduler:
 
 def _arrival(entry: Waiting | Running) -> int:
     return entry.arrival
+
+
+def _last_step(group: DecodeGroup) -> int:
+    return group.step
 
 
 def _client(running: Running) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
@@ -60,8 +60,10 @@ class Running:
     last_scheduled: int  # num_scheduled once every allowed token is sampled
     num_room: int  # number of tokens for which the lease has pages
     resumed: bool
+    last_step: int = 0  # the step that sampled its last token before it joined a group
+    group: DecodeGroup | None = None  # of decode rows, the last that it joined
     active: bool = True  # False once retracted or ended: results of steps in flight are dropped
-    decoding: bool = False  # in the decode rows of the next plan
+    decoding: bool = False  # in the decode rows of the next plan, or of the next of its group
     loading: bool = False  # pages of its prefix are on their way to the device: it has no rows
     # At this value of num_scheduled, planning must check the request: the next run may need a page,
     # or the last token may be sampled.
@@ -72,6 +74,16 @@ class Running:
             self.milestone = self.last_scheduled
         else:
             self.milestone = self.num_room - max_run + 1
+
+
+@dataclass(slots=True, eq=False)
+class DecodeGroup:
+    """Decode rows that are planned together: all of them, or in a pipeline a share of them."""
+
+    rows: list[Running] = field(default_factory=list)  # replaced, never mutated: plans refer to it
+    slots: tuple[int, ...] = ()
+    changed: bool = False  # some of `rows` have left
+    step: int = 0  # the last plan that decoded it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl.errors import CallerError, ContextLengthError, MinisglError, foreseen, without_words
+from minisgl.errors import CallerError, ContextLengthError, MinisglError, without_words
 from minisgl.server import constraints, messages, protocol, tools
-from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.messages_api import protocol as messages_protocol
+from minisgl.server.messages_api.paths import status_of
+from minisgl.server.metrics import Answered
+from minisgl.server.responses_api import protocol as responses_protocol
 
 logger = logging.getLogger(__name__)
 
@@ -27,21 +31,25 @@ UNROUTED = "other"  # an unknown path, or refused before routing; the path itsel
 # Parameter names that may be logged: the name of an unknown field could contain anything.
 FIELD_NAMES = frozenset(
     name
-    for module in (protocol, messages, tools, constraints)
+    for module in (protocol, messages, tools, constraints, messages_protocol, responses_protocol)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, Struct)
     for name in kind.__struct_fields__
 )
+BRACKETS = str.maketrans({"[": ".", "]": None})  # of input[2].content[0]
 
 
 class Observe:
     """Middleware that counts responses, and answers unexpected exceptions with a 500."""
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, error_response: Callable[[Exception], ASGIApp]
+        self,
+        app: ASGIApp,
+        responses: Counter[Answered],
+        error_response: Callable[[Scope, Exception], ASGIApp],
     ) -> None:
         self._app = app
-        self._responses = metrics.responses
+        self._responses = responses
         self._error_response = error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,9 +73,9 @@ class Observe:
         try:
             await self._app(scope, receive, observed)
         except Exception as error:
-            log_failure(request_id(scope), foreseen(error).http_status, error)
+            log_failure(request_id(scope), status_of(scope, error), error)
             if status is None:
-                await self._error_response(error)(scope, receive, observed)
+                await self._error_response(scope, error)(scope, receive, observed)
         finally:
             if status is None:
                 status = CLIENT_LEFT
@@ -112,7 +120,7 @@ def _reason(error: MinisglError) -> str:
     if not isinstance(error, CallerError) or isinstance(error, ContextLengthError):
         return str(error)
     reason = error.code or type(error).__name__
-    path = error.param.split(".") if error.param else []
+    path = error.param.translate(BRACKETS).split(".") if error.param else []
     if path and all(name in FIELD_NAMES or name.isdigit() for name in path):
         reason += f" ({error.param})"
     return reason

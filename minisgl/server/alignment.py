@@ -60,7 +60,7 @@ class Alignment:
             data = data.removeprefix(b" ")
         opening = self._pending
         text = self._decoder.decode(data)
-        if self._last and opening and data and _char_end(opening + data[:4]) == len(opening):
+        if self._last and opening and text and _char_end(opening + data[:4]) == len(opening):
             # The character breaks off before this token, so its U+FFFD belongs to the previous one.
             self._last.text += text[0]
             self.num_chars += 1

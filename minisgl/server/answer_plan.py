@@ -51,6 +51,7 @@ class AnswerPlan:
     form: AnswerFormat | None = None  # to parse; None: the text is the answer
     in_reasoning: bool = False
     tools: Mapping[str, Any] | None = None  # schemas by name, where calls are parsed
+    only_calls: bool = False  # the grammar allows nothing else
     skip_special_tokens: bool = True
     style: AnswerStyle | None = None
 
@@ -70,6 +71,7 @@ class AnswerPlan:
             in_reasoning=self.in_reasoning,
             tools=self.tools,
             parse_calls=self.tools is not None,
+            only_calls=self.only_calls,
             skip_special_tokens=self.skip_special_tokens,
         )
 
@@ -170,6 +172,7 @@ class ChatPlanner:
             form=form,
             in_reasoning=is_open and form.reasoning is not None,
             tools=tools.schemas if tools is not None and parses_calls else None,
+            only_calls=tools is not None and tools.required,
             skip_special_tokens=body.skip_special_tokens is not False,
             style=AnswerStyle(
                 reasoning_fields=self.reasoning_fields if body.wants_reasoning else (),

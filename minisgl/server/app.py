@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,6 +15,7 @@ from minisgl.errors import MinisglError
 from minisgl.server.access_log import Observe
 from minisgl.server.auth import RequireKey
 from minisgl.server.bodies import BodyBudget
+from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import EngineState
 from minisgl.server.error_responses import (
     answer_disconnect,
@@ -22,19 +25,20 @@ from minisgl.server.error_responses import (
 )
 from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
-from minisgl.server.metrics import Metrics
-from minisgl.server.request_ids import HEADER, RequestIds
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
+from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.pages import page_routes
+from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
 
 
-def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
-    """Build the application. With `hosts` it answers only requests addressed to one of them."""
-    metrics = Metrics(state)
-    routes = Routes(state, metrics)
-    config = state.config
+def middleware_of(
+    config: ServerConfig, responses: Counter[Answered], hosts: Hosts | None
+) -> list[Middleware]:
+    """What every request passes, outermost first: ids, counting, and who may ask."""
     middleware = [
-        Middleware(Observe, metrics=metrics, error_response=error_response),
+        Middleware(Observe, responses=responses, error_response=error_response),
         Middleware(AnswerFaults, error_response=error_response),
     ]
     if hosts is not None:
@@ -51,16 +55,31 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             allow_origins=config.cors_origin,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", HEADER, IGNORED_HEADER],
+            expose_headers=["retry-after", HEADER, ANTHROPIC_HEADER, IGNORED_HEADER],
         )
         middleware.insert(0, cors)
     middleware.insert(0, Middleware(RequestIds))
     if config.root_path:
         middleware.insert(0, Middleware(RootPath, prefix=config.root_path))
+    return middleware
+
+
+def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
+    """Build the application. With `hosts` it answers only requests addressed to one of them."""
+    metrics = Metrics(state)
+    routes = Routes(state, metrics)
+    config = state.config
+    middleware = middleware_of(config, metrics.responses, hosts)
+    hint = Route("/", routes.hint, include_in_schema=False)
+    pages = [hint] if config.no_ui else page_routes()
     app = Starlette(
         routes=[
+            *pages,
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route(MESSAGES, routes.messages, methods=["POST"]),
+            Route(COUNT_TOKENS, routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
             Route("/tokenize", routes.tokenize, methods=["POST"]),

@@ -102,6 +102,22 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise CallerError("The header Content-Type must be application/json.")
+    async with _arriving(request) as body:
+        if _num_values(body) > MAX_VALUES:
+            limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
+            raise HTTPError(413, limit, "request_too_large")
+        return decode(bytes(body), kind)
+
+
+async def read_bytes(request: Request) -> bytes:
+    """Read the body of `request`, whatever it is; raises HTTPError or BodiesFullError."""
+    async with _arriving(request) as body:
+        return bytes(body)
+
+
+@contextlib.asynccontextmanager
+async def _arriving(request: Request) -> AsyncIterator[bytearray]:
+    """The body of `request` when it has arrived, counted in the budget until the context ends."""
     limit = f"The body has more than {MAX_BODY_BYTES >> 20} MiB."
     too_large = HTTPError(413, limit, "request_too_large")
     announced = request.headers.get("content-length", "")
@@ -116,10 +132,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
                 raise too_large
             share.grow_to(len(body))
         raise_fault(request.scope)  # a fault truncates the body
-        if _num_values(body) > MAX_VALUES:
-            limit = f"The body has more than {MAX_VALUES} numbers, texts, lists and objects."
-            raise HTTPError(413, limit, "request_too_large")
-        return decode(bytes(body), kind)
+        yield body
 
 
 def _num_values(body: bytearray) -> int:

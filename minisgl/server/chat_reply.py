@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from minisgl.server.alignment import PlacedToken
+from minisgl.server.chunked_replies import ChunkedChoice, ChunkedReply
+from minisgl.server.content_scores import scored_token
 from minisgl.server.encoding import event
-from minisgl.server.replies import LOWEST_LOGPROB, Reply, ReplyChoice
 from minisgl.server.schemas import (
     AnswerMessage,
     ChatAnswerChoice,
@@ -19,12 +20,10 @@ from minisgl.server.schemas import (
     ChatEndReason,
     ChatLogprobs,
     EndReason,
-    RankedToken,
-    ScoredToken,
 )
 
 
-class ChatChoice(ReplyChoice[ChatLogprobs]):
+class ChatChoice(ChunkedChoice[ChatLogprobs]):
     """A message of the assistant."""
 
     scores_all = False
@@ -78,22 +77,12 @@ class ChatChoice(ReplyChoice[ChatLogprobs]):
         )
 
     def _show(self, placed: Sequence[PlacedToken]) -> ChatLogprobs:
-        return ChatLogprobs(content=[*map(self._placed_token, placed)], refusal=None)
-
-    def _placed_token(self, token: PlacedToken) -> ScoredToken:
-        scored = token.scored
-        assert scored is not None
-        logprob, data = max(scored.logprob, LOWEST_LOGPROB), list(token.data)
-        own = RankedToken(token.text, logprob, data)
-        top = [own if id == scored.token_id else self._rival(id, lp) for id, lp in scored.top]
-        return ScoredToken(token.text, logprob, data, top)
-
-    def _rival(self, token_id: int, logprob: float) -> RankedToken:
-        data = self._token_bytes(token_id)
-        return RankedToken(self._token_text(token_id), max(logprob, LOWEST_LOGPROB), list(data))
+        return ChatLogprobs(
+            content=[scored_token(token, self._tokenizer) for token in placed], refusal=None
+        )
 
 
-class ChatReply(Reply[ChatChoice]):
+class ChatReply(ChunkedReply[ChatChoice]):
     """The answer to a conversation, whose prompt all choices share."""
 
     id_prefix = "chatcmpl"

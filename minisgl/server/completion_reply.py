@@ -8,8 +8,9 @@ from msgspec import UNSET, UnsetType
 
 from minisgl.request import TokenLogprobs
 from minisgl.server.alignment import PlacedToken
+from minisgl.server.chunked_replies import ChunkedChoice, ChunkedReply
+from minisgl.server.content_scores import LOWEST_LOGPROB
 from minisgl.server.encoding import event
-from minisgl.server.replies import LOWEST_LOGPROB, Reply, ReplyChoice
 from minisgl.server.schemas import (
     Completion,
     CompletionAnswerChoice,
@@ -20,7 +21,7 @@ from minisgl.server.schemas import (
 )
 
 
-class CompletionChoice(ReplyChoice[CompletionLogprobs]):
+class CompletionChoice(ChunkedChoice[CompletionLogprobs]):
     """The continuation of a prompt."""
 
     scores_all = True
@@ -119,7 +120,7 @@ def _spelled(data: bytes) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-class CompletionReply(Reply[CompletionChoice]):
+class CompletionReply(ChunkedReply[CompletionChoice]):
     """The continuations of one or more prompts, each with its choices."""
 
     id_prefix = "cmpl"

@@ -9,10 +9,9 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from minisgl.errors import InvalidRequestError
-from minisgl.request import StructuredOutput
+from minisgl.request import MAX_CHOICES, StructuredOutput
 
 MAX_SCHEMA_BYTES = 1 << 20
-MAX_CHOICES = 8192
 
 NOT_GIVEN: Any = None  # the default of a Raw, which is null where null was sent
 # Not decoded with the body: a schema may be long. As an object, or as a text that has its JSON.

@@ -90,7 +90,7 @@ def _outline(kind: type[Struct]) -> _Outline:
 
 
 def _holds_integers(type: inspect.Type) -> bool:
-    """Whether a value has integers, in lists too. No nested object has an integer field."""
+    """Whether a value has integers, in lists too. Nested objects do not count."""
     if isinstance(type, inspect.Metadata):
         return _holds_integers(type.type)
     if isinstance(type, inspect.UnionType):

@@ -19,6 +19,12 @@ def event(payload: Struct) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
+def typed_event(payload: Struct) -> bytes:
+    """One server-sent event with `payload`, a tagged struct, under the name of its tag."""
+    name = payload.__struct_config__.tag
+    return f"event: {name}\n".encode() + event(payload)
+
+
 def error_body(error: Exception) -> Error:
     """The envelope of `error`. The details of an unexpected error go to the log only."""
     known = foreseen(error)

@@ -36,7 +36,7 @@ def raise_fault(scope: Scope) -> None:
 class AnswerFaults:
     """Middleware that answers requests whose head is faulty."""
 
-    def __init__(self, app: ASGIApp, error_response: Callable[[Exception], ASGIApp]) -> None:
+    def __init__(self, app: ASGIApp, error_response: Callable[[Scope, Exception], ASGIApp]) -> None:
         self._app = app
         self._error_response = error_response
 
@@ -46,5 +46,5 @@ class AnswerFaults:
             raise_fault(scope)
         except HTTPError as fault:
             log_failure(request_id(scope), fault.http_status, fault)
-            app = self._error_response(fault)
+            app = self._error_response(scope, fault)
         await app(scope, receive, send)

@@ -53,7 +53,10 @@ class CheckHost:
     """Middleware that rejects requests neither to `hosts` nor to the server's own address."""
 
     def __init__(
-        self, app: ASGIApp, hosts: Hosts, error_response: Callable[[Exception], ASGIApp]
+        self,
+        app: ASGIApp,
+        hosts: Hosts,
+        error_response: Callable[[Scope, Exception], ASGIApp],
     ) -> None:
         self._app = app
         self._hosts = hosts
@@ -69,7 +72,7 @@ class CheckHost:
                 )
                 error = HTTPError(403, message, "host_not_allowed")
                 log_failure(request_id(scope), 403, error)
-                app = self._error_response(error)
+                app = self._error_response(scope, error)
                 break
         await app(scope, receive, send)
 

@@ -12,12 +12,22 @@ from msgspec import Struct
 from starlette.routing import BaseRoute, Route
 
 from minisgl.server import schemas
+from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES, OVERLOADED
+from minisgl.server.messages_api.protocol import CountTokensRequest, MessagesRequest
+from minisgl.server.messages_api.schemas import (
+    MessageAnswer,
+    MessageEvent,
+    MessagesError,
+    TokenCount,
+)
 from minisgl.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from minisgl.server.responses_api.protocol import ResponsesRequest
+from minisgl.server.responses_api.schemas import AnyEvent, Response
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -34,9 +44,11 @@ ERRORS = {
     431: "The URL and the headers are too large.",
     500: "An internal error.",
     503: "Loading, draining, dead, stalled or short of memory; `code` says which.",
+    OVERLOADED: "Loading, draining, dead, stalled or short of memory.",
 }
 ANYWHERE = (403, 431)
 READING = (400, 404, 408, 413, 429, 500, 503)
+AS_ANTHROPIC = (*READING[:-1], OVERLOADED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +59,10 @@ class Operation:
     method: str = "get"
     body: type[Struct] | None = None
     answer: type[Struct] | None = None
-    chunk: type[Struct] | None = None  # of the events, if it can stream
+    chunk: Any = None  # the type of the events, if it can stream
     errors: tuple[int, ...] = ()
+    error: type[Struct] = schemas.Error
+    named_events: bool = False  # each has the name of its type, and none but these marks the end
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -67,6 +81,33 @@ OPERATIONS: Mapping[str, Operation] = {
         answer=schemas.Completion,
         chunk=schemas.CompletionChunk,
         errors=READING,
+    ),
+    "/v1/responses": Operation(
+        summary="Answer a conversation, as the Responses API has it.",
+        method="post",
+        body=ResponsesRequest,
+        answer=Response,
+        chunk=AnyEvent,
+        errors=READING,
+        named_events=True,
+    ),
+    MESSAGES: Operation(
+        summary="Answer a conversation, as Anthropic's API does.",
+        method="post",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        chunk=MessageEvent,
+        errors=AS_ANTHROPIC,
+        error=MessagesError,
+        named_events=True,
+    ),
+    COUNT_TOKENS: Operation(
+        summary="The number of tokens of a conversation.",
+        method="post",
+        body=CountTokensRequest,
+        answer=TokenCount,
+        errors=AS_ANTHROPIC,
+        error=MessagesError,
     ),
     "/v1/models": Operation(
         summary="The model, under each of its names.", answer=schemas.ModelList, errors=(503,)
@@ -100,21 +141,28 @@ def describe(
 ) -> dict[str, Any]:
     """Describe `routes` in OpenAPI 3.1; raises KeyError for one without an entry in OPERATIONS.
 
+    Pages for people, whose routes are not in the schema, are left out.
     With a key, all but `open_paths` need it. Clients see the routes below `root_path`.
     """
-    paths = [route.path.replace(":path}", "}") for route in routes if isinstance(route, Route)]
+    described_routes = [
+        route for route in routes if isinstance(route, Route) and route.include_in_schema
+    ]
+    paths = [route.path.replace(":path}", "}") for route in described_routes]
     locked = set(paths) - set(open_paths) if with_key else set()
     operations = {path: OPERATIONS[path] for path in paths}
-    structs = [
-        struct
+    types = [
+        type
         for found in operations.values()
-        for struct in (found.body, found.answer, found.chunk)
-        if struct is not None
+        for type in (found.body, found.answer, found.chunk, found.error)
+        if type is not None
     ]
-    _, described = msgspec.json.schema_components([*structs, schemas.Error], ref_template=SCHEMA)
+    _, described = msgspec.json.schema_components(types, ref_template=SCHEMA)
     components: dict[str, Any] = {"schemas": described}
     if with_key:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return {
         "openapi": "3.1.0",
         "info": {"title": "minisgl", "version": metadata.version("minisgl")},
@@ -138,14 +186,14 @@ def _operation(path: str, operation: Operation, *, locked: bool) -> dict[str, An
     if operation.answer is not None:
         success["content"] = {JSON: _schema(operation.answer)}
     if operation.chunk is not None:
-        success["content"][EVENTS] = {"schema": _event_schema(operation.chunk)}
+        success["content"][EVENTS] = {"schema": _event_schema(operation)}
     errors = (*operation.errors, *ANYWHERE, *((401,) if locked else ()))
     described["responses"] = {"200": success} | {
-        str(status): {"description": ERRORS[status], "content": {JSON: _schema(schemas.Error)}}
+        str(status): {"description": ERRORS[status], "content": {JSON: _schema(operation.error)}}
         for status in sorted(errors)
     }
     if locked:
-        described["security"] = [{"key": []}]
+        described["security"] = [{"key": []}, {"x-api-key": []}]
     return described
 
 
@@ -157,15 +205,23 @@ def _reference(struct: type[Struct]) -> dict[str, Any]:
     return {"$ref": SCHEMA.format(name=struct.__name__)}
 
 
-def _event_schema(chunk: type[Struct]) -> dict[str, Any]:
+def _event_schema(operation: Operation) -> dict[str, Any]:
     """The schema of each event of a stream."""
-    payload = {
-        "type": "string",
-        "contentMediaType": JSON,
-        "contentSchema": {"anyOf": [_reference(chunk), _reference(schemas.Error)]},
-    }
+    [content], _ = msgspec.json.schema_components([operation.chunk], ref_template=SCHEMA)
+    if operation.named_events:
+        event = {"type": "string"}
+        return {
+            "type": "object",
+            "properties": {"event": event, "data": _json_text(content)},
+            "required": ["event", "data"],
+        }
+    payload = _json_text({"anyOf": [content, _reference(operation.error)]})
     return {
         "type": "object",
         "properties": {"data": {"anyOf": [{"const": "[DONE]"}, payload]}},
         "required": ["data"],
     }
+
+
+def _json_text(content: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "string", "contentMediaType": JSON, "contentSchema": content}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
 from minisgl.events import CallArguments, CallEnd, CallStart, ContentText, Event, ReasoningText
-from minisgl.grammar.tools import CUSTOM_ARGUMENT
 from minisgl.request import OutputDelta
 from minisgl.server.alignment import PlacedToken
 from minisgl.server.answer_plan import AnswerStyle
+from minisgl.server.answer_reader import AnswerReader, Call
 from minisgl.server.chat_reply import ChatChoice, ChatReply
-from minisgl.server.content_alignment import ContentAlignment
+from minisgl.server.content_scores import ContentScores
 from minisgl.server.encoding import encode, event
 from minisgl.server.schemas import (
     AnswerMessage,
@@ -31,30 +29,6 @@ from minisgl.server.schemas import (
 )
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call of the answer, as far as it has come."""
-
-    id: str
-    name: str
-    custom: bool
-    arguments: list[str] = field(default_factory=list)
-
-    @property
-    def input(self) -> str:
-        """The text that a custom tool is given; the model may have written something else."""
-        text = "".join(self.arguments)
-        try:
-            return msgspec.json.decode(text, type=dict[str, str])[CUSTOM_ARGUMENT]
-        except (ValueError, KeyError, RecursionError):
-            return text
-
-    def whole(self) -> FunctionCall | CustomCall:
-        if self.custom:
-            return CustomCall(id=self.id, custom=CustomCallInput(self.name, self.input))
-        return FunctionCall(id=self.id, function=NamedArguments(self.name, "".join(self.arguments)))
-
-
 class ParsedChoice(ChatChoice):
     """A message of the assistant that may have reasoning and calls."""
 
@@ -62,11 +36,13 @@ class ParsedChoice(ChatChoice):
         super().__init__(*arguments, **options)
         assert self.job.style is not None
         self._style: AnswerStyle = self.job.style
-        self._calls: list[_Call] = []
+        self._reader = AnswerReader(self._style)
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._placed: list[PlacedToken] = []  # tokens of the content that are not yet reported
-        self._content_alignment: ContentAlignment | None = None
+        self._scores: ContentScores | None = None
+        if self._scored and self._tokenizer is not None:
+            self._scores = ContentScores(self.job, self._tokenizer)
         # The frequent events are encoded once, and cut where their text is.
         self._reasoning_head = self._reasoning_tail = b""
         if len(self._style.reasoning_fields) == 1:
@@ -100,9 +76,9 @@ class ParsedChoice(ChatChoice):
         content = "".join(self._content)
         message = AnswerMessage(
             role="assistant",
-            content=None if self._calls and not content else content,
+            content=None if self._reader.calls and not content else content,
             refusal=None,
-            tool_calls=[call.whole() for call in self._calls] or UNSET,
+            tool_calls=[*map(_whole_call, self._reader.calls)] or UNSET,
         )
         if reasoning := "".join(self._reasoning):
             for name in self._style.reasoning_fields:
@@ -122,24 +98,18 @@ class ParsedChoice(ChatChoice):
     def _end_reason(self) -> ChatEndReason:
         """Calls are complete only where the model has ended the answer by itself."""
         reason = self.check_finished()
-        return "tool_calls" if reason == "stop" and self._calls else reason
+        return "tool_calls" if reason == "stop" and self._reader.calls else reason
 
-    def _parse(self, delta: OutputDelta) -> list[Event]:
+    def _parse(self, delta: OutputDelta) -> Sequence[Event]:
         """The events of `delta`, in order, the first time with those of the echo."""
-        began = self._started
         self._take(delta)
-        self.num_reasoning_tokens = delta.num_reasoning_tokens
-        found: list[Event] = [*([] if began else self._style.echo), *delta.events]
-        for each in found:
-            match each:
-                case CallStart(name=name):
-                    custom = name in self._style.custom_names
-                    self._calls.append(_Call(self._style.call_id(), name, custom))
-                    self._style.count_call()
-                case CallArguments(index, text):
-                    self._calls[index].arguments.append(text)
-        if self._scored:
-            self._align(delta)
+        found = self._reader.read(delta)
+        if self._scores is not None:
+            self._scores.add(delta, token_ended=self._token_ended)
+            for each in delta.events:  # an echo has no tokens
+                self._placed += self._scores.read(each)
+            if self._finish_reason is not None:
+                self._placed += self._scores.finish()
         return found
 
     # -- events ------------------------------------------------------------------------------------
@@ -160,14 +130,14 @@ class ParsedChoice(ChatChoice):
             case CallStart(index):
                 delta = self._start_of(index)
             case CallArguments(index, text):
-                if self._calls[index].custom:
+                if self._reader.calls[index].custom:
                     return b""
                 call = CallDelta(index=index, function=FunctionDelta(arguments=text))
                 delta = ChatDelta(tool_calls=[call])
             case CallEnd(index):
-                if not self._calls[index].custom:
+                if not self._reader.calls[index].custom:
                     return b""
-                input = CustomCallInput(input=self._calls[index].input)
+                input = CustomCallInput(input=self._reader.calls[index].input)
                 delta = ChatDelta(tool_calls=[CallDelta(index=index, custom=input)])
         return event(self._chunk_of(delta, token_ids=token_ids))
 
@@ -178,7 +148,7 @@ class ParsedChoice(ChatChoice):
         return delta
 
     def _start_of(self, index: int) -> ChatDelta:
-        call = self._calls[index]
+        call = self._reader.calls[index]
         if call.custom:
             custom = CallDelta(
                 index=index, id=call.id, type="custom", custom=CustomCallInput(call.name, "")
@@ -195,28 +165,11 @@ class ParsedChoice(ChatChoice):
         placed, self._placed = self._placed, []
         return self._show(placed) if placed else None
 
-    def _align(self, delta: OutputDelta) -> None:
-        job, tokenizer = self.job, self._tokenizer
-        if tokenizer is None or job.parser is None:
-            return
-        table = tokenizer.byte_table(skip_special_tokens=job.params.skip_special_tokens)
-        if self._content_alignment is None:
-            drops = tokenizer.drops_first_space
-            self._content_alignment = ContentAlignment(
-                reasoning_end=self._style.reasoning_end,
-                call_end=self._style.call_end,
-                drops_first_space=drops and not any(table[id] for id in job.prompt_token_ids),
-            )
-        alignment = self._content_alignment
-        scored = delta.logprobs
-        for token in scored[:-1] if self._token_ended else scored:
-            is_marker = token.token_id in job.parser.marker_ids
-            data = tokenizer.token_bytes(token.token_id) if is_marker else table[token.token_id]
-            alignment.add(token, data)
-        for each in delta.events:
-            self._placed += alignment.read(each)
-        if self._finish_reason is not None:
-            self._placed += alignment.finish()
+
+def _whole_call(call: Call) -> FunctionCall | CustomCall:
+    if call.custom:
+        return CustomCall(id=call.id, custom=CustomCallInput(call.name, call.input))
+    return FunctionCall(id=call.id, function=NamedArguments(call.name, call.text))
 
 
 class ParsedReply(ChatReply):

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
 import os
-import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
-from minisgl.models.hub import DEMO_NOTE
 from minisgl.progress import LoadProgress
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig, check_utf8
@@ -42,19 +39,22 @@ from minisgl.server.stats_log import log_stats
 from minisgl.server.tls import check_certificate
 from minisgl.server.tls_server import TLSServer
 from minisgl.server.unix_socket import OwnPath, bind_unix
+from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)
 
 # Time for connections to take their last events, after all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
-UNIX = "unix:"  # before the path of a socket
 
 Progress = Callable[[str, float], None]
 
 
-async def start_engine(config: EngineConfig) -> ServedEngine:
-    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds."""
+async def start_engine(config: EngineConfig, report: Progress | None = None) -> ServedEngine:
+    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds.
+
+    report: called with the progress of loading as well, from any thread.
+    """
 
     def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
         from minisgl.engine import AsyncEngine
@@ -63,24 +63,33 @@ async def start_engine(config: EngineConfig) -> ServedEngine:
 
     start = await asyncio.to_thread(engine_class)
     with LoadProgress() as progress:
-        engine = await start(config, progress)
+
+        def loaded(phase: str, fraction: float) -> None:
+            progress(phase, fraction)
+            if report is not None:
+                report(phase, fraction)
+
+        engine = await start(config, loaded)
     engine.warm()
     return engine
 
 
 class ServerProcess:
+    connection = ServerConnection  # the class of its clients' connections
+
     def __init__(
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
+        start: Callable[[EngineConfig], Awaitable[ServedEngine]] | None = None,
     ) -> None:
+        """start: makes the engine; without it an AsyncEngine is started, which reports progress."""
         if not config.served_model_name:
             check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
-        self._start = start
         self._state = EngineState(config)
+        self._start = start or partial(start_engine, report=self._state.load)
 
     def run(self) -> int:
         """Serve until a signal arrives or the engine dies; returns the exit code.
@@ -90,16 +99,9 @@ class ServerProcess:
         """
         if self._config.ssl_certfile:
             check_certificate(self._config.ssl_certfile, self._config.ssl_keyfile)
-        max_requests = (
+        check_file_limit(
             self._engine_config.max_running_requests + self._engine_config.max_queued_requests
         )
-        if (limit := raise_file_limit()) < max_requests + OWN_FILES:
-            logger.warning(
-                "This process may open %d files, and %d requests need one each: raise the hard "
-                "limit (ulimit -Hn), or lower --max-queued-requests.",
-                limit,
-                max_requests,
-            )
         with contextlib.ExitStack() as leaving:
             listener = leaving.enter_context(bind(self._config))
             if self._config.uds:
@@ -110,13 +112,17 @@ class ServerProcess:
     async def _serve(self, listener: socket.socket, leaving: contextlib.ExitStack) -> int:
         config = self._config
         app = create_app(self._state, hosts_of(config, listener))
-        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile)
+        settings = http_settings(app, config.ssl_certfile, config.ssl_keyfile, self.connection)
         server = Server(settings, self._state, room_for_connections(0))
-        stopping = asyncio.ensure_future(_first_signal())
+        stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
+        welcome = Welcome(config, listener)
         engine: ServedEngine | None = None
-        reporting: asyncio.Future[None] | None = None
+        # What ends with the server.
+        beside: list[asyncio.Future[None]] = []
+        if config.open and welcome.page is not None:
+            beside.append(asyncio.ensure_future(open_browser(welcome.page)))
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
@@ -127,18 +133,17 @@ class ServerProcess:
             server.server_state.max_open = room_for_connections(
                 len(server.server_state.connections)
             )
-            self._begin(engine, listener)
+            self._begin(engine, welcome)
             with_graphs = engine.capacity.max_graph_batch > 0
-            reporting = asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs))
+            beside.append(asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs)))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
                 self._state.drain()
                 await engine.drain(self._config.drain_timeout)
         finally:
-            stopping.cancel()
-            if reporting is not None:
-                reporting.cancel()
+            for task in (stopping, *beside):
+                task.cancel()
             server.should_exit = True
             await serving
             if engine is not None:
@@ -147,23 +152,30 @@ class ServerProcess:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
+    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         self._state.start(engine)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
-        place = _place(listener, self._config)
-        logger.info("Serving %s at %s", ", ".join(self._state.model_names()), place)
-        logger.info("Try it: %s", _example(place, with_key=bool(self._config.api_key)))
+        names = self._state.model_names()
+        self._announce(welcome, names)
         if not self._engine_config.model:
-            logger.info("%s", DEMO_NOTE)
+            log_demo_note()
+
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
+        welcome.log(", ".join(names), names[0])
 
 
-def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+def http_settings(
+    app: ASGIApp,
+    certfile: str = "",
+    keyfile: str = "",
+    connection: type[ServerConnection] = ServerConnection,
+) -> uvicorn.Config:
     """The settings of uvicorn; HTTPS if there is a certificate."""
     return uvicorn.Config(
         app,
-        http=ServerConnection,
+        http=connection,
         lifespan="off",
         ws="none",
         log_config=None,
@@ -178,8 +190,15 @@ def http_settings(app: ASGIApp, certfile: str = "", keyfile: str = "") -> uvicor
     )
 
 
+class Mortal(Protocol):
+    """What a server stops without: its engine."""
+
+    @property
+    def dead(self) -> bool: ...
+
+
 class Server(uvicorn.Server):
-    """uvicorn that stops when the engine is dead, and leaves signals to ServerProcess.
+    """uvicorn that stops when the engine is dead, and leaves signals to its process.
 
     uvicorn's own handlers would close connections before they are drained.
     """
@@ -187,7 +206,7 @@ class Server(uvicorn.Server):
     server_state: Connections
 
     def __init__(
-        self, config: uvicorn.Config, state: EngineState, max_connections: int = WANTED_FILES
+        self, config: uvicorn.Config, state: Mortal, max_connections: int = WANTED_FILES
     ) -> None:
         super().__init__(config)
         self.server_state = Connections(max_connections)
@@ -197,7 +216,8 @@ class Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        connect = partial(ServerConnection, self.config, self.server_state, self.lifespan.state)
+        kind: Any = self.config.http_protocol_class
+        connect = partial(kind, self.config, self.server_state, self.lifespan.state)
         servers: list[Any] = [
             TLSServer(listener, self.config.ssl, self.server_state, connect)
             for listener in sockets or ()
@@ -216,7 +236,18 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _first_signal() -> None:
+def check_file_limit(num_files: int) -> None:
+    """Warn if so many requests may be open that this process can run out of files."""
+    if (limit := raise_file_limit()) < num_files + OWN_FILES:
+        logger.warning(
+            "This process may open %d files, and %d requests need one each: raise the hard "
+            "limit (ulimit -Hn), or lower --max-queued-requests.",
+            limit,
+            num_files,
+        )
+
+
+async def first_signal() -> None:
     """Wait for SIGINT or SIGTERM. The next one then kills, even if the loop is blocked."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
@@ -240,8 +271,11 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def bind(config: ServerConfig) -> socket.socket:
-    """Open a listening socket; raises ConfigError if the address is unavailable."""
+def bind(config: ServerConfig, *, shares_port: bool = False) -> socket.socket:
+    """Open a listening socket; raises ConfigError if the address is unavailable.
+
+    shares_port: others that say so, too, may listen on the same port, and take turns.
+    """
     if config.uds:
         listener = bind_unix(config.uds)
         listener.listen(BACKLOG)
@@ -258,6 +292,8 @@ def bind(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         limit_unsent(listener)
         listener.listen(BACKLOG)
@@ -271,19 +307,8 @@ def bind(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _place(listener: socket.socket, config: ServerConfig) -> str:
-    """The URL of the server, or `unix:` and its path."""
-    if listener.family == socket.AF_UNIX:
-        return UNIX + config.uds
-    scheme = "https" if config.ssl_certfile else "http"
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+def log_demo_note() -> None:
+    """Say that no model was named."""
+    from minisgl.models.hub import DEMO_NOTE  # which imports a client of the Hub
 
-
-def _example(place: str, *, with_key: bool) -> str:
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
-    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if with_key else ""
-    url = place
-    if place.startswith(UNIX):
-        url = f"--unix-socket {shlex.quote(place.removeprefix(UNIX))} http://localhost"
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    logger.info("%s", DEMO_NOTE)

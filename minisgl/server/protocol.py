@@ -18,6 +18,9 @@ from msgspec import Meta, Raw, Struct
 from minisgl.errors import InvalidRequestError
 from minisgl.request import (
     EVERYONE,
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_INTEGER,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -57,7 +60,10 @@ Count = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MAX_INTEGER)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 NumKept = Annotated[int, Meta(ge=-1, le=MAX_INTEGER, extra_json_schema={"not": {"const": 0}})]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_IDS)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 
 
 def _range(low: float, high: float) -> Meta:
@@ -65,7 +71,9 @@ def _range(low: float, high: float) -> Meta:
     return Meta(extra_json_schema={"minimum": low, "maximum": high})
 
 
+Temperature = Annotated[float, _range(0, 2)]
 Probability = Annotated[float, _range(0, 1)]
+TopK = Annotated[int, _range(-1, MAX_INTEGER)]
 Penalty = Annotated[float, _range(-2, 2)]
 # Accepted at the value that turns the feature off, which some clients send in every request.
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
@@ -97,7 +105,26 @@ class StreamOptions(Struct):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; never sent
 
 
-class GenerationRequest(Struct, kw_only=True):
+class CommonFields(Struct, kw_only=True):
+    """The fields that the requests of all APIs have in common."""
+
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    min_p: Probability | None = None
+    seed: Annotated[int, _range(-(2**63), 2**63 - 1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+
+    def common_fields(self) -> dict[str, Any]:
+        """These fields alone, for another request."""
+        return {name: getattr(self, name) for name in CommonFields.__struct_fields__}
+
+
+class GenerationRequest(CommonFields, kw_only=True):
     """The fields that chats and completions have in common."""
 
     model: str | None = None
@@ -105,22 +132,15 @@ class GenerationRequest(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    temperature: Annotated[float, _range(0, 2)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, _range(-1, MAX_INTEGER)] | None = None
-    min_p: Probability | None = None
     min_tokens: Annotated[int, _range(0, MAX_INTEGER)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopText | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, _range(-(2**63), 2**63 - 1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, _range(1e-6, 1e6)] | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     truncate_prompt_tokens: NumKept | None = None  # -1: as many as leave room for the answer
     prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
@@ -139,8 +159,6 @@ class GenerationRequest(Struct, kw_only=True):
     json_schema: Schema = NOT_GIVEN
     structural_tag: Schema = NOT_GIVEN
     stop_regex: Unsupported = None
-    bad_words: Unsupported = None
-    allowed_token_ids: Unsupported = None
     length_penalty: Unsupported = None
     logprob_token_ids: Unsupported = None
     prompt_embeds: Unsupported = None
@@ -162,7 +180,6 @@ class GenerationRequest(Struct, kw_only=True):
     dry_penalty_last_n: Detail = NOT_GIVEN
     dry_sequence_breakers: Detail = NOT_GIVEN
 
-    user: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
     metadata: Ignored = NOT_GIVEN
     store: Ignored = NOT_GIVEN
     service_tier: Ignored = NOT_GIVEN

@@ -1,4 +1,7 @@
-"""Gives every request an id, which is in the header x-request-id of its answer and in the log."""
+"""Gives every request an id, which is in the header x-request-id of its answer and in the log.
+
+Clients of Anthropic's API look for it in the header request-id.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from collections.abc import Awaitable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minisgl.server.messages_api.paths import is_of_messages
+
 HEADER = "x-request-id"
+ANTHROPIC_HEADER = "request-id"
 # Ids of clients that are safe to repeat in a header and in a log line.
 SANE = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 KEY = "minisgl.reply_id"  # in the scope
@@ -31,11 +37,13 @@ class RequestIds:
         # A client may use one id for several requests; the engine needs distinct ones.
         scope[KEY] = made if shown is made else f"{shown}-{made[:8]}"
         scope.setdefault("state", {})["request_id"] = shown  # for the log
-        header = (HEADER.encode(), shown.encode())
+        ids = [(HEADER.encode(), shown.encode())]
+        if is_of_messages(scope):
+            ids.append((ANTHROPIC_HEADER.encode(), shown.encode()))
 
         def send_with_id(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *ids]
             return send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -11,13 +11,11 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from minisgl.errors import ContextLengthError, EngineStoppedError
 from minisgl.server.access_log import log_failure, request_id
-from minisgl.server.encoding import DONE, error_body, event
 from minisgl.server.replies import Reply, ReplyChoice
 from minisgl.server.served_engine import ServedEngine, ServedStream
 
@@ -32,7 +30,7 @@ class ReplyResponse(ABC):
     def __init__(
         self,
         engine: ServedEngine,
-        reply: Reply[Any],
+        reply: Reply,
         *,
         limit_field: str = "max_tokens",
         headers: Sequence[tuple[bytes, bytes]] = (),
@@ -125,6 +123,8 @@ class StreamedResponse(ReplyResponse):
         headers = [*self.HEADERS, *self._headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
+            if first := self._reply.first_events():
+                await send({"type": "http.response.body", "body": first, "more_body": True})
             choices = self._reply.choices
             await _all_or_none(map(_write, choices, streams, [send] * len(choices)))
             last = self._reply.last_events()
@@ -133,17 +133,17 @@ class StreamedResponse(ReplyResponse):
                 raise
             # The status has been sent, so the error is an event.
             log_failure(self._request_id, 200, error)
-            last = event(error_body(error)) + DONE
+            last = self._reply.failure_events(error)
         await send({"type": "http.response.body", "body": last})
 
 
-async def _keep(choice: ReplyChoice[Any], stream: ServedStream) -> None:
+async def _keep(choice: ReplyChoice, stream: ServedStream) -> None:
     async for delta in stream:
         choice.keep(delta)
     choice.check_finished()
 
 
-async def _write(choice: ReplyChoice[Any], stream: ServedStream, send: Send) -> None:
+async def _write(choice: ReplyChoice, stream: ServedStream, send: Send) -> None:
     async for delta in stream:
         many = len(delta.prompt_logprobs) + len(delta.logprobs) > MANY_SCORED
         events = await asyncio.to_thread(choice.events, delta) if many else choice.events(delta)

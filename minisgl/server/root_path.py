@@ -22,4 +22,4 @@ class RootPath:
 def route_path(scope: Scope) -> str:
     """The path of a request without the prefix, as the routes declare it."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return path.removeprefix(scope.get("root_path", "")) or "/"

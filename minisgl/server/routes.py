@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from minisgl.errors import InvalidRequestError
@@ -27,10 +27,21 @@ from minisgl.server.answer_plan import (
 from minisgl.server.auth import OPEN_PATHS, client_of
 from minisgl.server.bodies import read_body
 from minisgl.server.chat_reply import ChatReply
+from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.engine_state import EngineState, NotReadyError
 from minisgl.server.error_responses import json_response
 from minisgl.server.jobs import GenerationJob, jobs_of
+from minisgl.server.messages_api.protocol import (
+    CountTokensRequest,
+    MessagesRequest,
+    Prompt,
+    StrictCountTokensRequest,
+    StrictMessagesRequest,
+)
+from minisgl.server.messages_api.reply import MessageReply, MessageStyle
+from minisgl.server.messages_api.schemas import TokenCount
+from minisgl.server.messages_api.translation import Translation, translated
 from minisgl.server.metrics import CONTENT_TYPE, Metrics
 from minisgl.server.openapi import describe
 from minisgl.server.parsed_reply import ParsedReply
@@ -47,6 +58,14 @@ from minisgl.server.protocol import (
 from minisgl.server.replies import Reply
 from minisgl.server.request_ids import reply_id
 from minisgl.server.responses import StreamedResponse, WholeResponse
+from minisgl.server.responses_api import conversation as responses_conversation
+from minisgl.server.responses_api.conversation import LIMIT_FIELD, chat_of
+from minisgl.server.responses_api.protocol import (
+    HOSTED,
+    ResponsesRequest,
+    StrictResponsesRequest,
+)
+from minisgl.server.responses_api.reply import ResponsesReply
 from minisgl.server.served_engine import ServedEngine, ServedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -66,23 +85,18 @@ class Routes:
         strict = state.config.strict_fields
         self._chat_request = StrictChatRequest if strict else ChatRequest
         self._completion_request = StrictCompletionRequest if strict else CompletionRequest
+        self._responses_request = StrictResponsesRequest if strict else ResponsesRequest
         self._tokenize_request = StrictTokenizeRequest if strict else TokenizeRequest
         self._detokenize_request = StrictDetokenizeRequest if strict else DetokenizeRequest
+        self._messages_request = StrictMessagesRequest if strict else MessagesRequest
+        self._count_request = StrictCountTokensRequest if strict else CountTokensRequest
         self._since = int(time.time())
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
         body = await read_body(request, self._chat_request)
         model = self._state.model_name(body.model)
-        conversation = await read_conversation(
-            engine,
-            body,
-            parallel=body.parallel_tool_calls,
-            any_length=body.truncate_prompt_tokens is not None,
-        )
-        plan = await self._planner().plan(engine, body, conversation)
-        prompt = conversation.prompt_token_ids
-        jobs = self._jobs(request, engine, body, [prompt], plan)
+        plan, jobs = await self._chat_jobs(request, engine, body)
         echo = body.echoed
         for job in jobs:
             job.echo = echo
@@ -127,6 +141,53 @@ class Routes:
                     job.echo = first.echo
         return _answer(request, engine, body, model, CompletionReply, jobs, plan)
 
+    async def responses(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        with responses_conversation.fields_named():
+            body = await read_body(request, self._responses_request)
+            model = self._state.model_name(body.model)
+            anywhere = False
+            if body.has_late_system:
+                anywhere = (await engine.template_facts()).system_anywhere
+            chat = chat_of(body, system_anywhere=anywhere)
+        if chat.left_out:
+            kinds = {kind if kind in HOSTED else "others" for kind in chat.left_out}
+            logger.info(
+                "request %s: left out tools that this server does not run: %s",
+                *(request_id(request.scope), ", ".join(sorted(kinds))),
+            )
+        with chat.fields_named():
+            plan, (job,) = await self._chat_jobs(request, engine, chat.body)
+        reply = ResponsesReply(
+            job, body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
+        )
+        return _response(request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        engine = self._state.engine()
+        body = await read_body(request, self._messages_request)
+        model = self._state.model_name(body.model)
+        chat = await self._translated(request, engine, body)
+        with chat.fields_named():
+            plan, (job,) = await self._chat_jobs(request, engine, chat.request, clamp=True)
+        style = MessageStyle(
+            id=f"msg_{reply_id(request.scope)}",
+            model=model,
+            max_tokens=body.max_tokens,
+            thinking=body.shown_thinking,
+        )
+        reply = MessageReply(job, style, request_id(request.scope))
+        return _response(request, engine, reply, plan, stream=body.stream, limit_field="max_tokens")
+
+    async def count_tokens(self, request: Request) -> Response:
+        engine = self._state.engine()
+        body = await read_body(request, self._count_request)
+        self._state.model_name(body.model)
+        chat = await self._translated(request, engine, body)
+        with chat.fields_named():
+            conversation = await read_conversation(engine, chat.request, any_length=True)
+        return json_response(TokenCount(len(conversation.prompt_token_ids)))
+
     async def models(self, request: Request) -> Response:
         data = [self._model(name) for name in self._state.model_names()]
         return json_response(schemas.ModelList(object="list", data=data))
@@ -165,6 +226,13 @@ class Routes:
         check_token_ids("tokens", body.tokens, engine.vocab_size)
         text = await _put_together(_full_text, engine.tokenizer, body.tokens)
         return json_response(schemas.Text(text))
+
+    async def hint(self, request: Request) -> Response:
+        """Answers at / where there is no page, for people and for probes."""
+        return PlainTextResponse(
+            "This is minisgl. Its API is at /v1 (base URL of OpenAI clients), and described at "
+            "/openapi.json.\n"
+        )
 
     async def health(self, request: Request) -> Response:
         stalled = self._state.engine().stalled
@@ -206,6 +274,40 @@ class Routes:
             count_call=self._metrics.count_tool_call,
         )
 
+    async def _translated(
+        self, request: Request, engine: ServedEngine, body: Prompt
+    ) -> Translation:
+        """The chat request that one to the Messages API stands for."""
+        anywhere = False
+        if body.has_late_system:
+            anywhere = (await engine.template_facts()).system_anywhere
+        can_think = self._state.answer_format().reasoning is not None
+        chat = translated(body, system_anywhere=anywhere, can_think=can_think)
+        if chat.num_server_tools:
+            logger.info(
+                "request %s: %d tools that this server does not run are left out",
+                request_id(request.scope),
+                chat.num_server_tools,
+            )
+        return chat
+
+    async def _chat_jobs(
+        self, request: Request, engine: ServedEngine, body: ChatRequest, *, clamp: bool = False
+    ) -> tuple[AnswerPlan, list[GenerationJob]]:
+        """What the answers to a conversation have in common, and the job of each.
+
+        clamp: shorten max_tokens to the room left, whatever the option says.
+        """
+        conversation = await read_conversation(
+            engine,
+            body,
+            parallel=body.parallel_tool_calls,
+            any_length=body.truncate_prompt_tokens is not None,
+        )
+        plan = await self._planner().plan(engine, body, conversation)
+        prompt = conversation.prompt_token_ids
+        return plan, self._jobs(request, engine, body, [prompt], plan, clamp=clamp)
+
     def _jobs(
         self,
         request: Request,
@@ -213,9 +315,11 @@ class Routes:
         body: ChatRequest | CompletionRequest,
         prompts: Sequence[list[int]],
         plan: AnswerPlan,
+        *,
+        clamp: bool = False,
     ) -> list[GenerationJob]:
         tenant = body.tenant(client_of(request.scope))
-        clamp = self._state.config.clamp_max_tokens
+        clamp = clamp or self._state.config.clamp_max_tokens
         return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp, plan=plan)
 
 
@@ -224,7 +328,7 @@ def _answer(
     engine: ServedEngine,
     body: ChatRequest | CompletionRequest,
     model: str,
-    kind: type[Reply[Any]],
+    kind: type[ChunkedReply[Any]],
     jobs: Sequence[GenerationJob],
     plan: AnswerPlan,
 ) -> ASGIApp:
@@ -236,13 +340,26 @@ def _answer(
         continuous_usage=body.continuous_usage,
         id=reply_id(request.scope),
     )
-    answer = StreamedResponse if body.stream else WholeResponse
+    return _response(request, engine, reply, plan, stream=body.stream, limit_field=body.limit_field)
+
+
+def _response(
+    request: Request,
+    engine: ServedEngine,
+    reply: Reply,
+    plan: AnswerPlan,
+    *,
+    stream: bool | None,
+    limit_field: str,
+) -> ASGIApp:
+    """The response that generates `reply`."""
+    answer = StreamedResponse if stream else WholeResponse
     headers = []
     if ignored := plan.ignored_keywords:
         names = ", ".join(ignored)
         logger.info("request %s: not enforced in its schema: %s", request_id(request.scope), names)
         headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-    return answer(engine, reply, limit_field=body.limit_field, headers=headers)
+    return answer(engine, reply, limit_field=limit_field, headers=headers)
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:

@@ -25,6 +25,13 @@ KINDS = {
     "object": "an object",
     "str": "a text",
 }
+# What a message has none of, by the types of parts in all APIs.
+MEDIA = {
+    **dict.fromkeys(("image", "image_url", "input_image"), "images"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "sounds"),
+    **dict.fromkeys(("document", "file", "input_file"), "files"),
+    **dict.fromkeys(("video", "video_url"), "videos"),
+}
 PARTS = {"array": "entries", "object": "keys", "str": "characters"}
 # These match only fixed messages of the decoder, never one that quotes the client.
 TYPE = re.compile(r"Expected `(?P<wanted>[\w |]+)`(, got `(?P<got>\w+)`)?")
@@ -66,7 +73,9 @@ def _said(what: str, path: Sequence[str], kind: type[Struct]) -> str:
         if values == [""]:
             return NOT_SUPPORTED
         _, _, value = what.partition("value ")
-        return f"cannot be {value}; {one_of(values)}"
+        media = MEDIA.get(value.strip("'"))
+        because = f", because {media} are not supported" if media else ""
+        return f"cannot be {value}{because}; {one_of(values)}"
     return what[:1].lower() + what[1:]
 
 

@@ -247,7 +247,14 @@ def _serve_calls(
 
 def _answer(call: bytes) -> _Rendered:
     try:
-        text = render(msgspec.json.decode(call))
+        decoded = msgspec.json.decode(call)
+    except (ValueError, RecursionError):  # of what clients send, the rest was decoded before
+        return _Rendered(
+            reason="have a number that is out of range, as 1e999 is, or are nested too deeply, in "
+            "the arguments of a call or in chat_template_kwargs."
+        )
+    try:
+        text = render(decoded)
         if len(text.encode()) > MAX_TEXT_BYTES:
             return _refused(f"it makes more than {MAX_TEXT_BYTES >> 20} MiB of them.")
     except InvalidRequestError as error:

@@ -141,19 +141,9 @@ def choose(num_rows: int, weights: Weights) -> FewTiles | ManyTiles:
 # -- the tuner -------------------------------------------------------------------------------------
 
 
-def few_candidates(format: str) -> Iterator[FewTiles]:
-    from minisgl.kernels.tuning import H200, ExpertTiles, FewTiles
+def few_candidates() -> Iterator[FewTiles]:
+    from minisgl.kernels.tuning import ExpertTiles, FewTiles
 
-    if format != "bf16":
-        plain = H200.fp8_few_tiles
-        yield plain
-        for block_n, num_stages in ((16, 6), (16, 8), (32, 4), (32, 8), (64, 4), (64, 6)):
-            yield replace(plain, inner=ExpertTiles(block_n, 16, 128, 4, num_stages))
-        for block_n, block_k, num_warps in (
-            (4, 128, 4), (8, 128, 4), (8, 256, 4), (8, 256, 8), (16, 256, 8), (16, 128, 16),
-        ):  # fmt: skip
-            yield replace(plain, block_n=block_n, block_k=block_k, num_warps=num_warps)
-        return
     plain = FewTiles()
     yield plain
     for block_n in (16, 32, 64):
@@ -214,7 +204,7 @@ def tune(all_rows: list[int], format: str) -> None:
     weights = make_weights(format)
     choices: dict[int, list[FewTiles | ManyTiles]] = {
         num_rows: [
-            *(few_candidates(format) if format != "int4" and num_rows <= MAX_FEW_ROWS else []),
+            *(few_candidates() if format == "bf16" and num_rows <= MAX_FEW_ROWS else []),
             *many_variants(num_rows, weights, format),
         ]
         for num_rows in all_rows
@@ -239,7 +229,7 @@ def tune(all_rows: list[int], format: str) -> None:
                     print("  wrong:", how)
             except Exception as error:
                 print("  not:", how, str(error)[:80])
-        for kind, changed in kinds_of(times, format):
+        for kind, changed in kinds_of(times):
             for took_s, how in sorted(changed, key=lambda pair: pair[0])[:3]:
                 print(f"  {kind} {took_s * 1e6:7.1f} {spelled(how, kind)}", flush=True)
 
@@ -247,13 +237,13 @@ def tune(all_rows: list[int], format: str) -> None:
 Timed = list[tuple[float, "FewTiles | ManyTiles"]]
 
 
-def kinds_of(times: Timed, format: str) -> Iterator[tuple[str, Timed]]:
-    from minisgl.kernels.tuning import H200, FewTiles, ManyTiles
+def kinds_of(times: Timed) -> Iterator[tuple[str, Timed]]:
+    from minisgl.kernels.tuning import FewTiles, ManyTiles
 
     few = [(took_s, how) for took_s, how in times if isinstance(how, FewTiles)]
     many = [(took_s, how) for took_s, how in times if isinstance(how, ManyTiles)]
     if few:
-        plain = FewTiles() if format == "bf16" else H200.fp8_few_tiles
+        plain = FewTiles()
         yield "few inner", [(t, how) for t, how in few if replace(plain, inner=how.inner) == how]
         yield "few outer", [(t, how) for t, how in few if how.inner == plain.inner]
     if many:

@@ -5,6 +5,8 @@ Every model passes that is held to its tools and schemas: no check depends on wh
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -12,15 +14,33 @@ from typing import Any, Literal
 
 import instructor
 import litellm
+from agents import Agent as SdkAgent
+from agents import (
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from anthropic import APIStatusError as AnthropicStatusError
 from instructor.core import IncompleteOutputException
+from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from openai import APIStatusError, LengthFinishReasonError, OpenAI
+from openai import (
+    APIStatusError,
+    AsyncOpenAI,
+    LengthFinishReasonError,
+    OpenAI,
+    OpenAIError,
+)
 from pydantic import BaseModel, ConfigDict
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.exceptions import ModelHTTPError, UnexpectedModelBehavior
 from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 KEY = "none"
@@ -136,8 +156,10 @@ def langchain_reports_a_cut_answer(url: str, model: str) -> None:
 # -- pydantic-ai -----------------------------------------------------------------------------------
 
 
-def agent(url: str, model: str, output_type: Any, **settings: Any) -> Agent[None, Any]:
-    client = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url, api_key=KEY))
+def agent(
+    url: str, model: str, output_type: Any, kind: type[Any] = OpenAIChatModel, **settings: Any
+) -> Agent[None, Any]:
+    client = kind(model, provider=OpenAIProvider(base_url=url, api_key=KEY))
     chosen: Any = {"max_tokens": MAX_TOKENS, "temperature": 0.0, **settings}
     return Agent(client, output_type=output_type, model_settings=chosen, retries=0)
 
@@ -286,11 +308,241 @@ def litellm_reports_a_cut_answer(url: str, model: str) -> None:
     assert cut.choices[0].finish_reason == "length", cut
 
 
+# -- the Responses API -----------------------------------------------------------------------------
+
+
+def held(**settings: Any) -> ModelSettings:
+    """One call: a model without sense of its own would go on calling."""
+    return ModelSettings(tool_choice="required", parallel_tool_calls=False, **settings)
+
+
+def agents_run(url: str, model: str, kind: type[Any], question: Any, **options: Any) -> Any:
+    """A run of an agent of the package openai-agents, in either of its modes."""
+
+    async def run() -> Any:
+        async with AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+            agent = SdkAgent(name="agent", model=kind(model=model, openai_client=client), **options)
+            result = Runner.run_streamed(agent, question, max_turns=2)
+            async for _ in result.stream_events():
+                pass
+            whole = await Runner.run(agent, question, max_turns=2)
+            assert type(whole.final_output) is type(result.final_output), whole.final_output
+            return result
+
+    return asyncio.run(run())
+
+
+@check
+def openai_agents_call_tools_in_both_modes(url: str, model: str) -> None:
+    looked_up = function_tool(weather.func)
+    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+        settings = held(temperature=0.0, max_tokens=MAX_TOKENS)
+        options = {"tools": [looked_up], "model_settings": settings}
+        # The choice of a tool is free after a call of it, by default.
+        result = agents_run(url, model, kind, QUESTION, **options)
+        kinds = [item.type for item in result.new_items]
+        assert {"tool_call_item", "tool_call_output_item"} <= {*kinds}, kinds
+        again = [*result.to_input_list(), {"role": "user", "content": "And in winter?"}]
+        assert isinstance(agents_run(url, model, kind, again).final_output, str)
+
+
+@check
+def openai_agents_structured_output_in_both_modes(url: str, model: str) -> None:
+    for kind in (OpenAIResponsesModel, OpenAIChatCompletionsModel):
+        result = agents_run(url, model, kind, QUESTION, output_type=Warmer)
+        assert isinstance(result.final_output, Warmer), result.final_output
+
+
+@check
+def openai_agents_report_an_error(url: str, model: str) -> None:
+    wrong = {"model_settings": ModelSettings(temperature=WRONG)}
+    run = functools.partial(agents_run, url, model, OpenAIResponsesModel, QUESTION, **wrong)
+    assert "temperature" in raises(APIStatusError, run)
+
+
+@check
+def langchain_responses_bind_tools_and_a_second_turn(url: str, model: str) -> None:
+    for version in ("v0", "responses/v1", "v1"):
+        chat = langchain(url, model, use_responses_api=True, output_version=version)
+        bound = chat.bind_tools([weather], tool_choice="required", parallel_tool_calls=False)
+        messages: list[Any] = [HumanMessage(QUESTION)]
+        answer = bound.invoke(messages)
+        assert isinstance(answer, AIMessage) and answer.tool_calls, answer
+        messages.append(answer)
+        for call in answer.tool_calls:
+            assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Oslo"), call
+            messages.append(ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]))
+        last = chat.bind_tools([weather], tool_choice="none").invoke(messages)
+        assert not last.tool_calls and last.usage_metadata, last
+        whole: Any = None
+        for chunk in bound.stream(QUESTION):
+            whole = chunk if whole is None else whole + chunk
+        assert whole.tool_calls[0]["args"]["city"] in ("Rome", "Oslo"), whole
+
+
+@check
+def langchain_responses_structured_output(url: str, model: str) -> None:
+    chat = langchain(url, model, use_responses_api=True)
+    for method in ("json_schema", "function_calling"):
+        structured = chat.with_structured_output(Warmer, method=method)
+        assert isinstance(structured.invoke(QUESTION), Warmer), method
+
+
+@check
+def pydantic_ai_responses_output_and_a_second_turn(url: str, model: str) -> None:
+    for output in (ToolOutput(Warmer), NativeOutput(Warmer)):
+        asked = agent(url, model, output, kind=PydanticResponsesModel)
+        first = asked.run_sync(QUESTION)
+        assert isinstance(first.output, Warmer)
+        second = asked.run_sync("And in winter?", message_history=first.all_messages())
+        assert isinstance(second.output, Warmer)
+
+
+@check
+def pydantic_ai_responses_streams_output(url: str, model: str) -> None:
+    async def run() -> Any:
+        asked = agent(url, model, ToolOutput(Warmer), kind=PydanticResponsesModel)
+        async with asked.run_stream(QUESTION) as result:
+            return await result.get_output()
+
+    assert isinstance(asyncio.run(run()), Warmer)
+
+
+def lite_responses(url: str, model: str, **options: Any) -> Any:
+    settings = {"input": QUESTION, "max_output_tokens": MAX_TOKENS, "temperature": 0.0, **options}
+    return litellm.responses(
+        model=f"openai/{model}", api_base=url, api_key=KEY, num_retries=0, **settings
+    )
+
+
+@check
+def litellm_responses_tools_and_a_second_turn(url: str, model: str) -> None:
+    required = {**REQUIRED, "tools": [{"type": "function", **TOOL["function"]}]}
+    items = [dict(item) for item in lite_responses(url, model, **required).output]
+    call = items[-1]
+    assert json.loads(call["arguments"])["city"] in ("Rome", "Oslo"), call
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "18 degrees"}
+    history = [{"role": "user", "content": QUESTION}, *items, result]
+    last = lite_responses(url, model, **{**required, "tool_choice": "none"}, input=history)
+    assert last.status in ("completed", "incomplete"), last
+    kinds = [event.type for event in lite_responses(url, model, **required, stream=True)]
+    assert kinds[-1] == "response.completed", kinds
+
+
+@check
+def litellm_responses_reports_an_error_and_a_cut_answer(url: str, model: str) -> None:
+    wrong: Any = {"temperature": WRONG}
+    said = raises(litellm.BadRequestError, lambda: lite_responses(url, model, **wrong))
+    assert "temperature" in said, said
+    cut = lite_responses(url, model, max_output_tokens=1)
+    assert cut.incomplete_details.reason == "max_output_tokens", cut
+
+
+# -- the Messages API ------------------------------------------------------------------------------
+
+
+def root(url: str) -> str:
+    return url.removesuffix("/v1")
+
+
+def langchain_messages(url: str, model: str, **options: Any) -> ChatAnthropic:
+    settings = {"max_tokens": MAX_TOKENS, **options}
+    return ChatAnthropic(
+        base_url=root(url), api_key=KEY, model_name=model, max_retries=0, timeout=600, **settings
+    )
+
+
+@check
+def langchain_anthropic_bind_tools_and_a_second_turn(url: str, model: str) -> None:
+    chat = langchain_messages(url, model)
+    messages: list[Any] = [HumanMessage(QUESTION)]
+    bound = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False, strict=True)
+    answer = bound.invoke(messages)
+    assert isinstance(answer, AIMessage) and answer.tool_calls, answer
+    messages.append(answer)
+    for call in answer.tool_calls:
+        assert call["name"] == "weather" and call["args"]["city"] in ("Rome", "Oslo"), call
+        messages.append(ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]))
+    last = chat.bind_tools([weather], tool_choice={"type": "none"}).invoke(messages)
+    assert not last.tool_calls and last.usage_metadata, last
+
+
+@check
+def langchain_anthropic_streams_calls(url: str, model: str) -> None:
+    whole: Any = None
+    bound = langchain_messages(url, model).bind_tools([weather], tool_choice="weather", strict=True)
+    for chunk in bound.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    assert whole.tool_calls[0]["args"]["city"] in ("Rome", "Oslo"), whole
+    assert whole.response_metadata["stop_reason"] == "tool_use", whole
+    assert whole.usage_metadata["output_tokens"], whole
+
+
+@check
+def langchain_anthropic_structured_output(url: str, model: str) -> None:
+    for method in ("json_schema", "function_calling"):
+        chat = langchain_messages(url, model).with_structured_output(Warmer, method=method)
+        assert isinstance(chat.invoke(QUESTION), Warmer), method
+
+
+@check
+def langchain_anthropic_reports_an_error_and_a_cut_answer(url: str, model: str) -> None:
+    wrong = langchain_messages(url, model, temperature=WRONG)
+    said = raises(AnthropicStatusError, lambda: wrong.invoke(QUESTION))
+    assert "temperature" in said, said
+    cut = langchain_messages(url, model, max_tokens=2).invoke(QUESTION)
+    assert cut.response_metadata["stop_reason"] == "max_tokens", cut
+
+
+def lite_messages(url: str, model: str, **options: Any) -> Any:
+    settings = {"max_tokens": MAX_TOKENS, "num_retries": 0, **options}
+    messages = settings.pop("messages", [{"role": "user", "content": QUESTION}])
+    return litellm.completion(
+        f"anthropic/{model}", messages=messages, api_base=root(url), api_key=KEY, **settings
+    )
+
+
+@check
+def litellm_anthropic_tools_and_a_second_turn(url: str, model: str) -> None:
+    message = lite_messages(url, model, **REQUIRED).choices[0].message
+    messages = [{"role": "user", "content": QUESTION}, message.model_dump()]
+    for call in message.tool_calls:
+        assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "18 degrees"})
+    last = lite_messages(url, model, messages=messages, tools=[TOOL], tool_choice="none")
+    assert last.choices[0].finish_reason in ("stop", "length"), last
+    assert not last.choices[0].message.tool_calls, last
+
+
+@check
+def litellm_anthropic_streams_calls(url: str, model: str) -> None:
+    whole = litellm.stream_chunk_builder([*lite_messages(url, model, **REQUIRED, stream=True)])
+    assert whole is not None
+    [call, *_] = whole.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo"), call
+
+
+@check
+def litellm_anthropic_reports_an_error_and_a_cut_answer(url: str, model: str) -> None:
+    wrong: Any = {"temperature": WRONG}
+    said = raises(litellm.BadRequestError, lambda: lite_messages(url, model, **wrong))
+    assert "temperature" in said, said
+    cut = lite_messages(url, model, max_tokens=2)
+    assert cut.choices[0].finish_reason == "length", cut
+
+
 def main() -> int:
     base_url = sys.argv[1].rstrip("/").removesuffix("/v1") + "/v1"
     with OpenAI(base_url=base_url, api_key=KEY) as client:
         model = sys.argv[2] if len(sys.argv) > 2 else next(iter(client.models.list())).id
+        try:
+            asked: Any = {"messages": [{"role": "user", "content": QUESTION}], "tools": [TOOL]}
+            client.chat.completions.create(model=model, max_tokens=1, **asked)
+        except OpenAIError as error:
+            print(f"The server cannot be tried: {error}", file=sys.stderr)
+            return 2
     litellm.suppress_debug_info = True
+    set_tracing_disabled(True)
     num_failed = 0
     for one in CHECKS:
         name = one.__name__.replace("_", " ")

@@ -98,10 +98,12 @@ def test_gpus_are_named_as_nvml_names_them(monkeypatch: pytest.MonkeyPatch) -> N
             self.uuid = f"{'GPU-' * rank}{rank}1-2"
 
     class Config:
-        device, tp = "cuda", 2
+        device, num_ranks, nnodes = "cuda", 2, 1
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", Gpu)
     assert engine_gpus(Config) == ["GPU-01-2", "GPU-11-2"]  # type: ignore[arg-type]
+    Config.nnodes = 2  # one of them is out of reach
+    assert engine_gpus(Config) == []  # type: ignore[arg-type]
 
 
 def test_a_meter_takes_the_difference() -> None:

@@ -42,6 +42,12 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"num_pages": "100"}, "--num-pages 100: allowed: None or a whole number"),
         ({"tp": True}, "--tp True: allowed: a whole number"),
         ({"model": None}, "--model None: allowed: a text"),
+        ({"nnodes": 0}, "--nnodes 0: allowed: 1 or more"),
+        ({"tp": 3, "nnodes": 2}, r"^--nnodes 2: the nodes cannot share 3 ranks \(--tp\) evenly$"),
+        ({"node_rank": 1}, r"^--node-rank 1: allowed: 0 to 0 \(--nnodes 1\)$"),
+        ({"tp": 2, "nnodes": 2, "node_rank": -1}, r"--node-rank -1: allowed: 0 to 1"),
+        ({"master_port": 0}, "--master-port 0: allowed: 1 to 65535"),
+        ({"master_addr": ""}, "--master-addr : allowed: a host name or an address"),
     ],
 )
 def test_an_invalid_value_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
@@ -231,6 +237,29 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     assert resolved(machine=GPU, tp=2).tp == 2
     with pytest.raises(ConfigError, match="--tp 4: there are 2 GPUs; allowed: 1 or 2"):
         resolved(machine=GPU, tp=4)
+
+
+def test_stages_need_a_layer_and_a_gpu_for_each_rank() -> None:
+    assert resolved(machine=GPU, pp=2).num_ranks == 2
+    with pytest.raises(ConfigError, match="--pp 4: there are 2 GPUs; allowed: 1 or 2"):
+        resolved(machine=GPU, pp=4)
+    many = dataclasses.replace(GPU, num_gpus=4 * len(MODEL.attention))
+    both = r"--pp \d+: there are \d+ GPUs, and each stage has 2 ranks \(--tp\); allowed: 1"
+    with pytest.raises(ConfigError, match=both):
+        resolved(machine=GPU, tp=2, pp=2)
+    num_layers = len(MODEL.attention)
+    with pytest.raises(ConfigError, match=f"this model has {num_layers} layers; allowed: 1"):
+        resolved(machine=many, pp=num_layers + 1)
+    with pytest.raises(ConfigError, match="--pp 9: at most 8 ranks on a CPU"):
+        resolved(pp=9)
+
+
+def test_stages_have_the_kv_caches_of_their_layers() -> None:
+    scales = tuple(KVScales(0.5 * layer, 2.0) for layer in range(len(MODEL.attention)))
+    model = dataclasses.replace(MODEL, kv_scales=scales)
+    parts = [model.on_stage(layers).kv_specs(FP8) for layers in model.stages(2)]
+    assert parts[0] + parts[1] == model.kv_specs(FP8)
+    assert min(map(len, parts)) >= 1
 
 
 def test_a_rank_holds_the_kv_heads_of_its_own_heads() -> None:

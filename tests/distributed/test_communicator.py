@@ -9,6 +9,7 @@ from torch.distributed import FileStore
 
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.group import join_group
+from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError, _Address
 from minisgl.kernels.elementwise.reference import add_rms_norm
 
@@ -70,7 +71,8 @@ def check_memory_out_of_reach(rank: int) -> None:
 def check_rank(rank: int, meeting: Path) -> None:
     store = FileStore(str(meeting), -1)
     dtype = torch.float32
-    ranks = join_group(store, rank, NUM_RANKS, CPU, hidden_size=HIDDEN, dtype=dtype, plain=False)
+    layout = RankLayout(tp=NUM_RANKS)
+    ranks, _ = join_group(store, rank, layout, CPU, hidden_size=HIDDEN, dtype=dtype, plain=False)
     assert (ranks.rank, ranks.size) == (rank, NUM_RANKS)
     check(ranks)
     check_memory_out_of_reach(rank)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,10 +12,10 @@ from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import expected_output
 
-from minisgl.engine.masks import MASK_LIMIT_S, POOL_ROWS, MaskFiller
+from minisgl.engine.masks import MaskFiller
 from minisgl.engine.stream import OutputStream
 from minisgl.errors import GrammarError, StepError
-from minisgl.matcher import MaskRows, mask_words
+from minisgl.matcher import MASK_LIMIT_S, MaskRows, mask_words
 from minisgl.request import FinishReason, Request, RequestStatus, SamplingParams
 
 RULE = without(EOS, tokens_after(VOCAB))
@@ -122,7 +120,7 @@ async def test_a_matcher_that_fails_ends_its_own_request_only(
         with pytest.raises(GrammarError) as caught:
             await deltas_of(bad)
         assert "as told" not in str(caught.value)
-        assert "simplify the schema or grammar" in str(caught.value)
+        assert "make the schema or grammar smaller" in str(caught.value)
         assert await tokens_of(good) == expect([2], 20, RULE)
         assert await tokens_of(plain) == expect([3], 20)
         assert bad.request.output_token_ids == expect([1], 20, RULE)[:when]
@@ -238,6 +236,24 @@ def test_a_mask_that_takes_too_long_fails_its_request_and_allows_everything() ->
     assert ids_in(rows[1]) == [5]
 
 
+def test_a_token_that_a_matcher_takes_too_long_for_fails_its_request_only() -> None:
+    clock = Clock()
+    filler = MaskFiller(70, [3], clock=clock)
+    requests = [
+        request(SlowToAccept(clock.pass_time(seconds)), num_outputs=1)
+        for seconds in (MASK_LIMIT_S * 0.99, MASK_LIMIT_S * 1.01, MASK_LIMIT_S * 0.99)
+    ]
+    [(failed, error)] = filler.accept(requests)
+    assert failed is requests[1] and "10 ms" in str(error)
+    assert error.http_status == 400 and "less ambiguous" in str(error)
+
+
+class SlowToAccept(FakeMatcher):
+    def __init__(self, stall: Callable[[], None]) -> None:
+        super().__init__(lambda _: {9})
+        self.accept = lambda _: stall()  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
     ("allowed", "fields", "num_outputs", "wanted"),
     [
@@ -266,28 +282,3 @@ def test_a_request_that_has_ended_gets_a_mask_of_ones() -> None:
     rows = rows_of([one])
     assert MaskFiller(70, [3]).fill([one], rows) == []
     assert ids_in(rows[0]) == list(range(70))
-
-
-def test_many_masks_are_filled_by_several_threads_each_into_its_row() -> None:
-    matchers = [_SeenByThread({index % 70}) for index in range(POOL_ROWS + 5)]
-    matchers[7].allowed = set()
-    requests = [request(matcher) for matcher in matchers]
-    filler = MaskFiller(70, [])
-    rows = rows_of(requests)
-    assert [failed for failed, _ in filler.fill(requests, rows)] == [requests[7]]
-    for index, words in enumerate(rows):
-        assert ids_in(words) == (list(range(70)) if index == 7 else [index % 70])
-    assert len({matcher.thread for matcher in matchers}) > 1
-    filler.close()
-
-
-class _SeenByThread(FakeMatcher):
-    def __init__(self, allowed: set[int]) -> None:
-        super().__init__(lambda _: self.allowed)
-        self.allowed = allowed
-        self.thread = 0
-
-    def fill(self, words: MaskRows) -> None:
-        self.thread = threading.get_ident()
-        time.sleep(0.001)  # so that another thread gets its turn
-        super().fill(words)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
+from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear.launch import FusedNorm
 from minisgl.kernels.linear.weight_only import product as weight_only
@@ -24,6 +25,9 @@ from minisgl.kernels.linear.weight_only.launch import (
 )
 from minisgl.kernels.linear.weight_only.weights import WeightWords, values
 from minisgl.kernels.residual import Residual
+from minisgl.layers.formats import QuantizedFormat
+from minisgl.layers.linear import Linear
+from minisgl.shards import whole
 
 pytestmark = pytest.mark.gpu
 
@@ -189,3 +193,30 @@ class GivenNorm:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self.eps = 1e-6
+
+
+def test_a_prepared_layer_gives_back_the_memory_of_the_scales() -> None:
+    scheme = QuantScheme(bits=4, storage=Storage.COMPRESSED, strategy="group", group_size=128)
+    format = QuantizedFormat(
+        dtype=torch.bfloat16,
+        scheme=scheme,
+        activations=Activations.NONE,
+        scale_dtype=torch.bfloat16,
+        is_quantized=lambda name: True,
+    )
+    with GPU:
+        layer = Linear(whole(5120), {"map": whole(7168)}, format)
+    assert isinstance(layer.product, weight_only.WeightOnlyInt4Product)
+    weight = layer.product.weight
+    weight.data.random_(-(2**15), 2**15)
+    weight.scale.uniform_(0.01, 0.02)
+    num_bytes = weight.scale.nbytes
+    weight_only.share_kernels([layer.product], torch.bfloat16, GPU)
+    x = random(3, 5120, dtype=torch.bfloat16)
+    expected = layer(x)  # has made what the kernels read
+    before = torch.cuda.memory_allocated(GPU)
+    del weight
+    layer.product.prepare(torch.bfloat16)
+    layer.register_weights()
+    assert before - torch.cuda.memory_allocated(GPU) >= num_bytes
+    assert torch.equal(layer(x), expected)

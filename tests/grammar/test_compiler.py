@@ -124,12 +124,23 @@ def test_the_compiler_options_of_a_schema_are_its_server_s(bench: GrammarBench) 
         ({"regex": r"\bab"}, "structured.regex: lookarounds not supported"),
         ({"regex": "a[^\\w\\W]"}, "structured.regex: nothing can satisfy it."),
         ({"grammar": "start: x"}, 'structured.grammar: line 1, column 8: unknown name: "x".'),
+        (
+            {"grammar": 'start: a\na: "a" <[999999]>'},
+            "structured.grammar: line 2, column 4: the token id 999999 is outside of the vocab",
+        ),
+        ({"grammar": 'start: "a'}, "structured.grammar: line 1, column 10: a text or a regex that"),
+        # What it was converted to has other lines.
+        ({"grammar": 'root ::= "a"{5,2}'}, "structured.grammar: range end must be >= start"),
         ({"grammar": 'root ::= "a" y'}, "structured.grammar: as GBNF (it has `::=`): Rule 'y'"),
         ({"grammar": 'a ::= "a"'}, "structured.grammar: as GBNF (it has `::=`): No 'root' rule"),
         ({"grammar": ""}, "structured.grammar: "),
         ({"choice": ["\ud800"]}, "structured.choice: is not Unicode text (a lone surrogate)."),
         ({"regex": "a" * (MAX_BYTES + 1)}, f"structured.regex: has {MAX_BYTES + 1} bytes; "),
         ({"json_object": True, "whitespace_pattern": "("}, "structured.json_object: regex parse"),
+        (
+            {"json_object": True, "whitespace_pattern": "[ \n]{1,4}|x"},
+            "structured.json_object: its whitespace_pattern may match blanks only",
+        ),
         ({"structural_tag": {"format": {}}}, "structured.structural_tag: the nested form"),
         ({"structural_tag": {"structures": []}}, "structured.structural_tag: it needs"),
         (
@@ -144,6 +155,15 @@ def test_other_constraints_that_are_wrong_are_refused_with_the_reason(
     said = refusal(bench, **constraint)
     assert said.startswith(expected)
     assert len(said) < 700
+
+
+def test_blanks_may_be_given_as_the_class_of_blanks_which_is_json_s(bench: GrammarBench) -> None:
+    structured = StructuredOutput(json_object=True, whitespace_pattern=r"[\s]{1,3}|\\{0}")
+    matcher = bench.compile(structured).matcher()
+    matcher.accept(bench.encode("{"))
+    allowed = {bench.tokenizer.token_bytes(token_id) for token_id in bench.allowed(matcher)}
+    assert {b"}", b" ", b"\t", b"\r", b"\n"} <= allowed
+    assert not {b"\x0b", b"\x0c", b"\xc2"} & allowed
 
 
 def chain(length: int) -> str:
@@ -186,7 +206,6 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "references": {"json_schema": doubling("anyOf", 2)},
     "all_of": {"json_schema": doubling("allOf", 12)},
     "ambiguous": {"grammar": 'start: s\ns: s s s | s s | "a" | '},
-    "repeated": {"grammar": 'start: ((("a"{0,100}){0,100}){0,100}){0,100}'},
     "choices": {"choice": [f"choice {i}" for i in range(2000)]},
 }
 
@@ -241,6 +260,38 @@ async def test_pathological_constraints_are_refused_and_the_loop_goes_on(
     ticking.cancel()
     grammars.close()
     await asyncio.to_thread(grammars.join)
+
+
+def plain_properties(count: int) -> dict[str, Any]:
+    names = [f"p{i}" for i in range(count)]
+    return {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+
+
+def test_an_object_with_hundreds_of_optional_properties_is_followed_to_its_end(
+    bench: GrammarBench,
+) -> None:
+    matcher = bench.compile(StructuredOutput(json_schema=plain_properties(650))).matcher()
+    matcher.accept(bench.encode('{"p0": 1, "p300": 2, "p649": 3}'))
+    assert matcher.error is None and matcher.may_end
+
+
+TOO_WIDE: dict[str, dict[str, Any]] = {
+    "repeated": {"grammar": 'start: (((((("a"{0,9}){0,9}){0,9}){0,9}){0,9}){0,9}){0,9}'},
+    "nested": {
+        "json_schema": {
+            "type": "object",
+            "properties": {"a": {"type": "array", "minItems": 1, "items": plain_properties(3000)}},
+            "required": ["a"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", TOO_WIDE)
+def test_what_no_answer_could_be_followed_through_is_refused_when_it_is_compiled(
+    bench: GrammarBench, case: str
+) -> None:
+    assert "too many ways to go on" in refusal(bench, **TOO_WIDE[case])
 
 
 async def test_others_pass_a_grammar_that_is_slow(bench: GrammarBench) -> None:

@@ -80,7 +80,7 @@ def test_scales_of_queries_are_left_alone(folder: Path) -> None:
     load_engine(folder)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, 0.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, 0.0, 2.0**-127])
 def test_a_scale_that_is_no_positive_number(value: float, folder: Path) -> None:
     name = ATTN.format(1) + "v_scale"
     file = folder / "scales.safetensors"

@@ -20,7 +20,9 @@ from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, layers: range | None = None
+) -> torch.nn.Module:
     return load_model(
         read_model_config(folder),
         folder,
@@ -28,6 +30,7 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
         device=torch.device("cpu"),
         load_format="safetensors",
         max_seq_len=16,
+        layers=layers,
     )
 
 
@@ -70,6 +73,21 @@ def test_weights_are_cast_while_loading(single: Path) -> None:
     for name, weight in load(single).named_parameters():
         assert torch.equal(half.get_parameter(name), weight.bfloat16())
     assert half.get_buffer("rope.table").dtype == torch.float32
+
+
+def test_each_stage_checks_its_own_tensors_and_those_of_no_stage(single: Path) -> None:
+    first, last = range(2), range(2, 3)
+    own = "model.layers.1.mlp.up_proj.weight"
+    edit(single, lambda tensors: tensors.pop(own))
+    with pytest.raises(CheckpointError, match=r"lacks weights: layers\.1\.mlp\.up_proj\.weight"):
+        load(single, layers=first)
+    load(single, layers=last)
+    edit(single, lambda tensors: tensors.update({"model.layers.2.oh": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"does not take: model\.layers\.2\.oh"):
+        load(single, layers=last)
+    edit(single, lambda tensors: tensors.update({"model.layers.3.oh": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"does not take: model\.layers\.3\.oh"):
+        load(single, layers=first)
 
 
 def test_a_missing_shard_is_named(sharded: Path) -> None:

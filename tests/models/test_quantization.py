@@ -34,6 +34,7 @@ SCHEMES = {
     "gptq": QuantScheme(**INT4, storage=Storage.GPTQ),
     "gptq-v2-32": QuantScheme(**{**INT4, "group_size": 32}, storage=Storage.GPTQ_V2),
 }
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 CHANNEL = FORMATS["ct-fp8-channel"].config
 PACKED = FORMATS["ct-int4"].config
 
@@ -84,6 +85,9 @@ def test_the_scheme_of_a_config(name: str, model: str, tmp_path: Path) -> None:
             | {"meta": {"quantizer": ["gptqmodel:5.8.0"]}},
             "awq",
         ),
+        (AUTO_ROUND, "gptq"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:auto_awq", "sym": False}, "awq"),
+        ({**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 16}}, "act_bits": 16}, "gptq"),
         (changed(FORMATS["ct-fp8-block"].config, w_block_structure="128x128"), "ct-fp8-block"),
         (changed(CHANNEL, i_strategy="tensor"), "ct-fp8-channel"),
         (changed(CHANNEL, w_observer="minmax", w_observer_kwargs={"a": 1}), "ct-fp8-channel"),
@@ -151,6 +155,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**GPTQ, "lm_head": True}, "lm_head True.*lm_head is not quantised"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'.*gptq"),
     ({**GPTQ, "rotation": "hadamard"}, "rotation"),
+    ({**AUTO_ROUND, "bits": 2}, "bits 2.*4"),
+    ({**AUTO_ROUND, "sym": False}, "sym False.*packed as AWQ"),
+    ({**AUTO_ROUND, "data_type": "mx_fp"}, "data_type 'mx_fp'.*int"),
+    ({**AUTO_ROUND, "act_bits": 8}, "act_bits 8.*only the weights"),
+    ({**AUTO_ROUND, "packing_format": "auto_round:gguf"}, "packing_format.*auto_round:auto_gptq"),
+    ({**AUTO_ROUND, "extra_config": {"model.layers.0": {"bits": 8}}}, "extra_config.*alike"),
     (changed(CHANNEL, transform_config={"config_groups": {}}), "transform_config.*transforms"),
     (changed(CHANNEL, sparsity_config={"format": "sparse-24"}), "sparsity_config"),
     (changed(CHANNEL, format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),

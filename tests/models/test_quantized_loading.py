@@ -76,6 +76,7 @@ def load(
     load_format: str = "safetensors",
     quantization: str | None = None,
     dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
 ) -> CausalLM:
     return load_model(
         read_model_config(folder, quantization=quantization),
@@ -85,7 +86,20 @@ def load(
         load_format=load_format,
         max_seq_len=64,
         ranks=Rank(rank, size),
+        layers=layers,
     )
+
+
+@pytest.mark.parametrize(("spec", "format"), [("dense", "awq"), ("moe", "ct-int4-zeros-32")])
+def test_stages_hold_together_the_quantised_weights_of_one_rank(spec: str, format: str) -> None:
+    folder = case_of(spec, format).folder
+    alone = load(folder)
+    names: list[str] = []
+    for layers in (range(1), range(1, alone.num_layers)):
+        for name, weight in load(folder, layers=layers).layers.named_parameters():
+            assert torch.equal(weight, alone.layers.get_parameter(name))
+            names.append(name)
+    assert names == [name for name, _ in alone.layers.named_parameters()]
 
 
 def matrices(model: CausalLM) -> dict[str, tuple[Tensor, Shard, Shard]]:
@@ -468,10 +482,74 @@ def test_other_tensors_that_do_not_fit(
         load(folder)
 
 
-def test_biases_of_zeros_that_autogptq_wrote_are_taken(copy_of: Callable[[str, str], Path]) -> None:
-    folder = copy_of("dense", "gptq")
-    edit_tensors(folder, lambda tensors: tensors.update({f"{Q}.bias": torch.zeros(256).half()}))
-    load(folder)
+GROUPS = torch.arange(256) // 128
+HARMLESS: list[tuple[str, str, Tensor]] = [
+    ("gptq", "bias", torch.zeros(256).half()),
+    ("awq", "bias", torch.zeros(256).half()),
+    ("ct-int4", "weight_zero_point", torch.full((32, 2), 0x88888888 - 2**32).int()),
+    ("ct-int4", "weight_zero_point", torch.zeros(256, 2, dtype=torch.int8)),
+    ("ct-int4", "weight_g_idx", GROUPS.int()),
+    ("ct-int4", "weight_g_idx", torch.full((256,), -1).int()),
+    ("ct-int4-zeros", "weight_g_idx", GROUPS),
+    ("fp8-block", "input_scale", torch.tensor(0.5)),
+    ("fp8-tensor", "input_scale", torch.ones(1)),
+    ("ct-fp8-channel", "input_scale", torch.ones(256, 1).bfloat16()),
+]
+HARMFUL: list[tuple[str, str, Tensor, str]] = [
+    ("awq", "bias", torch.ones(256).half(), "is not zero"),
+    ("ct-int4", "weight_zero_point", torch.full((32, 2), 0x77777777).int(), "symmetric: true"),
+    ("ct-int4", "weight_zero_point", torch.eye(256, 2).to(torch.int8), "symmetric: true"),
+    ("ct-int4", "weight_g_idx", GROUPS.flip(0).int(), "out of order"),
+    ("ct-int4", "weight_g_idx", GROUPS[1:].int(), "out of order"),
+]
+
+
+@pytest.mark.parametrize(("format", "kind", "tensor"), HARMLESS)
+def test_tensors_that_say_nothing_new_change_nothing(
+    format: str, kind: str, tensor: Tensor, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("dense", format)
+    expected = run(load(folder), folder)
+    edit_tensors(folder, lambda tensors: tensors.update({f"{Q}.{kind}": tensor}))
+    assert torch.equal(run(load(folder), folder), expected)
+
+
+@pytest.mark.parametrize(("format", "kind", "tensor", "message"), HARMFUL)
+def test_the_same_tensors_are_refused_where_they_say_something(
+    format: str, kind: str, tensor: Tensor, message: str, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("dense", format)
+    edit_tensors(folder, lambda tensors: tensors.update({f"{Q}.{kind}": tensor}))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {Q}\.{kind} .*{message}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("format", ["fp8-block", "fp8-tensor", "ct-fp8-channel"])
+def test_nan_in_fp8_weights_is_refused_with_the_tensor(
+    format: str, byte: int, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("dense", format)
+
+    def spoil(tensors: Tensors) -> None:
+        tensors[f"{DOWN}.weight"].view(torch.uint8)[-1, -1] = byte
+
+    edit_tensors(folder, spoil)
+    with pytest.raises(CheckpointError, match=rf"safetensors: {DOWN}\.weight holds NaN"):
+        load(folder)
+
+
+@pytest.mark.parametrize("format", ["awq", "gptq"])
+def test_a_checkpoint_of_autoround_is_what_it_is_packed_as(
+    format: str, copy_of: Callable[[str, str], Path]
+) -> None:
+    folder = copy_of("dense", format)
+    expected = run(load(folder), folder)
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+    config |= {"data_type": "int", "packing_format": f"auto_round:auto_{format}", "iters": 200}
+    config |= {"extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}
+    edit_config(folder, quantization_config=config)
+    assert torch.equal(run(load(folder), folder), expected)
 
 
 def test_scales_of_the_kv_cache_are_not_unexpected(copy_of: Callable[[str, str], Path]) -> None:

@@ -76,6 +76,8 @@ class Harness:
     conservativeness: float = 1.0
     max_run: int = 1
     run_seed: int = 0
+    num_stages: int = 1
+    look_ahead: bool = True
     num_host_pages: int = 0
     load_rule: LoadRule = ALWAYS
     endings: dict[str, int] = field(default_factory=dict)
@@ -97,6 +99,8 @@ class Harness:
             policy=self.policy,
             conservativeness=self.conservativeness,
             max_run=self.max_run,
+            num_stages=self.num_stages,
+            look_ahead=self.look_ahead,
         )
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.in_flight: deque[StepResult] = deque()
@@ -105,6 +109,7 @@ class Harness:
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
+        self.sampled: dict[int, int] = {}  # the last step that sampled each slot
         self.host_namespaces: dict[int, bytes] = {}
 
     def launch(self) -> StepPlan | None:
@@ -121,6 +126,7 @@ class Harness:
             self.in_flight.append(self.runner.launch(plan, masks))
             self.plans.append(plan)
             self.check_namespaces(plan)
+            self.check_lag(plan)
         self.scheduler.audit()
         return plan
 
@@ -150,6 +156,12 @@ class Harness:
             for page in grant.pages[num_cached:]:
                 self.page_namespaces[page] = namespace
 
+    def check_lag(self, plan: StepPlan) -> None:
+        """No row needs a token that may still be in the stages behind the first."""
+        assert all(self.sampled[slot] <= plan.step - plan.lag for slot in plan.decode_slots)
+        sampling = [chunk.slot for chunk in plan.chunks if chunk.samples]
+        self.sampled |= dict.fromkeys((*plan.decode_slots, *sampling), plan.step)
+
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
         settled = self.scheduler.settle(self.in_flight.popleft())
@@ -163,7 +175,9 @@ class Harness:
                 self.scheduler.finish(request, request.num_output_tokens)
                 self.ended([request])
         deferred = self.deferred
-        if deferred is not None and deferred.step == self.scheduler.next_to_settle:
+        in_turn = deferred is not None and deferred.step == self.scheduler.next_to_settle
+        # In a pipeline as the engine does: whatever a plan is blind for is the next to be settled.
+        if deferred is not None and (in_turn or self.num_stages > 1):
             self.deferred = None
             self.runner.sample(self.in_flight[-1], self.masks_of(deferred))
         self.scheduler.audit()
@@ -313,6 +327,61 @@ def test_retraction_does_not_change_the_output(depth: int, max_run: int) -> None
     assert harness.scheduler.counters.num_retractions > 0
     for request in requests:
         check_output(request)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("look_ahead", [True, False])
+def test_every_request_gets_its_own_output_from_a_pipeline(
+    num_stages: int, look_ahead: bool
+) -> None:
+    harness = Harness(
+        num_stages=num_stages, look_ahead=look_ahead, num_pages=40, conservativeness=0.05
+    )
+    requests = random_requests(random.Random(4), 30, masked=0.3)
+    harness.run(*requests, depth=num_stages + look_ahead)
+    assert harness.scheduler.counters.num_retractions > 0
+    for request in requests:
+        check_output(request)
+    assert harness.endings == {request.id: 1 for request in requests}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_rows_take_turns_so_that_every_stage_has_a_step(num_stages: int) -> None:
+    harness = Harness(num_stages=num_stages, num_pages=200)
+    requests = [make_request(str(i), [i, 1], 40, ignore_eos=True) for i in range(8)]
+    for request in requests:
+        harness.scheduler.submit(request)
+    for _ in range(20):
+        while len(harness.in_flight) < num_stages + 1 and harness.launch() is not None:
+            pass
+        harness.settle()
+    steady = harness.plans[10:20]
+    assert {plan.lag for plan in steady} == {num_stages}
+    for first in range(len(steady) - num_stages):
+        together = steady[first : first + num_stages]
+        slots = [slot for plan in together for slot in plan.decode_slots]
+        assert sorted(slots) == list(range(8)), "a row is in two stages, or in none"
+        assert max(len(plan.decode_slots) for plan in together) <= -(-8 // num_stages)
+        assert steady[first].decode_slots is steady[first + num_stages].decode_slots
+
+
+def test_groups_of_which_many_rows_left_are_filled_up_from_others() -> None:
+    harness = Harness(num_stages=2, num_pages=200)
+    short = [make_request(str(i), [i, 1], 6 if i % 2 else 40, ignore_eos=True) for i in range(8)]
+    harness.run(*short, depth=3)
+    last = harness.plans[-8:]
+    assert [len(plan.decode_slots) for plan in last] == [2] * 8
+
+
+def test_a_row_alone_in_a_pipeline_is_planned_one_step_ahead() -> None:
+    for look_ahead, in_flight in ((True, 2), (False, 1)):
+        harness = Harness(num_stages=3, look_ahead=look_ahead)
+        harness.scheduler.submit(make_request("a", [1, 2], 20, ignore_eos=True))
+        for _ in range(5):
+            while harness.launch() is not None:
+                pass
+            assert len(harness.in_flight) == in_flight
+            harness.settle()
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_alongside_decode_rows() -> None:
@@ -811,7 +880,9 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
     """Hundreds of moves a schedule: submit, plan, settle, abort, stop, fail, with pages short."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 3, 8])
+    num_stages = rng.choice([1, 1, 2, 3])
     cache_type = rng.choice(["radix", "radix", "naive"])
+    has_host_tier = cache_type == "radix" and num_stages == 1
     harness = Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 70 // page_size, 2 + 120 // page_size),
@@ -820,9 +891,11 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
         cache_type=cache_type,
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 2, 5]),
+        max_run=rng.choice([1, 1, 2, 5]) if num_stages == 1 else 1,
         run_seed=seed,
-        num_host_pages=rng.choice([0, 0, 2, 10, 100]) if cache_type == "radix" else 0,
+        num_stages=num_stages,
+        look_ahead=rng.random() < 0.7,
+        num_host_pages=rng.choice([0, 0, 2, 10, 100]) if has_host_tier else 0,
     )
     waiting = random_requests(
         rng,
@@ -911,7 +984,7 @@ def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -
     """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
-    depth = rng.randint(1, 3)
+    depth = rng.randint(1, 3 if harness.num_stages == 1 else harness.num_stages + 1)
     abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
     while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
         move = rng.random()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -39,6 +40,18 @@ def test_bench_server_reports_why_the_engine_does_not_start() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_bench_router_tells_the_cost_of_a_token_and_how_much_later_first_bytes_come() -> None:
+    load = ("--streams", 4, "--rate", 200, "--seconds", 0.2, "--requests", 5, "--repeat", 1)
+    done = run_script("bench_router.py", *load)
+    assert done.stderr == ""
+    cost, delay = done.stdout.splitlines()[-2:]
+    found = re.fullmatch(r"CPU of the router: (\S+) µs a token \(at most 10\)", cost)
+    assert found is not None and float(found[1]) > 0
+    found = re.fullmatch(r"first byte later at p99: (\S+) ms \(at most 1\)", delay)
+    assert found is not None
+    assert done.returncode in (0, 1)  # whether both are within their limits
+
+
 def test_a_short_soak_run_leaves_nothing_behind() -> None:
     done = run_script("soak.py", "--minutes", 0.05)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -50,7 +63,7 @@ def bench(script: str, *options: object) -> list[str]:
     """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
     result = run_script(script, "--device", "cpu", "--num-pages", 300, *options)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "demo with random weights in float32, on CPU" in result.stdout
+    assert re.search("demo with random weights in float32, on (2 x )?CPU", result.stdout)
     return result.stdout.splitlines()
 
 
@@ -84,6 +97,14 @@ def test_the_shared_prefix_benchmark_compares_the_caches() -> None:
     radix, naive = (float(row[1]) for row in table.values())
     assert lines[-1].startswith("radix has ") and lines[-1].endswith("throughput of naive")
     assert float(lines[-1].split()[2]) == pytest.approx(radix / naive, abs=0.02, rel=0.02)
+
+
+def test_the_pipeline_benchmark_shows_how_long_each_stage_waits() -> None:
+    table = figures(bench("bench_pipeline.py", "--num", 8, "--pp", 2))
+    assert list(table) == ["0", "1"]
+    for rank, whole, middle, step_ms in table.values():
+        assert rank == "0" and float(step_ms) > 0
+        assert 0 < float(whole.rstrip("%")) < 100 and 0 < float(middle.rstrip("%")) < 100
 
 
 @pytest.mark.parametrize("arrivals", [(), ("--poisson",)])

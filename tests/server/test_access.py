@@ -26,7 +26,7 @@ ORIGIN = "https://example.org"
 # -- the key --------------------------------------------------------------------------------------
 
 
-async def test_only_probes_are_served_without_the_key() -> None:
+async def test_only_probes_and_pages_are_served_without_the_key() -> None:
     state = EngineState(ServerConfig(api_key=("secret",)), FakeEngine())
     app = create_app(state)
     transport = httpx.ASGITransport(app)
@@ -36,7 +36,7 @@ async def test_only_probes_are_served_without_the_key() -> None:
             for method in route.methods or ():
                 answer = await client.request(method, route.path)
                 assert (answer.status_code == 401) == (route.path not in OPEN_PATHS), route.path
-        for path in ("/nowhere", "/health/", "/metrics/../v1/models", "//health"):
+        for path in ("/nowhere", "/health/", "/metrics/../v1/models", "http://test//health"):
             assert (await client.get(path)).status_code == 401
 
 
@@ -53,9 +53,28 @@ async def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPa
         assert (await client.get("/v1/models", headers=wrong)).status_code == 401
         monkeypatch.setattr(hmac, "compare_digest", agree)
         assert (await client.get("/v1/models", headers=wrong)).status_code == 200
-        assert (await client.get("/v1/models")).status_code == 200
-    keys = (b"bearer secret", b"bearer other")
-    assert compared == [(given, key) for given in (b"bearer wrong", b"") for key in keys]
+        assert (await client.get("/v1/models")).status_code == 401  # there is nothing to compare
+        both = {**wrong, "x-api-key": "false"}
+        assert (await client.get("/v1/models", headers=both)).status_code == 200
+    keys = (b"secret", b"other")
+    assert compared == [(b"wrong", key) for key in (*keys, *keys)]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/messages"])
+async def test_a_key_comes_as_bearer_token_or_in_x_api_key(path: str) -> None:
+    async with http_client(FakeEngine(), api_key=("secret", "other")) as client:
+        for headers, passes in (
+            ({"x-api-key": "secret"}, True),
+            ({"X-API-Key": "other", "authorization": "Bearer wrong"}, True),
+            ({"x-api-key": "wrong", "authorization": "bearer other"}, True),
+            ({"x-api-key": "wrong"}, False),
+            ({"x-api-key": ""}, False),
+            ({"x-api-key": "Bearer secret"}, False),
+            ({"authorization": "secret"}, False),
+            ({"authorization": "Basic secret"}, False),
+        ):
+            answer = await client.get(path, headers=headers)
+            assert (answer.status_code != 401) == passes, headers
 
 
 # -- web pages ------------------------------------------------------------------------------------

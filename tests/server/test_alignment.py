@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from support.toy_tokenizers import BYTE_TOKENS, TEXTS, byte_level, spelled
 
 from minisgl.request import FinishReason, OutputDelta, SamplingParams, TokenLogprobs
+from minisgl.server.alignment import Alignment
 from minisgl.server.chat_reply import ChatReply
+from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.jobs import GenerationJob
-from minisgl.server.replies import Reply
 from minisgl.text.detokenizer import Detokenizer
 from minisgl.text.tokenizer import Tokenizer
 
@@ -82,11 +83,14 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
 
 
 def answers(
-    kind: type[Reply[Any]], job: GenerationJob, tokenizer: Tokenizer, deltas: Sequence[OutputDelta]
+    kind: type[ChunkedReply[Any]],
+    job: GenerationJob,
+    tokenizer: Tokenizer,
+    deltas: Sequence[OutputDelta],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The choice of the whole answer, and those of the chunks."""
 
-    def reply() -> Reply[Any]:
+    def reply() -> ChunkedReply[Any]:
         return kind([job], model="m", tokenizer=tokenizer, include_usage=False)
 
     whole, streamed = reply(), reply()
@@ -300,3 +304,15 @@ def test_the_requested_number_of_top_logprobs_is_given(tokenizer: Tokenizer, tok
     delta = OutputDelta(parts, "\ufffd", 1, 0, logprobs, [], FinishReason.LENGTH)
     whole, _ = answers(CompletionReply, job, tokenizer, [delta])
     assert whole["logprobs"]["tokens"] == ["bytes:\\xf0"]
+
+
+@pytest.mark.parametrize("pieces", [[b"\xed", b"\xa0"], [b"\xed", b"\xa0", b"a"], [b"\xed\xa0"]])
+def test_half_of_a_surrogate_pair_is_no_character(pieces: list[bytes]) -> None:
+    """The decoder waits for a third byte, though no character has these two."""
+    text = b"".join(pieces).decode("utf-8", "replace")
+    alignment = Alignment()
+    for index, data in enumerate(pieces):
+        alignment.add(TokenLogprobs(index, -1.0), data)
+    shown = alignment.show(text, finished=True)
+    assert [token.data for token in shown] == pieces
+    assert "".join(token.text for token in shown) == text

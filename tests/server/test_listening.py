@@ -318,13 +318,16 @@ async def test_routes_work_with_and_without_the_root_path(prefix: str) -> None:
         moved = await http.get(f"{prefix}/version/")
         assert moved.status_code == 307
         assert moved.headers["location"].endswith("/llm/version")
-        for path in ("/llm/llm/health", "/llmhealth", "/llm"):
+        for path in ("/llm/llm/health", "/llmhealth"):
             assert (await http.get(path)).status_code == 404
+        page = await http.get("/llm", follow_redirects=True)
+        assert page.status_code == 200
+        assert page.url.path == "/llm/"  # below which its requests go, being relative
 
 
 async def test_a_similar_prefix_opens_no_route() -> None:
     async with client(root_path="/llm", api_key=("secret",)) as http:
-        for path in ("/llm/llm/health", "/llmhealth", "/llm", "/health/llm", "/llm/nowhere"):
+        for path in ("/llm/llm/health", "/llmhealth", "/health/llm", "/llm/nowhere"):
             assert (await http.get(path)).status_code == 401, path
 
 

@@ -58,6 +58,12 @@ def test_a_prompt_that_is_too_long_is_a_400_with_both_lengths(
     error = response.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert str(length) in error["message"] and str(MAX_SEQ_LEN) in error["message"]
+    for fields, param in (({"input": messages}, "input"), ({"input": "Hi"}, "max_output_tokens")):
+        asked = {**fields, "stream": stream, "max_output_tokens": MAX_SEQ_LEN}
+        response = http.post("/v1/responses", json=asked)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] == param and str(MAX_SEQ_LEN) in error["message"]
 
 
 def test_a_long_prompt_is_read_whole_or_refused(client: openai.OpenAI) -> None:

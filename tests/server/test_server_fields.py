@@ -975,3 +975,28 @@ def test_refusals_state_the_allowed_values(
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, **fields)
     assert all(word in str(caught.value).partition("allowed: ")[2] for word in allowed)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_words_and_allowed_tokens_hold_the_answer(
+    demo: Served[AsyncEngine], client: openai.OpenAI, stream: bool
+) -> None:
+    def answer(**fields: Any) -> str:
+        options = {"temperature": 0, "max_tokens": 12, "stream": stream, **fields}
+        found = complete(client, **options)
+        chunks = found if stream else [found]
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    assert answer() == HELLO_ANSWER
+    assert "help" not in answer(bad_words=["help"]).lower()
+    held = answer(bad_words=["Hello", "can I"], n=1)
+    assert "Hello" not in held and "can I" not in held
+    # Words are held back inside of a constraint, too.
+    assert answer(bad_words=["yes"], guided_choice=["yes", "no"]) == "no"
+    assert demo.engine.tokenizer is not None
+    digits = [demo.engine.tokenizer.encode(digit)[-1] for digit in "0123456789"]
+    assert answer(allowed_token_ids=digits).isdecimal()
+    with pytest.raises(openai.BadRequestError, match="is not allowed beside what constrains"):
+        answer(allowed_token_ids=digits, guided_choice=["1"])
+    with pytest.raises(openai.BadRequestError, match="outside of the vocabulary"):
+        answer(allowed_token_ids=[10**6])

@@ -32,6 +32,7 @@ from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintFields
 from minisgl.server.engine_state import EngineState
+from minisgl.server.messages_api.schemas import MessagesError
 from minisgl.server.openapi import describe
 from minisgl.server.protocol import SAMPLER_DETAILS
 
@@ -54,7 +55,8 @@ SMALL = {
 
 def app_routes() -> list[Route]:
     app = create_app(EngineState(ServerConfig()))
-    return [route for route in app.routes if isinstance(route, Route)]
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return [route for route in routes if route.include_in_schema]  # the pages are not
 
 
 ROUTES = app_routes()
@@ -106,6 +108,7 @@ def test_the_description_lists_every_route() -> None:
         (route.path.replace(":path", ""), method.lower())
         for route in ROUTES
         for method in (route.methods or set()) - {"HEAD"}
+        if route.include_in_schema
     }
     assert described == served
     assert {"/v1/chat/completions", "/tokenize", "/health", "/openapi.json"} <= {
@@ -113,26 +116,33 @@ def test_the_description_lists_every_route() -> None:
     }
 
 
-def test_the_description_gives_errors_the_openai_envelope() -> None:
+def test_the_description_gives_errors_the_envelope_of_their_api() -> None:
     for path, methods in DESCRIPTION["paths"].items():
         for operation in methods.values():
             errors = {k: v for k, v in operation["responses"].items() if k != "200"}
             for error in errors.values():
                 schema = error["content"][JSON]["schema"]
-                assert schema == {"$ref": "#/components/schemas/Error"}
+                name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+                assert schema == {"$ref": f"#/components/schemas/{name}"}
             if "requestBody" in operation:
-                assert {"400", "404", "413", "500", "503"} <= errors.keys()
+                assert {"400", "404", "413", "500"} <= errors.keys()
+                assert ("529" if path.startswith("/v1/messages") else "503") in errors
             if path.endswith("completions"):
                 assert "429" in errors
     details = DESCRIPTION["components"]["schemas"]["ErrorDetails"]
     assert details["required"] == ["message", "type", "param", "code"]
 
 
+def test_types_have_names_of_their_own() -> None:
+    """Types of one name in two modules would have the names of the modules too."""
+    assert not [name for name in DESCRIPTION["components"]["schemas"] if "." in name]
+
+
 def test_the_description_states_which_routes_need_the_key() -> None:
     described = describe(ROUTES, open_paths=("/health",), with_key=True)
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     chat = described["paths"]["/v1/chat/completions"]["post"]
-    assert chat["security"] == [{"key": []}]
+    assert chat["security"] == [{"key": []}, {"x-api-key": []}]
     assert "401" in chat["responses"]
     health = described["paths"]["/health"]["get"]
     assert "security" not in health and "401" not in health["responses"]
@@ -289,6 +299,14 @@ def test_requests_forbidden_by_the_schema_are_refused(
     assert statuses == {400}
 
 
+REQUESTS = (
+    *("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"),
+    *("MessagesRequest", "CountTokensRequest", "ResponsesRequest"),
+)
+LAST_EVENTS = {
+    "/v1/messages": 'event: message_stop\ndata: {"type":"message_stop"}',
+    "/v1/responses": "event: response.",
+}
 CONSTRAINTS = [name for name in ConstraintFields.__dict__ if not name.startswith("_")]
 
 
@@ -341,7 +359,27 @@ def sharpened() -> dict[str, Any]:
             fields.pop(field, None)
     for name in ("tools", "tool_choice"):
         del schemas["TokenizeRequest"]["properties"][name]
-    for name in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest"):
+    schemas["InputMessage"]["properties"] |= {"role": {"enum": ["user", "system"]}, "content": text}
+    prompt = {"type": "array", "items": {"$ref": "#/components/schemas/InputMessage"}}
+    for name in ("MessagesRequest", "CountTokensRequest"):
+        fields = schemas[name]["properties"]
+        fields["messages"] = {**prompt, "minItems": 1, "maxItems": 2}
+        fields["stream"] = {"const": True}
+        for field in ("tools", "tool_choice", "output_config", "output_format", "system"):
+            del fields[field]
+    schemas["InputItem"] = {
+        "type": "object",
+        "properties": {"role": {"enum": ["user", "developer"]}, "content": text},
+        "required": ["role", "content"],
+        "additionalProperties": False,
+    }
+    fields = schemas["ResponsesRequest"]["properties"]
+    fields["max_output_tokens"] = {"type": "integer", "minimum": 1, "maximum": 20}
+    fields["stream"] = {"const": True}
+    schemas["ResponsesRequest"]["required"] += ["stream"]
+    for field in ("tools", "tool_choice", "text", "instructions", "chat_template_kwargs"):
+        del fields[field]
+    for name in REQUESTS:
         del schemas[name]["properties"]["model"]
         schemas[name]["additionalProperties"] = False
     return description
@@ -365,9 +403,10 @@ def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
     def check(case: Any) -> None:
         response = case.call(base_url=demo.url)
         statuses[response.status_code] += 1
-        assert 'data: {"error"' not in response.text
+        assert 'data: {"error"' not in response.text and "event: error" not in response.text
         if response.headers["content-type"][0].startswith("text/event-stream"):
-            assert response.text.endswith("data: [DONE]\n\n")
+            [*_, last, end] = response.text.split("\n\n")
+            assert end == "" and last.startswith(LAST_EVENTS.get(operation.path, "data: [DONE]"))
         case.validate_response(response, excluded_checks=LEFT_OUT)
 
     check()
@@ -378,7 +417,7 @@ def test_fuzzed_valid_requests_run_and_leave_nothing_behind(
 KEYS = sorted(
     {
         name
-        for schema in ("ChatRequest", "CompletionRequest", "TokenizeRequest", "DetokenizeRequest")
+        for schema in REQUESTS
         for name in DESCRIPTION["components"]["schemas"][schema]["properties"]
     }
 )
@@ -389,13 +428,20 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/messages", "/v1/responses"],
+)
 def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
     demo: Served[AsyncEngine], path: str
 ) -> None:
     """Covers values outside of the schema: NaN, huge numbers, several fields at once."""
-    base: dict[str, Any] = {"max_tokens": 2} if "completions" in path else {}
-    base |= {"messages": hello()} if path.endswith("chat/completions") else {"prompt": "a"}
+    base: dict[str, Any] = {"max_tokens": 2} if path.startswith("/v1") else {}
+    spoken = path.endswith(("chat/completions", "messages"))
+    if path == "/v1/responses":
+        base = {"max_output_tokens": 2, "input": "a"}
+    else:
+        base |= {"messages": hello()} if spoken else {"prompt": "a"}
 
     @settings(BOUNDED, max_examples=200)
     @given(fields=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
@@ -404,7 +450,7 @@ def test_any_value_in_any_field_gives_an_answer_or_a_4xx(
         response = client.post(path, content=body.encode(), headers={"content-type": JSON})
         assert response.status_code in (200, 400, 404)
         if response.status_code != 200:
-            check_shape(response.content, schemas.Error)
+            check_shape(response.content, MessagesError if "/messages" in path else schemas.Error)
 
     with demo.http() as client:
         check()

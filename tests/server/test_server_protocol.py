@@ -13,6 +13,7 @@ from minisgl.config import EngineConfig
 from minisgl.errors import CallerError, ConfigError, InvalidRequestError
 from minisgl.request import MAX_INTEGER, FinishReason, OutputDelta, SamplingParams, TokenLogprobs
 from minisgl.server.chat_reply import ChatReply
+from minisgl.server.chunked_replies import ChunkedReply
 from minisgl.server.completion_reply import CompletionReply
 from minisgl.server.config import ServerConfig
 from minisgl.server.decoding import decode
@@ -26,7 +27,6 @@ from minisgl.server.protocol import (
     StrictChatRequest,
     StrictCompletionRequest,
 )
-from minisgl.server.replies import Reply
 from minisgl.server.schemas import ChatCompletionChunk, CompletionChunk
 from minisgl.text.rendering import encode_call
 
@@ -75,7 +75,7 @@ def image() -> list[dict[str, Any]]:
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"audio": {}}, "audio"),
         ({"guided_regex": {}}, "guided_regex"),
-        ({"bad_words": []}, "bad_words"),
+        ({"stop_regex": []}, "stop_regex"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort"),
     ],
 )
@@ -128,7 +128,7 @@ def test_an_invalid_completion_field_is_named(fields: dict[str, Any], param: str
         (b"{}", "prompt: is missing."),
         (b'{"prompt": "a", "promt": 1}', "promt: is not known; leave it out."),
         (b'{"prompt": "a", "suffix": "3"}', "suffix: is not supported; leave it out."),
-        (b'{"prompt": "a", "bad_words": []}', "bad_words: is not supported; leave it out."),
+        (b'{"prompt": "a", "stop_regex": []}', "stop_regex: is not supported; leave it out."),
         (b'{"prompt": 5}', "prompt: must be a text or a list, not an integer."),
         (b'{"prompt": []}', "prompt: must not be empty."),
         (b'{"prompt": [1.5]}', "prompt.0: must be an integer or a text or a list."),
@@ -248,7 +248,7 @@ def test_whole_numbers_written_as_floats_are_integers() -> None:
         ({"top_k": 2.0, "best_of": [1.0]}, "best_of"),
         ({"top_k": 2.0, "n": 500.0}, "n"),
         ({"top_k": 2.0, "unknown": 1}, "unknown"),
-        ({"top_k": 2.0, "bad_words": ["a"]}, "bad_words"),
+        ({"top_k": 2.0, "bad_words": ["a", 1]}, "bad_words.1"),
     ],
 )
 def test_an_error_beside_a_whole_float_is_named(fields: dict[str, Any], param: str) -> None:
@@ -499,7 +499,9 @@ def job(**fields: Any) -> GenerationJob:
     return GenerationJob(**{"prompt_token_ids": b"hi!", **defaults, **fields})
 
 
-def reply_of(kind: type[Reply[Any]], job: GenerationJob, *, include_usage: bool) -> Reply[Any]:
+def reply_of(
+    kind: type[ChunkedReply[Any]], job: GenerationJob, *, include_usage: bool
+) -> ChunkedReply[Any]:
     return kind([job], model="m", tokenizer=FakeTokenizer(), include_usage=include_usage)
 
 
@@ -508,7 +510,7 @@ def delta(text: str, finish: FinishReason | None = None, **fields: Any) -> Outpu
     return OutputDelta(ids, text, len(ids), 1, finish_reason=finish, **fields)
 
 
-def events(reply: Reply, *deltas: OutputDelta) -> list[Any]:
+def events(reply: ChunkedReply[Any], *deltas: OutputDelta) -> list[Any]:
     data = b"".join(reply.choices[0].events(delta) for delta in deltas) + reply.last_events()
     blocks = data.decode().split("\n\n")
     assert blocks.pop() == ""
@@ -522,7 +524,7 @@ def events(reply: Reply, *deltas: OutputDelta) -> list[Any]:
     ("kind", "chunk"), [(ChatReply, ChatCompletionChunk), (CompletionReply, CompletionChunk)]
 )
 def test_the_handwritten_delta_event_equals_the_encoded_type(
-    kind: type[Reply[Any]], chunk: type[msgspec.Struct], include_usage: bool
+    kind: type[ChunkedReply[Any]], chunk: type[msgspec.Struct], include_usage: bool
 ) -> None:
     """Byte for byte: a delta of text, which is put together from parts encoded beforehand."""
     reply = kind(

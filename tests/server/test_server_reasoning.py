@@ -234,7 +234,7 @@ def test_the_thinking_budget_closes_the_block(
     if obeyed:
         assert ask(server, answer, **fields).content == "Yes."
     else:
-        with pytest.raises(openai.InternalServerError):
+        with pytest.raises(openai.BadRequestError):
             ask(server, answer, **fields)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from support.fake_runner import FakeRunner
@@ -55,6 +56,8 @@ def loaded(
     runner: ScriptedRunner, *, overlap: bool, tokenizer: bool, **options: Any
 ) -> Loaded[Any]:
     facts = read_model_config(DEMO_FOLDER).facts()
+    if not tokenizer:  # then nothing has more ids than the runner
+        facts = replace(facts, vocab_size=VOCAB)
     options = {"device": "cpu", "num_pages": 200, "page_size": runner.page_size, **options}
     config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
     return Loaded(

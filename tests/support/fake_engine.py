@@ -282,7 +282,10 @@ def main() -> int:
 
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     try:
-        options = ServerConfig(**json.loads(sys.argv[2]))
+        given = json.loads(sys.argv[2]).items()
+        options = ServerConfig(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in given}
+        )
         return ServerProcess(EngineConfig(model="fake"), options, start).run()
     except MinisglError as error:
         print(error, file=sys.stderr)

@@ -94,7 +94,7 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
     defaults = GenerationDefaults(frozenset())
-    if config.tp == 1:
+    if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
         return Loaded(alone, config, alone.capacity, facts, None, defaults, "test", disk=alone.disk)
     runner = load_ranks(config, model_config, folder)

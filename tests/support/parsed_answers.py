@@ -83,10 +83,11 @@ def replay(
     natural: bool = True,
     in_reasoning: bool = False,
     tools: Mapping[str, Mapping[str, Any]] | None = None,
+    only_calls: bool = False,
     **options: Any,
 ) -> list[Event]:
     """The events of an answer that goes through the detokenizer, as the engine does it."""
-    parser = form.parser(in_reasoning=in_reasoning, tools=tools)
+    parser = form.parser(in_reasoning=in_reasoning, tools=tools, only_calls=only_calls)
     assert parser is not None
     detokenizer = ParsingDetokenizer(tokenizer, parser, **options)
     text = "".join(map(detokenizer.push, ids)) + detokenizer.flush(natural=natural)

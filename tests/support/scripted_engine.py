@@ -7,6 +7,7 @@ matcher refuses ends with an error.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -119,11 +120,15 @@ class ScriptedStream:
         ids = [*engine.tokenizer.encode(self._answer, add_special_tokens=False), eos]
         limit = params.max_tokens if params.max_tokens is not None else len(ids)
         ids, cut = ids[:limit], limit < len(ids)
-        run = engine.run
-        for start in range(0, len(ids), run):
-            await asyncio.sleep(0)
-            taken, texts = ids[start : start + run], []
-            last = start + run >= len(ids)
+        end = 0
+        while end < len(ids):
+            await engine.pause(self, end)
+            if self.aborted:
+                return
+            run = engine.chance.randint(1, engine.run) if engine.chance else engine.run
+            start, end = end, min(end + run, len(ids))
+            taken, texts = ids[start:end], []
+            last = end == len(ids)
             for token_id in taken:
                 self._accept(token_id)
                 if token_id != eos:
@@ -136,7 +141,7 @@ class ScriptedStream:
                 stopped = self._detokenizer.stopped
                 natural = stopped is not None or not cut
                 finish = FinishReason.STOP if natural else FinishReason.LENGTH
-            yield self._delta(taken, "".join(texts), start + len(taken), finish, stopped)
+            yield self._delta(taken, "".join(texts), end, finish, stopped)
             if finish is not None:
                 return
 
@@ -181,7 +186,10 @@ class ScriptedStream:
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with `answers` in turn; the last one stays. A delta has `run` tokens."""
+    """Answers with `answers` in turn; the last one stays.
+
+    A delta has `run` tokens, or by `chance` up to that many.
+    """
 
     def __init__(self, tokenizer: Tokenizer, **options: Any) -> None:
         super().__init__(max_seq_len=100_000, **options)
@@ -191,6 +199,7 @@ class ScriptedEngine(FakeEngine):
         self.eos_token_id = tokenizer.eos_token_id
         self.answers = [""]
         self.run = 1
+        self.chance: random.Random | None = None
         self.texts: list[str] = []  # of the conversations
         self.streams: list[ScriptedStream] = []
         self._facts: TemplateFacts | None = None
@@ -246,6 +255,10 @@ class ScriptedEngine(FakeEngine):
         stream = ScriptedStream(self, answer, prompt_token_ids, params, parser, matcher)
         self.streams.append(stream)
         return stream
+
+    async def pause(self, stream: ScriptedStream, num_tokens: int) -> None:
+        """Called before each delta of an answer, with the number of its tokens so far."""
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._grammars.close()

@@ -6,7 +6,8 @@
              ◀── heartbeats ───────────────
 
 `Channel` is rank 0's end for all other ranks; `RankEnd` is the end of one of them. Ranks on one
-machine use pipes, and shared memory for the heartbeats.
+machine use pipes, and shared memory for the heartbeats. For ranks on other machines see
+runner/nodes/.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnContext
 from typing import Any, Protocol
 
+from minisgl.errors import MinisglError
 from minisgl.matcher import MaskRows
-from minisgl.runner.parallel.mask_ring import MaskRing
+from minisgl.runner.parallel.mask_ring import MaskRing, StepMasks
 from minisgl.scheduler.plan import StepPlan
 
 HEARTBEAT_S = 1.0
@@ -89,8 +91,9 @@ class Channel(Protocol):
         """Release this process's copies of the other ends, once all ranks are started."""
         ...
 
-    def send(self, data: bytes) -> None:
-        """Send an encoded plan to every rank. Raises OSError if a connection is closed."""
+    def send(self, data: bytes, masks: StepMasks | None = None) -> None:
+        """Send an encoded plan to every rank, with the masks that it asks for, from `masks`. Raises
+        OSError if a connection is closed."""
         ...
 
     def send_close(self) -> None:
@@ -111,6 +114,15 @@ class Channel(Protocol):
         """A number for each rank that changes with each of its heartbeats."""
         ...
 
+    def broken(self) -> MinisglError | None:
+        """Why the ranks of another machine cannot go on; None while they can."""
+        ...
+
+    def send_failure(self, reason: MinisglError) -> None:
+        """Tell other machines why the ranks are about to be killed. Returns soon, and never
+        raises."""
+        ...
+
 
 class PipeChannel:
     """A channel to processes on this machine: a pipe each, and heartbeats in shared memory."""
@@ -119,7 +131,7 @@ class PipeChannel:
         """ranks: the ranks other than 0. context: of the processes that inherit the other ends."""
         self._masks = masks
         pipes = {rank: context.Pipe() for rank in ranks}
-        self._heartbeats = context.RawArray("d", max(pipes) + 1)
+        self._heartbeats = context.RawArray("d", max(pipes, default=0) + 1)
         self._connections = {rank: here for rank, (here, _) in pipes.items()}
         self._open = dict(self._connections)
         self._far_ends = {rank: there for rank, (_, there) in pipes.items()}
@@ -135,8 +147,8 @@ class PipeChannel:
         for end in self._far_ends.values():
             end.close()
 
-    def send(self, data: bytes) -> None:
-        # Ranks read promptly, so this does not block.
+    def send(self, data: bytes, masks: StepMasks | None = None) -> None:
+        # Ranks read promptly, so this does not block. They share the memory of the masks.
         for connection in self._connections.values():
             connection.send_bytes(data)
 
@@ -160,6 +172,12 @@ class PipeChannel:
 
     def heartbeats(self) -> Mapping[int, float]:
         return {rank: self._heartbeats[rank] for rank in self._connections}
+
+    def broken(self) -> MinisglError | None:
+        return None
+
+    def send_failure(self, reason: MinisglError) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

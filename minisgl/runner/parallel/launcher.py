@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Protocol
 
+from minisgl.distributed.layout import RankLayout
 from minisgl.runner.parallel.channel import RankEnd, Waitable
 from minisgl.runner.parallel.worker import RankSpec, run_rank
 
@@ -63,12 +64,18 @@ class Launcher(Protocol):
 class SpawnLauncher:
     """Runs ranks as processes on this machine, one GPU each, which end with the starting thread."""
 
-    def __init__(self, context: SpawnContext) -> None:
+    def __init__(self, context: SpawnContext, layout: RankLayout) -> None:
         self._context = context
+        self._layout = layout
         self._processes: dict[int, SpawnProcess] = {}
 
     def placed(self, spec: RankSpec) -> RankSpec:
-        return replace(spec, local_rank=spec.rank, num_local_ranks=spec.config.tp)
+        layout = self._layout
+        return replace(
+            spec,
+            local_rank=layout.local_rank(spec.rank),
+            num_local_ranks=layout.ranks_per_node,
+        )
 
     def start(self, specs: Sequence[RankSpec], ends: Sequence[RankEnd]) -> None:
         # The new processes inherit blocked signals, and keep them blocked until they ignore them.

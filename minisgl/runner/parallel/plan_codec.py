@@ -2,11 +2,13 @@
 
 In steady decode a plan differs from the last one only in the number of the step and the length of
 its longest row, each larger by one; it is sent as the single byte AGAIN. Other plans are sent
-without their decode slots if these have not changed.
+without their decode slots if these have not changed. In a pipeline, whose groups of rows take
+turns, all this is in comparison with the plan as many steps before as there are stages.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,22 +28,23 @@ _Message = tuple[bool, StepPlan]
 class PlanEncoder:
     """Encodes all plans in launch order. A plan for which it raises must not be sent."""
 
-    def __init__(self) -> None:
-        self._last = StepPlan(0, ())
+    def __init__(self, num_stages: int = 1) -> None:
+        self._plans = _last_plans(num_stages)
         self._msgpack = msgspec.msgpack.Encoder()
 
     def encode(self, plan: StepPlan) -> bytes:
-        last = self._last
+        last = self._plans[0]
         same_batch = plan.decode_slots is last.decode_slots
         if (
             same_batch
             and not (plan.chunks or plan.joins or plan.grants or plan.copies)
-            and plan.step == last.step + 1
+            and plan.step == self._plans[-1].step + 1
             and plan.longest_decode == last.longest_decode + 1
             and plan.epoch == last.epoch
             and plan.max_run == last.max_run
             and plan.masked_slots == last.masked_slots
             and plan.deferred == last.deferred
+            and plan.lag == last.lag
         ):
             data = AGAIN
         else:
@@ -49,8 +52,13 @@ class PlanEncoder:
             joins = tuple(map(_without_text, plan.joins))
             message: _Message = same_batch, replace(plan, decode_slots=slots, joins=joins)
             data = self._msgpack.encode(message)
-        self._last = plan
+        self._plans.append(plan)
         return data
+
+
+def _last_plans(num_stages: int) -> deque[StepPlan]:
+    """The last plans, before the first: the next one is compared with the first of these."""
+    return deque([StepPlan(0, ())] * num_stages, num_stages)
 
 
 def _without_text(join: SlotJoin) -> SlotJoin:
@@ -71,25 +79,26 @@ class PlanDecoder:
     """Decodes the messages of one PlanEncoder, in order. Yields its plans without stop strings;
     unchanged decode slots are the same object."""
 
-    def __init__(self) -> None:
-        self._last = StepPlan(0, ())
+    def __init__(self, num_stages: int = 1) -> None:
+        self._plans = _last_plans(num_stages)
         self._msgpack = msgspec.msgpack.Decoder(_Message)
 
     def decode(self, data: bytes) -> StepPlan:
-        last = self._last
+        last = self._plans[0]
         if data == AGAIN:
             plan = StepPlan(
-                step=last.step + 1,
+                step=self._plans[-1].step + 1,
                 decode_slots=last.decode_slots,
                 longest_decode=last.longest_decode + 1,
                 epoch=last.epoch,
                 max_run=last.max_run,
                 masked_slots=last.masked_slots,
                 deferred=last.deferred,
+                lag=last.lag,
             )
         else:
             same_batch, plan = self._msgpack.decode(data)
             if same_batch:
                 plan = replace(plan, decode_slots=last.decode_slots)
-        self._last = plan
+        self._plans.append(plan)
         return plan

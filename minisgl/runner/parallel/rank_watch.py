@@ -70,21 +70,30 @@ class RankWatch:
         same_step = step == self._step and self.num_launched >= step
         self._step, self._waited_s = step, self._waited_s + elapsed if same_step else 0.0
 
-    def verdict(self, states: Mapping[int, ProcessState]) -> MinisglError | None:
-        """The error because of which the ranks cannot go on; None while they can."""
+    def verdict(
+        self, states: Mapping[int, ProcessState], broken: MinisglError | None = None
+    ) -> MinisglError | None:
+        """The error because of which the ranks cannot go on; None while they can.
+
+        broken: why those of another machine cannot. It counts less than the end of a process here,
+        which may have led to it, and more than an error here, to which it may have led.
+        """
         for rank, state in states.items():
             ended = state.exit_code is not None or rank in self._disconnected
             if ended and rank not in self._failed:
                 return EngineStoppedError(
                     f"Rank {rank} (process {state.pid}) {_end_of(state.exit_code)}."
                 )
+        if broken is not None:
+            return broken
         for rank, failed in self._failed.items():
             return error_of(failed.kind)(f"Rank {rank} failed: {failed.message}")
         for rank, silence in self.silence.items():
             if silence > SILENCE_LIMIT_S or min(silence, self._waited_s) > self._step_timeout_s:
+                # Of a rank on another machine the process is not known.
+                process = f" (process {states[rank].pid})" if rank in states else ""
                 return EngineStoppedError(
-                    f"Rank {rank} (process {states[rank].pid}) has given no sign of life for "
-                    f"{silence:.0f} s."
+                    f"Rank {rank}{process} has given no sign of life for {silence:.0f} s."
                 )
         return None
 

@@ -1,4 +1,5 @@
-"""Rank 0's view of the other ranks, which one thread starts, watches and ends."""
+"""The view that rank 0, or the process of another node, has of ranks in other processes: one thread
+starts, watches and ends them."""
 
 from __future__ import annotations
 
@@ -6,16 +7,17 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
-from minisgl.errors import EngineStoppedError
+from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
 from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankTransferred
 from minisgl.runner.parallel.launcher import Launcher
+from minisgl.runner.parallel.mask_ring import StepMasks
 from minisgl.runner.parallel.plan_codec import SAMPLE, encode_transfers
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
@@ -35,17 +37,28 @@ class RemoteRanks:
     The ranks are killed when the watching thread ends, at the latest with this process.
     """
 
-    def __init__(self, own: RankSpec, launcher: Launcher, channel: Channel) -> None:
-        """Return at once. own: the spec of rank 0; the others differ only in their numbers."""
-        others = range(1, own.config.tp)
+    def __init__(
+        self,
+        own: RankSpec,
+        launcher: Launcher,
+        channel: Channel,
+        ranks: Iterable[int],
+        elsewhere: Iterable[int] = (),
+        *,
+        may_hang: bool,
+    ) -> None:
+        """Return at once. own: the spec of one of the ranks; they differ only in their numbers.
+        ranks: those to start. elsewhere: those that other nodes start, which are only watched.
+        may_hang: steps of this process may never end without the ranks; it then has to exit."""
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
-        self.on_gpu = own.config.device == "cuda"
         # Called when a rank has ended a transfer, with its id and the number of pages.
         self.transferred: Callable[[int, int], None] = lambda transfer, num_pages: None
-        self._specs = [launcher.placed(replace(own, rank=rank)) for rank in others]
+        self.may_hang = may_hang
+        self._specs = [launcher.placed(replace(own, rank=rank)) for rank in ranks]
         self._rendezvous = own.rendezvous
         self._launcher = launcher
         self._channel = channel
+        others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.config.step_timeout)
         self._changed = threading.Condition()  # for _watch.ready and lost
         self._ending = False
@@ -69,35 +82,36 @@ class RemoteRanks:
         """Block until all ranks have loaded; raises the reason if one cannot. report: called with
         the fraction of ranks that have loaded, 0 to 1."""
         with self._changed:
-            while len(self._watch.ready) < len(self._specs) and not self.lost.done():
-                report(len(self._watch.ready) / len(self._specs))
+            num_ranks = len(self._watch.silence)
+            while len(self._watch.ready) < num_ranks and not self.lost.done():
+                report(len(self._watch.ready) / num_ranks)
                 self._changed.wait()
         if self.lost.done():
             self.lost.result()
 
-    def send(self, plan: bytes) -> None:
-        """Send an encoded plan to every rank. Raises EngineStoppedError."""
+    def send(self, plan: bytes, masks: StepMasks | None = None) -> None:
+        """Send an encoded plan to every rank, and its masks. Raises EngineStoppedError."""
         self._watch.num_launched += 1
-        self._send(plan)
+        self._send(plan, masks)
 
-    def send_sampling(self) -> None:
+    def send_sampling(self, masks: StepMasks) -> None:
         """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
-        self._send(SAMPLE)
+        self._send(SAMPLE, masks)
 
     def send_transfers(self, transfers: Sequence[Transfer]) -> None:
         """Let every rank begin transfers, as `send` does."""
-        self._send(encode_transfers(transfers))
+        self._send(encode_transfers(transfers), None)
 
     def masks(self, plan: StepPlan) -> MaskRows:
         """Memory for the masks of a plan, which every rank finds there."""
         return self._channel.masks(plan)
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes, masks: StepMasks | None) -> None:
         with self._sending:
             if self._ending and not self.lost.done():
                 raise EngineStoppedError("The ranks have been told to end.")
             try:
-                self._channel.send(data)
+                self._channel.send(data, masks)
             except OSError as error:
                 raise self.lose(EngineStoppedError("A rank cannot be reached.")) from error
 
@@ -136,13 +150,16 @@ class RemoteRanks:
         self.kill()
         atexit.unregister(self.kill)
 
-    def kill(self) -> None:
+    def kill(self, reason: BaseException | None = None) -> None:
+        """Kill the ranks and wait for their end. reason: why, for other nodes."""
         self._ending = True
+        if isinstance(reason, MinisglError):
+            self._channel.send_failure(reason)
         self._launcher.kill(CLOSE_LIMIT_S)
         self._gone.set()
 
     def close_rendezvous(self) -> None:
-        """Free the rendezvous. On a GPU, call it only after the group is closed or at exit."""
+        """Free the rendezvous. Where steps may hang, only after the group is closed or at exit."""
         self._rendezvous.close()
 
     def fail(self, reason: Exception) -> None:
@@ -152,10 +169,10 @@ class RemoteRanks:
                 return
             self.lost.set_exception(reason)
             self._changed.notify_all()
-        self.kill()
-        if self.on_gpu:
-            # A kernel of this process may wait for a dead rank for ever, and an orderly exit would
-            # wait for the kernel. So exit, after callers have had time to report the error.
+        self.kill(reason)
+        if self.may_hang:
+            # A step of this process may wait for a dead rank for ever, and an orderly exit would
+            # wait for the step. So exit, after callers have had time to report the error.
             leaving = threading.Timer(EXIT_AFTER_S, self._exit)
             leaving.daemon = True
             leaving.start()
@@ -190,4 +207,4 @@ class RemoteRanks:
             self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
 
     def _verdict(self) -> Exception | None:
-        return self._watch.verdict(self._launcher.states())
+        return self._watch.verdict(self._launcher.states(), self._channel.broken())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 
 class Rendezvous(Protocol):
@@ -42,3 +43,37 @@ class FileRendezvous:
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TcpRendezvous:
+    """A store that node 0 serves to ranks on several machines. Unlike the connections between
+    nodes, those to the store are not authenticated."""
+
+    host: str  # IP address
+    port: int
+
+    def store(self) -> Store:
+        return TCPStore(self.host, self.port, is_master=False)
+
+    def close(self) -> None:
+        """Free nothing: the store ends with the object that `serve_store` returns."""
+
+
+def serve_store(host: str) -> tuple[Store, TcpRendezvous]:
+    """Serve a store at a free port of an IP address, for as long as it is referenced. Raises
+    OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        port: int = listener.getsockname()[1]
+        # Left to itself, the store would listen on every address of the machine.
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    return store, TcpRendezvous(host, port)

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: loads a shard of the model, then runs rank 0's plans.
+"""The process of a rank other than 0: loads its part of the model, then runs rank 0's plans.
 
 It ends after the close message, when rank 0's process has died, and on any error. After an error it
 exits at once, because other ranks may wait for it in a collective.
@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 from minisgl.config import ResolvedConfig
-from minisgl.distributed.communicator import Communicator
 from minisgl.distributed.group import join_group
+from minisgl.distributed.interfaces import LOOPBACK
+from minisgl.distributed.layout import RankLayout
+from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report, load_runner, rank_device
@@ -48,6 +50,7 @@ class RankSpec:
     model_config: ModelConfig
     folder: Path
     rendezvous: Rendezvous
+    interface: str | None = LOOPBACK  # on which ranks listen for each other; None: they choose
 
 
 def run_rank(spec: RankSpec, end: RankEnd) -> None:
@@ -78,15 +81,15 @@ def exit_with(end: RankEnd, error: BaseException) -> None:
 
 
 def _serve(spec: RankSpec, end: RankEnd) -> None:
-    runner, ranks = join_and_load(spec)
+    runner, pipeline = join_and_load(spec)
     end.report(RankReady())
-    _run_plans(runner, end)
+    _run_plans(runner, end, spec.config.pp)
     runner.close()
-    ranks.close()
+    pipeline.close()
 
 
-def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Communicator]:
-    """Join the group and load this rank's shard of the model. Every rank calls it, rank 0 too.
+def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRunner, Pipeline]:
+    """Join the groups and load this rank's part of the model. Every rank calls it, rank 0 too.
 
     Blocks for seconds or minutes, until all ranks have loaded.
     """
@@ -98,27 +101,34 @@ def join_and_load(spec: RankSpec, report: Report | None = None) -> tuple[ModelRu
     device = rank_device(config, spec.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ranks = join_group(
+    ranks, pipeline = join_group(
         spec.rendezvous.store(),
         spec.rank,
-        config.tp,
+        RankLayout(tp=config.tp, pp=config.pp, num_nodes=config.nnodes),
         device,
         hidden_size=spec.model_config.hidden_size,
         dtype=getattr(torch, config.dtype),
         plain=config.disable_pynccl,
+        interface=spec.interface,
     )
     try:
         runner = load_runner(
-            config, spec.model_config, spec.folder, report, ranks, local_rank=spec.local_rank
+            config,
+            spec.model_config,
+            spec.folder,
+            report,
+            ranks,
+            pipeline,
+            local_rank=spec.local_rank,
         )
     except BaseException:
         if device.type == "cpu":
-            ranks.close()
+            pipeline.abandon()
         raise
-    return runner, ranks
+    return runner, pipeline
 
 
-def _run_plans(runner: ModelRunner, end: RankEnd) -> None:
+def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
     """Launch the plans of rank 0 until the close message, and wait for their steps."""
     launched: queue.SimpleQueue[StepHandle | None] = queue.SimpleQueue()
 
@@ -139,7 +149,7 @@ def _run_plans(runner: ModelRunner, end: RankEnd) -> None:
 
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
-    decoder = PlanDecoder()
+    decoder = PlanDecoder(num_stages)
     deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
         if data.startswith(TRANSFER):

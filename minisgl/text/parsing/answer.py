@@ -30,11 +30,14 @@ class AnswerParser:
         hidden: Iterable[str] = (),
         in_reasoning: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
+        only_calls: bool = False,
     ) -> None:
         """`marker_ids`: the markers that are one token, which are found by it and never by text.
 
         `hidden` are markers without a text where they are no markup. `in_reasoning`: the prompt has
         opened a block. `tools`: the JSON Schemas of the arguments, by the names of the tools.
+        `only_calls`: nothing but calls is written, so that what is left of one that was cut in
+        front of its arguments is no content.
         """
         self.num_reasoning_tokens = 0
         self._has_closed = False  # a block
@@ -44,6 +47,7 @@ class AnswerParser:
         spellings = {mark: text for text, mark in marks.items()}
         spellings |= {marks[text]: "" for text in hidden if text in marks}
         self._calls = calls
+        self._only_calls = only_calls
         self._reader = Reader()
         self._emitter = Emitter(spellings)
         spelled = [*(calls.markers if calls else ())]
@@ -86,6 +90,8 @@ class AnswerParser:
         `natural`: the model has ended it, so what is open is complete as it stands.
         """
         self._reader.end(natural)
+        if self._only_calls and not natural:
+            self._emitter.mute_content()
         self._advance(rest)
         return self._emitter.take()
 

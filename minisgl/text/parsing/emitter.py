@@ -36,6 +36,7 @@ class Emitter:
         self._dropped = ""  # the characters that are no text until another one comes
         self._held = ""
         self.begun = False  # text has been emitted since the last markup
+        self._is_muted = False
 
     def take(self) -> list[Event]:
         """The events since the last call."""
@@ -61,6 +62,10 @@ class Emitter:
         if len(self._held) > MAX_HELD_CHARS:
             self._put(self._held[:-MAX_HELD_CHARS])
             self._held = self._held[-MAX_HELD_CHARS:]
+
+    def mute_content(self) -> None:
+        """Leave out all content from here on."""
+        self._is_muted = True
 
     def open_reasoning(self) -> None:
         self._drop("\n")
@@ -98,7 +103,10 @@ class Emitter:
 
     def _put(self, text: str) -> None:
         self.begun = True
-        self._events.append(ReasoningText(text) if self.is_reasoning else ContentText(text))
+        if self.is_reasoning:
+            self._events.append(ReasoningText(text))
+        elif not self._is_muted:
+            self._events.append(ContentText(text))
 
     def _spelled(self, text: str) -> str:
         if not self._spellings or text.isascii():

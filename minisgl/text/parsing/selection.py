@@ -67,11 +67,13 @@ class AnswerFormat:
         in_reasoning: bool = False,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         parse_calls: bool = True,
+        only_calls: bool = False,
         skip_special_tokens: bool = True,
     ) -> AnswerParser | None:
         """A parser for one answer; None where there is nothing to parse.
 
         `in_reasoning`: see `opens_reasoning`. `tools`: the JSON Schemas of the arguments by name.
+        `only_calls`: nothing else is written, apart from reasoning.
         """
         calls = self.calls if parse_calls else None
         if calls is None and self.reasoning is None:
@@ -84,6 +86,7 @@ class AnswerFormat:
             hidden=self.special if skip_special_tokens else (),
             in_reasoning=in_reasoning,
             tools=tools,
+            only_calls=only_calls,
         )
 
     def opens_reasoning(self, tokenizer: Vocabulary, prompt_token_ids: Sequence[int]) -> bool:

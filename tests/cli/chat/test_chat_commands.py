@@ -152,6 +152,8 @@ async def test_a_system_prompt_may_have_several_lines() -> None:
         ('stop ["a", "b"]', "stop", ["a", "b"]),
         ("stop_token_ids [1, 2]", "stop_token_ids", [1, 2]),
         ("stop_token_ids 7", "stop_token_ids", [7]),
+        ("allowed_token_ids 7", "allowed_token_ids", [7]),
+        ("bad_words 5", "bad_words", ["5"]),
         ('logit_bias {"7": -5}', "logit_bias", {7: -5}),
     ],
 )

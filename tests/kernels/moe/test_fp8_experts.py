@@ -24,7 +24,7 @@ from minisgl.kernels.moe.fp8.config import choose_tiles
 from minisgl.kernels.moe.fp8.product import TensorCoreExperts
 from minisgl.kernels.moe.quantized import Fp8Experts
 from minisgl.kernels.moe.reference import Routing
-from minisgl.kernels.tuning import H200, FewTiles, ManyTiles
+from minisgl.kernels.tuning import H200
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -100,14 +100,10 @@ def test_tiles_fit_into_shared_memory(in_blocks: bool, size: int, shared_bytes: 
     kinds = set()
     for num_rows in (1, 2, 8, 32, 64, 128, 256, 384, 768, 1024, 6144, 8192, 16384):
         how = choose_tiles(num_rows, experts, routing, tuning)
-        products = [(how.inner, 2, 128)]
-        if isinstance(how, ManyTiles):
-            products.append((how.outer, 1, width if in_blocks else 128))
-        else:
-            assert num_rows == 1 and isinstance(how, FewTiles)
+        products = [(how.inner, 2, 128), (how.outer, 1, width if in_blocks else 128)]
         for product, halves, block_k in products:
             tile = (product.block_n * halves + product.block_m) * block_k + 4 * product.block_m
             assert product.block_k == block_k
             assert product.num_stages >= 2 and tile * product.num_stages <= shared_bytes
         kinds.add(how)
-    assert len(kinds) == 6
+    assert len(kinds) == 5

@@ -64,6 +64,7 @@ def plans(draw: st.DrawFn) -> list[StepPlan]:
         rest: dict[str, object] = {
             "masked_slots": draw(st.just(()) | st.just(batch)),
             "deferred": draw(st.booleans()),
+            "lag": draw(st.just(1) | st.integers(1, 3)),
         }
         if draw(st.booleans()):
             rest |= {
@@ -154,3 +155,14 @@ def test_steady_decode_sends_one_byte() -> None:
     data = encoder.encode(grown)
     assert len(data) < 200
     assert as_tuples(decoder.decode(data)) == grown
+
+
+def test_steady_decode_of_groups_that_take_turns_sends_one_byte() -> None:
+    encoder, decoder = PlanEncoder(3), PlanDecoder(3)
+    groups = [tuple(range(first, first + 50)) for first in (0, 50, 100)]
+    for step in range(1, 10):
+        place = step % 3
+        plan = StepPlan(step, groups[place], longest_decode=100 * place + step // 3, lag=3)
+        data = encoder.encode(plan)
+        assert (data == AGAIN) == (step > 3)
+        assert decoder.decode(data) == plan

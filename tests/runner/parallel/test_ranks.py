@@ -23,6 +23,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
+from support.fake_matcher import FakeMatcher, tokens_after
 from support.http_server import HELLO, free_port, wait_for_health
 from support.parity import load_engine
 from support.serving import demo_engine
@@ -131,9 +132,10 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
     return reason
 
 
-async def test_a_killed_rank_ends_every_answer_and_is_named() -> None:
+@pytest.mark.parametrize("option", ["tp", "pp"])
+async def test_a_killed_rank_ends_every_answer_and_is_named(option: str) -> None:
     hook = sys.excepthook
-    async with await demo_engine(tp=2) as engine:
+    async with await demo_engine(**{option: 2}) as engine:
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
         started = time.monotonic()
         reason = await fail_two_answers(engine, signal.SIGKILL)
@@ -155,6 +157,21 @@ async def test_ranks_that_are_asked_to_exit_are_not_killed(temporary: Path) -> N
             pass
     assert process.exitcode == 0
     assert modes_in(temporary) == []
+
+
+async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
+    """The first stage must not wait for tokens that are never sampled."""
+    async with await demo_engine(pp=2) as engine:
+        [process] = multiprocessing.active_children()
+        rule = tokens_after(engine.vocab_size)
+        stream = engine.submit([1, 2, 3], ENDLESS, matcher=FakeMatcher(rule))
+        plain = engine.submit([1, 2, 4], ENDLESS)
+        for _ in range(5):
+            await anext(stream)
+        while engine._deferred is None:
+            await anext(stream)
+        plain.abort()
+    assert process.exitcode == 0
 
 
 async def test_a_new_engine_can_start_after_a_rank_died(

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.nodes import until
 
-from minisgl.errors import CheckpointError, EngineStoppedError
+from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.runner.parallel.channel import Message, RankEnd, RankFailed, RankReady, Waitable
 from minisgl.runner.parallel.launcher import ProcessState
+from minisgl.runner.parallel.mask_ring import StepMasks
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
 from minisgl.runner.parallel.worker import RankSpec
@@ -46,6 +48,8 @@ class QueueChannel:
         self.received: queue.Queue[tuple[int, Message | None]] = queue.Queue()
         self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
         self.unreachable = False
+        self.failure: MinisglError | None = None
+        self.told: list[MinisglError] = []
 
     def end_of(self, rank: int) -> QueueEnd:
         return self.ends[rank]
@@ -53,7 +57,7 @@ class QueueChannel:
     def launched(self) -> None:
         pass
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, masks: StepMasks | None = None) -> None:
         if self.unreachable:
             raise OSError
         for end in self.ends.values():
@@ -73,6 +77,12 @@ class QueueChannel:
 
     def heartbeats(self) -> Mapping[int, float]:
         return {rank: end.num_beats for rank, end in self.ends.items()}
+
+    def broken(self) -> MinisglError | None:
+        return self.failure
+
+    def send_failure(self, reason: MinisglError) -> None:
+        self.told.append(reason)
 
 
 class TwoMachines:
@@ -108,12 +118,13 @@ class TwoMachines:
 
 @contextmanager
 def remote_ranks() -> Iterator[tuple[RemoteRanks, TwoMachines, QueueChannel]]:
-    config: Any = SimpleNamespace(tp=NUM_RANKS, device="cpu", step_timeout=100.0)
+    config: Any = SimpleNamespace(num_ranks=NUM_RANKS, device="cpu", step_timeout=100.0)
     model_config: Any = None
     launcher, channel = TwoMachines(), QueueChannel()
     folder = Path("nowhere")
     own = RankSpec(0, 0, 1, config, model_config, folder, FileRendezvous(folder))
-    ranks = RemoteRanks(launcher.placed(own), launcher, channel)
+    others = range(1, NUM_RANKS)
+    ranks = RemoteRanks(launcher.placed(own), launcher, channel, others, may_hang=False)
     try:
         ranks.wait_ready(lambda fraction: None)
         yield ranks, launcher, channel
@@ -150,6 +161,7 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         channel.ends[2].report(RankFailed("CheckpointError", "no weights"))
         reason = reason_of(ranks)
         assert isinstance(reason, CheckpointError) and str(reason) == "Rank 2 failed: no weights"
+        until(lambda: channel.told == [reason])  # the other machines hear of it
         assert set(launcher.exit_codes.values()) == {-9}
     with remote_ranks() as (ranks, launcher, channel):
         launcher.exit_codes[3] = -15
@@ -157,6 +169,14 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
     with remote_ranks() as (ranks, _, channel):
         channel.received.put((1, None))
         assert str(reason_of(ranks)) == "Rank 1 (process 101) is ending."
+    with remote_ranks() as (ranks, _, channel):
+        channel.failure = EngineStoppedError("Node 1 has closed the connection.")
+        channel.ends[3].report(RankFailed("RuntimeError", "no answer"))  # which follows from it
+        assert reason_of(ranks) is channel.failure
+    with remote_ranks() as (ranks, launcher, channel):
+        launcher.exit_codes[3] = -9
+        channel.failure = EngineStoppedError("Node 1: Rank 4 failed.")  # which follows from that
+        assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGKILL."
     with remote_ranks() as (ranks, _, channel):
         channel.unreachable = True
         with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):

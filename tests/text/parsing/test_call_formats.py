@@ -13,11 +13,13 @@ from support.parsed_answers import (
     PLAIN,
     QWEN,
     Parsed,
+    fed_in_runs,
     form_of,
     parse,
     parsed,
     replay,
 )
+from support.tool_cases import hermes
 from support.toy_tokenizers import spelled_backend, wrap
 from tokenizers import Tokenizer as Backend
 
@@ -416,3 +418,37 @@ def test_calls_are_found_in_the_tokens_of_sentencepiece() -> None:
     tokenizer = Tokenizer(wrap(backend), "toy")
     got = parse(tokenizer, "mistral", 'Ünïcödé 👍 [TOOL_CALLS]f[ARGS]{"a": "ö 👍"}')
     assert got == Parsed("", "Ünïcödé 👍", [("f", '{"a": "ö 👍"}')], 1)
+
+
+ALL_CALLS: dict[str, tuple[Tokenizer, str, str]] = {
+    "hermes": (QWEN, "hermes", hermes("f", {"a": 1}) + "\n" + hermes("g", {})),
+    "hermes_in_letters": (PLAIN, "hermes", hermes("f", {"a": 1}) + "\n" + hermes("g", {})),
+    "xml": (
+        QWEN,
+        "qwen3_coder",
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
+    ),
+    "llama": (LLAMA, "llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"name": "g"}'),
+    "python": (PLAIN, "pythonic", "[f(a=1), g()]"),
+    "mistral": (MISTRAL, "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}'),
+    "mistral_list": (
+        OLD_MISTRAL,
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ALL_CALLS)
+def test_of_calls_that_were_cut_anywhere_nothing_is_content(case: str) -> None:
+    tokenizer, parser, answer = ALL_CALLS[case]
+    form = form_of(tokenizer, parser)
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    for length in range(len(ids) + 1):
+        options: Any = {"natural": False, "only_calls": True, "tools": {"f": {}, "g": {}}}
+        whole = replay(tokenizer, form, ids[:length], **options)
+        assert whole == fed_in_runs(tokenizer, form, ids[:length], range(1, length), **options)
+        assert parsed(whole).content == ""
+        assert [name for name, _ in parsed(whole).calls] in ([], ["f"], ["f", "g"])
+    assert [name for name, _ in parsed(whole).calls] == ["f", "g"]

@@ -176,6 +176,17 @@ class WeightOnlyInt4Product(WeightOnlyProduct, Int4Product):
     def make_words(self, dtype: torch.dtype) -> WeightWords:
         return int4_words(*self.weight, dtype)
 
+    def prepare(self, dtype: torch.dtype) -> None:
+        super().prepare(dtype)
+        if self.kernels is not None and self.weight.data.is_cuda:
+            self.forget_scales()
+
+    def forget_scales(self) -> None:
+        """Let go of the checkpoint's scales and zero points, which the words have in them. Their
+        shapes stay, and reading one is an error."""
+        data, scale, zero = self.weight
+        self.weight = Int4Weights(data, scale.to("meta"), None if zero is None else zero.to("meta"))
+
     def reference(self, x: Tensor) -> Tensor:
         return Int4Product.__call__(self, x)
 

@@ -17,7 +17,7 @@ class _UnderWay:
     num_pages: int
 
 
-class Agreement:
+class Transfers:
     """Waits for the transfers of all ranks. Thread-safe."""
 
     def __init__(self, num_ranks: int) -> None:

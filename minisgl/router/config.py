@@ -1,0 +1,40 @@
+"""The options of several replicas. Imports nothing heavy, so that --help is fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from minisgl.config import check_at_least, check_types, option, refuse
+from minisgl.errors import one_of
+from minisgl.router.policies import CACHE, POLICIES
+
+GROUP = "Replicas"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The options as the user gave them; raises ConfigError for an invalid value."""
+
+    replicas: int = option(
+        1, "Number of engines behind the address, each with --tp GPUs of its own.", group=GROUP
+    )
+    router_policy: str = option(
+        CACHE,
+        "Which replica gets a request: cache (the one with its longest cached prefix, unless its "
+        "load is uneven), least-loaded or round-robin.",
+        group=GROUP,
+    )
+    router_processes: int = option(
+        1, "Number of processes that route, where one is not enough.", group=GROUP
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_at_least(self, "replicas", 1)
+        check_at_least(self, "router_processes", 1)
+        if self.router_policy not in POLICIES:
+            refuse(self, "router_policy", one_of(POLICIES))
+        if self.replicas == 1:
+            for spec in fields(self):
+                if getattr(self, spec.name) != spec.default:
+                    refuse(self, spec.name, "requires --replicas 2 or more")

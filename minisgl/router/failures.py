@@ -1,0 +1,43 @@
+"""The end of a stream whose replica has ended, in the form of the API of its path."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+from starlette.types import Scope
+
+from minisgl.errors import EngineStoppedError
+from minisgl.server.access_log import request_id
+from minisgl.server.encoding import DONE, error_body, event, typed_event
+from minisgl.server.messages_api import errors
+from minisgl.server.messages_api.paths import is_of_messages
+from minisgl.server.root_path import route_path
+
+RESPONSES = "/v1/responses"
+
+
+class ReplicaLostError(EngineStoppedError):
+    """A replica ended before its answer."""
+
+    code = "replica_lost"
+
+    def __init__(self) -> None:
+        super().__init__("The replica that answered has ended; send the request again.")
+
+
+class ResponseError(Struct, tag_field="type", tag="error"):
+    """The error event of the Responses API."""
+
+    code: str | None
+    message: str
+    param: str | None
+
+
+def last_events(scope: Scope, error: Exception) -> bytes:
+    """What ends a stream that has begun to answer a request."""
+    if is_of_messages(scope):
+        return typed_event(errors.error_body(error, request_id(scope)))
+    body = error_body(error)
+    if route_path(scope) == RESPONSES:
+        details = body.error
+        return typed_event(ResponseError(details.code, details.message, details.param))
+    return event(body) + DONE

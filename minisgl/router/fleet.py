@@ -1,0 +1,139 @@
+"""The replicas as one routing process sees them: which take requests, and what each has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from minisgl.router.table import RouteTable
+from minisgl.router.upstream import Upstream, UpstreamLostError
+from minisgl.server.engine_state import NotReadyError
+
+MAX_IDLE = 256  # connections to a peer
+MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What the parent process says of a replica."""
+
+    is_ready: bool = False
+    start: int = 0  # counts its starts; each begins with an empty cache
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A server on a Unix socket, with the connections of this process to it."""
+
+    index: int
+    path: str
+    idle: list[Upstream] = field(default_factory=list)
+
+    async def connect(self) -> Upstream:
+        """A connection that may be asked; raises UpstreamLostError."""
+        while self.idle:
+            upstream = self.idle.pop()
+            if upstream.is_free:
+                return upstream
+        loop = asyncio.get_running_loop()
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                _, upstream = await loop.create_unix_connection(Upstream, self.path)
+                return upstream
+            except OSError as error:
+                if error.errno != errno.EAGAIN:  # so many connections at once wait there
+                    break
+                await asyncio.sleep(PAUSE_S)
+        raise UpstreamLostError
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a document; raises UpstreamLostError."""
+        upstream = await self.connect()
+        try:
+            request = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
+            head = await upstream.ask(request, relays=False)
+            return head.status, b"".join([piece async for piece in upstream.pieces()])
+        finally:
+            self.give_back(upstream)
+
+    def give_back(self, upstream: Upstream) -> None:
+        """Keep a connection for the next request, if its answer is complete."""
+        if upstream.is_free and len(self.idle) < MAX_IDLE:
+            self.idle.append(upstream)
+        else:
+            with suppress(RuntimeError):  # closed already
+                upstream.abort()
+
+
+@dataclass(slots=True, eq=False)
+class Replica(Peer):
+    """A replica, as far as this process knows it."""
+
+    state: ReplicaState = field(default_factory=ReplicaState)
+    num_open: int = 0  # requests
+
+
+class Fleet:
+    """All replicas, and the table by which requests are sent to them."""
+
+    def __init__(self, paths: Sequence[str], policy: str) -> None:
+        self.replicas = [Replica(index, path) for index, path in enumerate(paths)]
+        self.is_draining = False
+        self.num_sent: Counter[int] = Counter()  # requests, by replica
+        self.num_resent = 0
+        # Called with each key, and the index and the start of the replica that it was sent to.
+        self.tell: Callable[[bytes, int, int], None] | None = None
+        self._table: RouteTable[int] = RouteTable(policy)
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.state.is_ready]
+
+    @property
+    def num_open(self) -> int:
+        return sum(replica.num_open for replica in self.replicas)
+
+    def update(self, states: Sequence[ReplicaState]) -> None:
+        """Take the states that the parent process reports, one for each replica."""
+        for replica, state in zip(self.replicas, states, strict=True):
+            if state.start != replica.state.start:
+                self._table.gone(replica.index)
+            replica.state = state
+
+    def check_ready(self) -> list[Replica]:
+        """The replicas that take requests; raises NotReadyError if there is none."""
+        if self.is_draining:
+            raise NotReadyError("draining", "The server is shutting down.")
+        ready = self.ready
+        if not ready:
+            code, why = "loading", "The model is still loading"
+            if any(replica.state.start > 1 for replica in self.replicas):
+                code, why = "dead", "Every replica has ended, and is being started again"
+            count = len(self.replicas)
+            raise NotReadyError(code, f"{why} (ready: 0 of {count} replicas).")
+        return ready
+
+    def choose(self, key: bytes | None, avoided: Collection[Replica] = ()) -> Replica:
+        """The replica for a request, not one of `avoided` if there are others.
+
+        key: None if the request neither reads nor fills a cache. Raises NotReadyError.
+        """
+        ready = self.check_ready()
+        candidates = [replica for replica in ready if replica not in avoided] or ready
+        if key is None:
+            return min(candidates, key=lambda replica: replica.num_open)
+        loads = {replica.index: replica.num_open for replica in candidates}
+        chosen = self._table.choose(key, loads)
+        self._table.sent(key, chosen)
+        if self.tell is not None:
+            self.tell(key, chosen, self.replicas[chosen].state.start)
+        return self.replicas[chosen]
+
+    def hear(self, key: bytes, index: int, start: int) -> None:
+        """Note what another routing process has sent to a replica."""
+        if self.replicas[index].state.start == start:
+            self._table.sent(key, index)

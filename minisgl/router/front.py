@@ -1,0 +1,206 @@
+"""What clients talk to: the routing of one process, and several processes that route."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from minisgl.router.app import create_router_app
+from minisgl.router.connection import ClientConnection
+from minisgl.router.fleet import Fleet, Peer, ReplicaState
+from minisgl.router.gossip import Gossip
+from minisgl.router.lifeline import end_with_parent, hear, remove_sockets, start_child, tell
+from minisgl.server.config import ServerConfig
+from minisgl.server.connection import room_for_connections
+from minisgl.server.hosts import hosts_of
+from minisgl.server.process import Server, bind, http_settings, new_event_loop
+
+logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0  # between the end of a routing process and its next start
+TOLD = ".told"  # after the path of a process's socket: of that for gossip
+CLOSE_S = 10.0  # for its connections, when all requests have ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSpec:
+    """What a routing process is told first."""
+
+    index: int
+    server: ServerConfig
+    policy: str
+    replica_paths: tuple[str, ...]
+    router_paths: tuple[str, ...] = ()  # of the private sockets of all, if there are several
+    listener_fd: int = -1  # of a process of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetUpdate:
+    """What it is told later, when something changes."""
+
+    states: tuple[ReplicaState, ...]
+    is_draining: bool = False
+
+
+class Front(Protocol):
+    """Serves clients, until `close`."""
+
+    async def serve(self) -> None: ...
+    def update(self, update: FleetUpdate) -> None: ...
+    async def close(self) -> None:
+        """End, after the answers that are being written."""
+        ...
+
+
+class Immortal:
+    """A router does not end with an engine."""
+
+    dead = False
+
+
+class OwnFront:
+    """Routes in this process."""
+
+    def __init__(self, spec: FrontSpec, listener: socket.socket) -> None:
+        self._fleet = Fleet(spec.replica_paths, spec.policy)
+        routers = [Peer(index, path) for index, path in enumerate(spec.router_paths)]
+        config = spec.server
+        app = create_router_app(
+            self._fleet, config, hosts_of(config, listener), index=spec.index, routers=routers
+        )
+        room = room_for_connections(0) // 2  # each may have one to a replica
+        public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, ClientConnection)
+        self._servers = [Server(public, Immortal(), room)]
+        self._listeners = [listener]
+        if spec.router_paths:
+            private = http_settings(app, connection=ClientConnection)
+            self._servers.append(Server(private, Immortal(), room))
+            self._listeners.append(bind(ServerConfig(uds=spec.router_paths[spec.index])))
+        self._told_paths = [path + TOLD for path in spec.router_paths]
+        self._index = spec.index
+
+    async def serve(self) -> None:
+        gossip = None
+        if self._told_paths:
+            gossip = Gossip(self._fleet, self._told_paths, self._index)
+        try:
+            await asyncio.gather(
+                *(
+                    server.serve(sockets=[listener])
+                    for server, listener in zip(self._servers, self._listeners, strict=True)
+                )
+            )
+        finally:
+            if gossip is not None:
+                gossip.close()
+
+    def update(self, update: FleetUpdate) -> None:
+        self._fleet.is_draining = update.is_draining
+        self._fleet.update(update.states)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.should_exit = True
+
+
+class FrontProcesses:
+    """Routes in several processes, which take turns on one address."""
+
+    def __init__(
+        self,
+        specs: Sequence[FrontSpec],
+        command: Sequence[str],
+    ) -> None:
+        """command: starts a process, which reads its spec from the lifeline; its index follows."""
+        self._specs = specs
+        self._command = command
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        unknown = (ReplicaState(),) * len(specs[0].replica_paths)
+        self._update = FleetUpdate(states=unknown)
+        self._closing = asyncio.Event()
+
+    async def serve(self) -> None:
+        await asyncio.gather(*map(self._keep, self._specs))
+
+    def update(self, update: FleetUpdate) -> None:
+        self._update = update
+        for child in self._children.values():
+            tell(child, update)
+
+    async def close(self) -> None:
+        self._closing.set()
+        children = [*self._children.values()]
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGTERM)
+        waiting = [asyncio.ensure_future(child.wait()) for child in children]
+        if waiting:
+            await asyncio.wait(waiting, timeout=CLOSE_S)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+        await asyncio.gather(*waiting)
+
+    async def _keep(self, spec: FrontSpec) -> None:
+        """Run a process, and start it again if it ends. Connections wait for it meanwhile."""
+        while not self._closing.is_set():
+            command = (*self._command, str(spec.index))
+            child = await start_child(command, dict(os.environ), [spec.listener_fd])
+            tell(child, spec)
+            tell(child, self._update)
+            self._children[spec.index] = child
+            exit_code = await child.wait()
+            if self._closing.is_set():
+                return
+            logger.error(
+                "Routing process %d has ended (exit code %d); starting it again in %g s",
+                *(spec.index, exit_code, RESTART_S),
+            )
+            await asyncio.sleep(RESTART_S)
+
+
+def run_front() -> int:
+    """The main function of a routing process, which its parent has started."""
+    spec = hear(FrontSpec)
+    if spec is None:
+        return 1
+    with (
+        socket.socket(fileno=spec.listener_fd) as listener,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        runner.run(_serve(spec, listener))
+    own = spec.router_paths[spec.index]
+    remove_sockets(own, own + TOLD)
+    sys.stderr.flush()
+    os._exit(0)  # the lifeline is still being read
+
+
+async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    front = OwnFront(spec, listener)
+    first = hear(FleetUpdate)  # before clients are answered, some of which may have waited for it
+    if first is None:
+        return
+    front.update(first)
+
+    def listen() -> object:
+        update = hear(FleetUpdate)
+        if update is not None:
+            loop.call_soon_threadsafe(front.update, update)
+        return update
+
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    end_with_parent(listen, CLOSE_S)
+    serving = asyncio.ensure_future(front.serve())
+    await stopping.wait()
+    await front.close()
+    await serving

@@ -1,0 +1,57 @@
+"""The keys by which requests are routed: their prompts as the client wrote them.
+
+No tokenizer is needed: requests whose bodies begin alike have prompts that begin alike. What comes
+first in a rendered prompt comes first in the key, and a conversation's next request begins with all
+of this one. What each message has in common with all others is left out, because it is cached
+nowhere.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Raw, Struct
+
+from minisgl.router.table import MAX_KEY_BYTES
+
+# Whose prompts are computed, and cached.
+CACHED_PATHS = (*("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),)
+FRAME = re.compile(rb'"(?:role|content|type|text)"\s*:\s*|"(?:text|message|input_text)"\s*,\s*')
+# Claude Code puts a line with a number of the request in front of its system prompt, which servers
+# leave out.
+NONCE = re.compile(rb'"x-anthropic-billing-header[^"]*"')
+NONE = Raw(b"")
+
+
+class Prompt(Struct):
+    """What a prompt is made of, in the bodies of all APIs."""
+
+    cache_salt: Raw = NONE
+    tools: Raw = NONE
+    system: Raw = NONE
+    instructions: Raw = NONE
+    messages: Raw = NONE
+    input: Raw = NONE
+    prompt: Raw = NONE
+
+
+_decode = msgspec.json.Decoder(Prompt).decode
+
+
+def route_key(path: str, body: bytes, client: str) -> bytes | None:
+    """The key of a POST; None if it leaves nothing in the cache or its body is no request.
+
+    client: whose cache it uses, see server/auth.py. Whether the body is valid is for the engine to
+    say. O(body).
+    """
+    if path not in CACHED_PATHS:
+        return None
+    try:
+        prompt = _decode(body)
+    except (ValueError, RecursionError):
+        return None
+    system = NONCE.sub(b"", bytes(prompt.system)[:MAX_KEY_BYTES])
+    parts = (prompt.tools, system, prompt.instructions, prompt.messages, prompt.input)
+    said = b"".join(FRAME.sub(b"", bytes(part)[:MAX_KEY_BYTES]) for part in parts)
+    return b"\0".join((client.encode(), bytes(prompt.cache_salt), said + bytes(prompt.prompt)))

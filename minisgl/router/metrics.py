@@ -1,0 +1,105 @@
+"""/metrics: the pages of several processes as one, with a label for each, and the router's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from minisgl.router.fleet import Fleet
+from minisgl.server.metrics import Answered
+
+
+@dataclass(slots=True)
+class _Family:
+    """The lines of one metric."""
+
+    comments: list[bytes] = field(default_factory=list)  # of the first page that has it
+    samples: list[bytes] = field(default_factory=list)
+
+
+def join_pages(pages: Mapping[str, bytes], label: str) -> bytes:
+    """Join pages in Prometheus' text format, so that each metric has one place.
+
+    label: the name of a label more, whose value is the key of the page.
+    """
+    families: dict[bytes, _Family] = {}
+    for value, page in pages.items():
+        added = f'{label}="{value}"'.encode()
+        known = {*families}
+        family = _Family()
+        for line in page.splitlines():
+            if line.startswith(b"#"):
+                name = line.split(b" ", 3)[2]
+                family = families.setdefault(name, _Family())
+                if name not in known:
+                    family.comments.append(line)
+            elif line:
+                family.samples.append(_labelled(line, added))
+    lines = [line for each in families.values() for line in (*each.comments, *each.samples)]
+    return b"".join(line + b"\n" for line in lines)
+
+
+def _labelled(sample: bytes, label: bytes) -> bytes:
+    """`sample` with a label more, in front of its others."""
+    name, brace, rest = sample.partition(b"{")
+    if brace:
+        return name + b"{" + label + b"," + rest
+    name, _, value = sample.partition(b" ")
+    return name + b"{" + label + b"} " + value
+
+
+class RouterMetrics(Collector):
+    """The metrics of this routing process."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.responses: Counter[Answered] = Counter()
+        self._fleet = fleet
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Called at registration; an empty list keeps the library from collecting then."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics; called by the registry at each scrape."""
+        fleet = self._fleet
+        responses = CounterMetricFamily(
+            "minisgl_router_responses",
+            "HTTP responses that the router has started; status 499: the client left before.",
+            labels=Answered._fields,
+        )
+        for answered, count in self.responses.items():
+            responses.add_metric([answered.route, str(answered.status)], count)
+        yield responses
+        sent = CounterMetricFamily(
+            "minisgl_router_requests", "Requests sent to a replica.", labels=["replica"]
+        )
+        ready = GaugeMetricFamily(
+            "minisgl_router_replica_ready", "1 if a replica takes requests.", labels=["replica"]
+        )
+        starts = CounterMetricFamily(
+            "minisgl_router_replica_starts",
+            "Number of times that a replica was started.",
+            labels=["replica"],
+        )
+        for replica in fleet.replicas:
+            name = str(replica.index)
+            sent.add_metric([name], fleet.num_sent[replica.index])
+            ready.add_metric([name], replica.state.is_ready)
+            starts.add_metric([name], replica.state.start)
+        yield from (sent, ready, starts)
+        yield CounterMetricFamily(
+            "minisgl_router_resent_requests",
+            "Requests sent to another replica because one ended before it answered.",
+            fleet.num_resent,
+        )

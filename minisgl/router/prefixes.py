@@ -1,0 +1,111 @@
+"""A radix tree of keys, which tells how long a prefix of a new key it has seen.
+
+It stands for the prefix cache of one engine: what the engine was sent, least recently used first to
+be forgotten. Nothing but the keys is stored, so a tree is cheap to drop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+NODE_BYTES = 400  # that a node takes besides its run
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of bytes that follows those of its parents."""
+
+    run: bytes
+    parent: Node | None
+    children: dict[int, Node] = field(default_factory=dict)  # by the first byte of their runs
+
+
+class PrefixTree:
+    def __init__(self, max_bytes: int) -> None:
+        """max_bytes: of memory, at most."""
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._root = Node(b"", None)
+        # Least recently used first. Parents come after their children, so the first is a leaf.
+        self._by_age: OrderedDict[Node, None] = OrderedDict()
+
+    def match(self, key: bytes) -> int:
+        """Length of the longest prefix of `key` that some key in the tree has. O(key)."""
+        node, found = self._root, 0
+        while (child := self._child(node, key, found)) is not None:
+            common = _num_common(child.run, key, found)
+            found += common
+            if common < len(child.run):
+                break
+            node = child
+        return found
+
+    def add(self, key: bytes) -> None:
+        """Add `key`, or mark it as used. O(key), and what is forgotten for it."""
+        path = list[Node]()
+        node, found = self._root, 0
+        while (child := self._child(node, key, found)) is not None:
+            common = _num_common(child.run, key, found)
+            found += common
+            node = child if common == len(child.run) else self._split(child, common)
+            path.append(node)
+        if found < len(key):
+            leaf = Node(key[found:], node)
+            node.children[key[found]] = leaf
+            self.num_bytes += len(leaf.run) + NODE_BYTES
+            path.append(leaf)
+        for node in reversed(path):
+            self._by_age[node] = None
+            self._by_age.move_to_end(node)
+        while self.num_bytes > self._max_bytes:
+            self._forget_oldest()
+
+    def _child(self, node: Node, key: bytes, start: int) -> Node | None:
+        return node.children.get(key[start]) if start < len(key) else None
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Move the first `length` bytes of `node` into a new parent, and return the parent."""
+        assert node.parent is not None
+        upper = Node(node.run[:length], node.parent)
+        node.parent.children[upper.run[0]] = upper
+        node.run, node.parent = node.run[length:], upper
+        upper.children[node.run[0]] = node
+        self.num_bytes += NODE_BYTES
+        return upper
+
+    def _forget_oldest(self) -> None:
+        leaf, _ = self._by_age.popitem(last=False)
+        assert leaf.parent is not None
+        del leaf.parent.children[leaf.run[0]]
+        self.num_bytes -= len(leaf.run) + NODE_BYTES
+
+    def check(self) -> None:
+        """Recompute every invariant; AssertionError if one fails."""
+        age = {node: place for place, node in enumerate(self._by_age)}
+        pending, num_bytes, num_nodes = [self._root], 0, 0
+        while pending:
+            node = pending.pop()
+            for first, child in node.children.items():
+                assert child.parent is node and child.run[0] == first
+                assert node is self._root or age[child] < age[node], "a parent is older"
+                num_bytes += len(child.run) + NODE_BYTES
+                num_nodes += 1
+                pending.append(child)
+        assert num_nodes == len(age), "a node has no age, or is no longer in the tree"
+        assert num_bytes == self.num_bytes <= self._max_bytes
+
+
+def _num_common(run: bytes, key: bytes, start: int) -> int:
+    """Number of bytes in which `run` and `key` from `start` on agree, at memory speed."""
+    length = min(len(run), len(key) - start)
+    if key.startswith(run[:length], start):
+        return length
+    low, high = 0, length
+    while high - low > 1:  # bytes below low are equal, those below high are not
+        middle = (low + high) // 2
+        if key.startswith(run[low:middle], start + low):
+            low = middle
+        else:
+            high = middle
+    return low

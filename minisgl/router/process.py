@@ -1,0 +1,189 @@
+"""The life of the parent process: bind, start replicas, route, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from minisgl.config import EngineConfig
+from minisgl.router.config import RouterConfig
+from minisgl.router.fleet import ReplicaState
+from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, OwnFront
+from minisgl.router.placement import shares, usable_cores, visible_gpus
+from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
+from minisgl.server.config import ServerConfig
+from minisgl.server.process import (
+    bind,
+    check_file_limit,
+    first_signal,
+    log_demo_note,
+    new_event_loop,
+)
+from minisgl.server.tls import check_certificate
+from minisgl.server.unix_socket import OwnPath
+from minisgl.server.welcome import Welcome, open_browser
+
+logger = logging.getLogger(__name__)
+
+MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
+
+
+@dataclass(frozen=True, slots=True)
+class Commands:
+    """How the processes are started; each command is followed by an index."""
+
+    replica: Sequence[str]
+    router: Sequence[str]
+
+
+class RouterProcess:
+    def __init__(
+        self, engine: EngineConfig, server: ServerConfig, router: RouterConfig, commands: Commands
+    ) -> None:
+        """Raises ConfigError if this machine has too few GPUs."""
+        self._engine = engine
+        self._server = server
+        self._router = router
+        self._commands = commands
+        gpus = [] if engine.device == "cpu" else visible_gpus(os.environ)
+        self._shares = shares(router.replicas, engine.tp, engine.device, gpus, usable_cores())
+        self._states: tuple[ReplicaState, ...] = (ReplicaState(),) * router.replicas
+        self._is_draining = False
+        self._opening: asyncio.Future[None] | None = None  # of a browser
+
+    def run(self) -> int:
+        """Serve until a signal arrives; returns the exit code.
+
+        Raises ConfigError for the address and the certificate.
+        """
+        server = self._server
+        if server.ssl_certfile:
+            check_certificate(server.ssl_certfile, server.ssl_keyfile)
+        most = self._engine.max_running_requests + self._engine.max_queued_requests
+        check_file_limit(2 * most * self._router.replicas)  # a client's connection and a replica's
+        with contextlib.ExitStack() as leaving:
+            listeners = [leaving.enter_context(each) for each in self._listen()]
+            if server.uds:
+                leaving.callback(OwnPath(server.uds).remove)
+            folder = _private_folder()
+            leaving.callback(shutil.rmtree, folder, ignore_errors=True)
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                return runner.run(self._serve(listeners, folder))
+
+    def _listen(self) -> list[socket.socket]:
+        """A listening socket for each routing process, on the same address."""
+        count = self._router.router_processes
+        if count == 1:
+            return [bind(self._server)]
+        if self._server.uds:
+            first = bind(self._server)
+            return [first, *(first.dup() for _ in range(count - 1))]
+        # Another server could share the port as well: see first that nobody has it.
+        with bind(self._server) as probe:
+            port: int = probe.getsockname()[1]
+        config = replace(self._server, port=port)
+        return [bind(config, shares_port=True) for _ in range(count)]
+
+    async def _serve(self, listeners: Sequence[socket.socket], folder: Path) -> int:
+        specs = self._replica_specs(folder)
+        self._front = self._make_front(listeners, [spec.server.uds for spec in specs], folder)
+        supervisor = Supervisor(specs, self._commands.replica, self._report)
+        self._listener = listeners[0]
+        stopping = asyncio.ensure_future(first_signal())
+        serving = asyncio.ensure_future(self._front.serve())
+        supervising = asyncio.ensure_future(supervisor.run())
+        tasks = (stopping, serving, supervising)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for failed in (supervising, serving):
+                if failed.done():
+                    failed.result()
+            logger.info("Stopping; running requests have %g s", self._server.drain_timeout)
+            return 0
+        except ReplicaStartError as error:
+            logger.error("%s", error)
+            return error.exit_code
+        finally:
+            self._is_draining = True
+            self._report(self._states)
+            await supervisor.stop(self._server.drain_timeout)
+            await self._front.close()
+            for task in (stopping, supervising):
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _make_front(
+        self, listeners: Sequence[socket.socket], replica_paths: Sequence[str], folder: Path
+    ) -> Front:
+        several = len(listeners) > 1
+        paths = tuple(str(folder / f"router-{index}.sock") for index in range(len(listeners)))
+        specs = [
+            FrontSpec(
+                index=index,
+                server=self._server,
+                policy=self._router.router_policy,
+                replica_paths=tuple(replica_paths),
+                router_paths=paths if several else (),
+                listener_fd=listener.fileno(),
+            )
+            for index, listener in enumerate(listeners)
+        ]
+        if several:
+            return FrontProcesses(specs, self._commands.router)
+        return OwnFront(specs[0], listeners[0])
+
+    def _replica_specs(self, folder: Path) -> list[ReplicaSpec]:
+        """The options of each replica: the user's, but for what concerns the address."""
+        return [
+            ReplicaSpec(
+                index=index,
+                engine=self._engine,
+                server=replace(
+                    self._server,
+                    host="127.0.0.1",
+                    port=1919,
+                    uds=str(folder / f"replica-{index}.sock"),
+                    ssl_certfile="",
+                    ssl_keyfile="",
+                    allowed_host=(),
+                    cors_origin=(),
+                ),
+                share=share,
+            )
+            for index, share in enumerate(self._shares)
+        ]
+
+    def _report(self, states: Sequence[ReplicaState]) -> None:
+        """Tell the front, and the log, that something has changed."""
+        before, self._states = self._states, tuple(states)
+        self._front.update(FleetUpdate(states=self._states, is_draining=self._is_draining))
+        num_ready = sum(state.is_ready for state in states)
+        for index, (old, new) in enumerate(zip(before, states, strict=True)):
+            if new.is_ready and not old.is_ready:
+                logger.info("Replica %d is ready (%d of %d)", index, num_ready, len(states))
+        was_announced = any(state.is_ready for state in before)
+        if num_ready and not was_announced:
+            model = ", ".join(self._server.served_model_name) or self._engine.model or "the demo"
+            welcome = Welcome(self._server, self._listener)
+            welcome.log(f"{model} with {len(states)} replicas", model)
+            if self._server.open and welcome.page is not None:
+                self._opening = asyncio.ensure_future(open_browser(welcome.page))
+            if not self._engine.model:
+                log_demo_note()
+
+
+def _private_folder() -> Path:
+    """A folder for sockets, which only this user may enter."""
+    folder = tempfile.mkdtemp(prefix="minisgl-")
+    if len(os.fsencode(folder)) > MAX_PATH_BYTES:
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="minisgl-", dir="/tmp")
+    return Path(folder)

@@ -1,0 +1,62 @@
+"""The process of a replica: a server on a private Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from minisgl.config import EngineConfig
+from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
+from minisgl.router.replicas import ReplicaSpec
+from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
+from minisgl.server.process import ServerProcess, start_engine
+from minisgl.server.served_engine import ServedEngine
+from minisgl.server.welcome import Welcome
+
+logger = logging.getLogger(__name__)
+
+
+class RouterConnection(ServerConnection):
+    """A connection of the router, which itself watches how its clients read."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # What a slow client does not read costs as much here as on its own connection.
+        opened = transport.get_extra_info("socket")
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_UNSENT_BYTES)
+
+    def _count_unsent(self) -> None:
+        pass
+
+
+class ReplicaProcess(ServerProcess):
+    """A server whose address nobody needs to know."""
+
+    connection = RouterConnection
+
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
+        pass
+
+
+def run_replica(
+    start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
+) -> int:
+    """Serve as the parent process says, and end with it; returns the exit code.
+
+    Raises the errors of starting the engine.
+    """
+    spec = hear(ReplicaSpec)
+    if spec is None:
+        return 1
+    # Before torch counts them.
+    if spec.share.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, spec.share.cores)
+    # The parent says nothing more: reading ends when it does.
+    end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout)
+    try:
+        return ReplicaProcess(spec.engine, spec.server, start).run()
+    finally:
+        remove_sockets(spec.server.uds)

@@ -1,0 +1,110 @@
+"""A rank's exchange with the other stages of its pipeline, step by step.
+
+    first    ─[tokens of N - lag]─[rows of N]─┐send
+    last     ─────────────────────────────────┴─[rows of N]─[tokens of N]─┐send to the first
+
+Tokens return as a whole table, the last token of every slot: that is a kilobyte, and it does not
+matter which of them a step has sampled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from minisgl.distributed.communicator import SINGLE_RANK
+from minisgl.distributed.pipeline import OneStage, Pipeline
+from minisgl.runner.stage_times import StageTimes
+from minisgl.scheduler.plan import StepPlan
+
+
+class Stage:
+    """The stage of a rank. Its methods are called in launch order, on the compute lane."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        times: StageTimes | None = None,
+    ) -> None:
+        """hidden_size, dtype: of the rows that pass between stages. times: to be recorded."""
+        self.pipeline = pipeline
+        self.is_first = pipeline.stage == 0
+        self.is_last = pipeline.stage == pipeline.size - 1
+        # Of captured steps: the rows that they read and those that they write.
+        self.inbox = self.outbox = torch.empty((0, hidden_size), dtype=dtype, device=device)
+        self._times = times
+        self._unreturned: deque[int] = deque()  # on the first stage: steps that have sampled
+
+    def bytes_on_the_way(self, num_rows: int) -> int:
+        """Memory of the rows that are being sent, if steps have `num_rows` of them."""
+        row_bytes = self.inbox.shape[1] * self.inbox.itemsize
+        return 0 if self.is_last else self.pipeline.num_in_flight * num_rows * row_bytes
+
+    def make_boxes(self, num_rows: int) -> None:
+        """Make room for captured steps of up to `num_rows` rows."""
+        if self.pipeline.size > 1 and len(self.inbox) < num_rows:
+            self.inbox = self.inbox.new_empty((num_rows, self.inbox.shape[1]))
+            self.outbox = torch.empty_like(self.inbox)
+
+    def begin(self, plan: StepPlan, last_tokens: Tensor) -> None:
+        """On the first stage, wait for the tokens that the plan needs, in `last_tokens`
+        [num_slots + 1]."""
+        self._wait_for_tokens(plan.step - plan.lag, last_tokens)
+
+    def receive(self, plan: StepPlan, num_rows: int, *, captured: bool) -> Tensor | None:
+        """The rows that the stage before has computed: [num_rows, hidden_size], in the inbox if the
+        step is captured. None on the first stage. What follows is the step's work."""
+        rows: Tensor | None = None
+        if not self.is_first:
+            shape = num_rows, self.inbox.shape[1]
+            rows = self.inbox[:num_rows] if captured else self.inbox.new_empty(shape)
+            self.pipeline.receive(rows)
+        if self._times is not None:
+            self._times.began(plan.step)
+        return rows
+
+    def send(self, plan: StepPlan, rows: Tensor) -> None:
+        """Send the rows of a step, whose work is done, to the next stage."""
+        if self._times is not None:
+            self._times.ended()
+        self.pipeline.send(rows)
+        if plan.num_samples and not plan.deferred:
+            self.will_return(plan.step)
+
+    def will_return(self, step: int) -> None:
+        """Note on the first stage that the tokens of `step` will return."""
+        if self.is_first:
+            self._unreturned.append(step)
+
+    def return_tokens(self, plan: StepPlan, last_tokens: Tensor) -> None:
+        """Send the tokens to the first stage, unless this is the first or the plan samples none.
+        The step's work is done."""
+        if self._times is not None:
+            self._times.ended()
+        if not self.is_first and plan.num_samples:
+            self.pipeline.send_tokens(last_tokens.clone())
+
+    def drain(self, last_tokens: Tensor) -> None:
+        """Wait on the first stage for all tokens, so that the last one does not wait for ever."""
+        while self._unreturned:
+            self._wait_for_tokens(self._unreturned[0], last_tokens)
+
+    def write_times(self) -> None:
+        """Write the times of all steps, if they are recorded. All work must be done."""
+        if self._times is not None:
+            self._times.write()
+
+    def _wait_for_tokens(self, step: int, last_tokens: Tensor) -> None:
+        while self._unreturned and self._unreturned[0] <= step:
+            self.pipeline.receive_tokens(last_tokens)
+            self._unreturned.popleft()
+
+
+def whole_model() -> Stage:
+    """The only stage, of a single rank."""
+    return Stage(OneStage(SINGLE_RANK), 0, torch.float32, torch.device("cpu"))

@@ -1,0 +1,257 @@
+"""The bodies of requests to the Messages API as types.
+
+Null stands for a field that is not given. What asks for work at Anthropic's own servers is known
+and has no effect: their tools, their caches, their way to shorten a conversation.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, Raw, Struct
+
+from minisgl.server.messages import MAX_MESSAGES
+from minisgl.server.protocol import (
+    Ignored,
+    PositiveCount,
+    Probability,
+    StopStrings,
+    Temperature,
+    TopK,
+)
+from minisgl.server.tools import MAX_TOOLS
+
+NOT_GIVEN: Any = None
+Schema: TypeAlias = dict[str, Raw]  # of JSON
+
+
+# -- content ---------------------------------------------------------------------------------------
+
+
+class TextBlock(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingBlock(Struct, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: Ignored = NOT_GIVEN
+
+
+class RedactedThinkingBlock(Struct, tag_field="type", tag="redacted_thinking"):
+    """Thinking that only Anthropic can read."""
+
+
+class ToolUseBlock(Struct, tag_field="type", tag="tool_use"):
+    """A call that the assistant has made."""
+
+    id: str
+    name: str
+    input: dict[str, Raw]
+
+
+class SearchResultBlock(Struct, tag_field="type", tag="search_result"):
+    content: list[TextBlock]
+    title: str = ""
+    source: str = ""
+
+
+class ToolReferenceBlock(Struct, tag_field="type", tag="tool_reference"):
+    """Names a tool that a search has found."""
+
+    tool_name: str
+
+
+class ToolResultBlock(Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[ResultPart] | None = None
+    is_error: bool | None = None
+
+
+class ServerToolUseBlock(Struct, tag_field="type", tag="server_tool_use"):
+    """A call of a tool that Anthropic runs itself; so are the results below."""
+
+
+class WebSearchResultBlock(Struct, tag_field="type", tag="web_search_tool_result"):
+    pass
+
+
+class WebFetchResultBlock(Struct, tag_field="type", tag="web_fetch_tool_result"):
+    pass
+
+
+class CodeExecutionResultBlock(Struct, tag_field="type", tag="code_execution_tool_result"):
+    pass
+
+
+class BashResultBlock(Struct, tag_field="type", tag="bash_code_execution_tool_result"):
+    pass
+
+
+class EditorResultBlock(Struct, tag_field="type", tag="text_editor_code_execution_tool_result"):
+    pass
+
+
+class ToolSearchResultBlock(Struct, tag_field="type", tag="tool_search_tool_result"):
+    pass
+
+
+class McpToolUseBlock(Struct, tag_field="type", tag="mcp_tool_use"):
+    pass
+
+
+class McpToolResultBlock(Struct, tag_field="type", tag="mcp_tool_result"):
+    pass
+
+
+ServerBlock: TypeAlias = (
+    ServerToolUseBlock
+    | WebSearchResultBlock
+    | WebFetchResultBlock
+    | CodeExecutionResultBlock
+    | BashResultBlock
+    | EditorResultBlock
+    | ToolSearchResultBlock
+    | McpToolUseBlock
+    | McpToolResultBlock
+)
+ResultPart: TypeAlias = TextBlock | SearchResultBlock | ToolReferenceBlock
+ContentBlock: TypeAlias = (
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | SearchResultBlock
+    | ServerBlock
+)
+
+
+ShownThinking: TypeAlias = Literal["shown", "omitted", "none"]  # omitted: blocks without a text
+
+
+class InputMessage(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+# -- tools -----------------------------------------------------------------------------------------
+
+
+class ToolSpec(Struct):
+    """A tool of the client; of another type it is one of Anthropic's, and is left out."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    input_schema: Schema | None = None
+    strict: bool | None = None
+
+
+class MessagesToolChoice(Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of type `tool`
+    disable_parallel_tool_use: bool | None = None
+
+
+# -- the request -----------------------------------------------------------------------------------
+
+
+class Thinking(Struct):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: PositiveCount | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class SchemaFormat(Struct, tag_field="type", tag="json_schema"):
+    schema: Schema
+
+
+class OutputConfig(Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: SchemaFormat | None = None
+
+
+class Metadata(Struct):
+    user_id: Raw = NOT_GIVEN  # separates the users of a client, if it is a text
+
+
+class Prompt(Struct, kw_only=True):
+    """What a prompt is made of."""
+
+    model: str | None = None
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[ToolSpec], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # the older name of output_config.format
+    mcp_servers: list[Ignored] | None = None
+
+    betas: Ignored = NOT_GIVEN
+    billing_policy: Ignored = NOT_GIVEN
+    cache_control: Ignored = NOT_GIVEN
+    compaction: Ignored = NOT_GIVEN
+    container: Ignored = NOT_GIVEN
+    context_management: Ignored = NOT_GIVEN
+    diagnostics: Ignored = NOT_GIVEN
+    fallback_credit_token: Ignored = NOT_GIVEN
+    fallbacks: Ignored = NOT_GIVEN
+    inference_geo: Ignored = NOT_GIVEN
+    service_tier: Ignored = NOT_GIVEN
+    speed: Ignored = NOT_GIVEN
+    thread: Ignored = NOT_GIVEN
+    user_profile_id: Ignored = NOT_GIVEN
+    workspace_id: Ignored = NOT_GIVEN
+
+    @property
+    def has_late_system(self) -> bool:
+        """Whether instructions follow other messages, which not every chat template takes."""
+        roles = [role for role, _ in groupby(message.role for message in self.messages)]
+        return "system" in roles[1:]
+
+    @property
+    def format(self) -> SchemaFormat | None:
+        """What the answer must be."""
+        return (self.output_config and self.output_config.format) or self.output_format
+
+
+class MessagesRequest(Prompt, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: PositiveCount | None = None
+    stream: bool | None = None
+    stop_sequences: StopStrings | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    metadata: Metadata | None = None
+
+    @property
+    def shown_thinking(self) -> ShownThinking:
+        """What the answer has of the thinking."""
+        if self.thinking is None or self.thinking.type == "disabled":
+            return "none"
+        return "omitted" if self.thinking.display == "omitted" else "shown"
+
+
+class CountTokensRequest(Prompt, kw_only=True):
+    """POST /v1/messages/count_tokens"""
+
+    # What clients leave in the body of the request that they count for.
+    max_tokens: Ignored = NOT_GIVEN
+    stream: Ignored = NOT_GIVEN
+    stop_sequences: Ignored = NOT_GIVEN
+    temperature: Ignored = NOT_GIVEN
+    top_p: Ignored = NOT_GIVEN
+    top_k: Ignored = NOT_GIVEN
+    metadata: Ignored = NOT_GIVEN
+
+
+class StrictMessagesRequest(MessagesRequest, forbid_unknown_fields=True):
+    """The request with --strict-fields: unknown fields are errors."""
+
+
+class StrictCountTokensRequest(CountTokensRequest, forbid_unknown_fields=True):
+    """The request with --strict-fields: unknown fields are errors."""

@@ -1,0 +1,225 @@
+"""The body of POST /v1/responses as types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, Raw, Struct
+
+from minisgl.errors import InvalidRequestError
+from minisgl.server.constraints import JsonObjectFormat, Schema, TextFormat
+from minisgl.server.messages import MAX_MESSAGES, Effort, TemplateOptions, Unsupported
+from minisgl.server.protocol import (
+    NULL,
+    CommonFields,
+    Ignored,
+    NumLogprobs,
+    Off,
+    PositiveCount,
+)
+from minisgl.server.tools import MAX_TOOLS, TextInput
+
+NOT_GIVEN: Any = None
+# As OpenAI limits it.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+SYSTEM_ROLES = ("system", "developer")
+
+# Fields that only a server has that stores answers, and what to send instead.
+STATELESS = "is not supported, because answers are not stored. Send the whole conversation in input"
+STORED_FIELDS = {
+    "previous_response_id": f"{STATELESS}: its items, the output of each answer, and what is new.",
+    "conversation": f"{STATELESS}: its items, the output of each answer, and what is new.",
+    "prompt": "is not supported, because prompts are not stored. Send instructions and input.",
+}
+# Types of tools that OpenAI runs, or that its models know: their names may be logged.
+HOSTED = frozenset(
+    (
+        *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+        *("image_generation", "local_shell", "mcp", "namespace", "shell", "tool_search"),
+        *("web_search", "web_search_preview"),
+    )
+)
+STREAM_INSTEAD = (
+    "is not supported, because answers are not stored. Leave it out; with stream: true the answer "
+    "comes as it is written."
+)
+Stored = Annotated[Raw, Meta(extra_json_schema={"type": "null"})]
+
+
+class InputTextPart(Struct, tag_field="type", tag="input_text"):
+    text: str
+
+
+class OutputTextPart(Struct, tag_field="type", tag="output_text"):
+    text: str
+
+
+class PlainTextPart(Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ReasoningTextPart(Struct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class SummaryTextPart(Struct, tag_field="type", tag="summary_text"):
+    text: str
+
+
+class RefusedPart(Struct, tag_field="type", tag="refusal", rename={"text": "refusal"}):
+    text: str
+
+
+Part: TypeAlias = (
+    InputTextPart
+    | OutputTextPart
+    | PlainTextPart
+    | ReasoningTextPart
+    | SummaryTextPart
+    | RefusedPart
+)
+Parts: TypeAlias = str | list[Part]
+
+
+class InputItem(Struct, kw_only=True):
+    """An item of the conversation. Which fields it has depends on its type."""
+
+    type: (
+        Literal[
+            "message",
+            "reasoning",
+            "function_call",
+            "function_call_output",
+            "custom_tool_call",
+            "custom_tool_call_output",
+            "item_reference",
+        ]
+        | None
+    ) = None  # a message
+    role: Literal["user", "assistant", "system", "developer"] | None = None  # of a message
+    content: Parts | None = None  # of a message, or of reasoning
+    summary: Parts | None = None  # of reasoning
+    call_id: str | None = None  # of calls and their outputs
+    name: str | None = None  # of calls
+    arguments: str | None = None  # of a function's call
+    input: str | None = None  # of a custom tool's call
+    output: Parts | None = None
+
+
+class FlatGrammar(Struct, tag_field="type", tag="grammar"):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class ResponseTool(Struct, kw_only=True):
+    """A tool. Types other than function and custom are left out."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: Annotated[Raw, Meta(extra_json_schema={"type": "object"})] = NOT_GIVEN
+    strict: bool | None = None
+    format: TextInput | FlatGrammar | None = None  # of a custom tool
+
+
+class FunctionChoice(Struct, tag_field="type", tag="function"):
+    name: str
+
+
+class CustomChoice(Struct, tag_field="type", tag="custom"):
+    name: str
+
+
+class AllowedTool(Struct):
+    type: str
+    name: str | None = None
+
+
+class AllowedChoice(Struct, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+ResponseToolChoice: TypeAlias = (
+    Literal["none", "auto", "required"] | FunctionChoice | CustomChoice | AllowedChoice
+)
+
+
+class FlatJsonSchema(Struct, tag_field="type", tag="json_schema"):
+    name: str
+    schema: Schema
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct):
+    format: TextFormat | JsonObjectFormat | FlatJsonSchema | None = None
+    verbosity: Ignored = NOT_GIVEN
+
+
+class ReasoningOptions(Struct):
+    effort: Effort | None = None
+    summary: Ignored = NOT_GIVEN
+    generate_summary: Ignored = NOT_GIVEN
+
+
+class ResponsesRequest(CommonFields, kw_only=True):
+    """POST /v1/responses"""
+
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    model: str | None = None
+    instructions: str | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    max_output_tokens: PositiveCount | None = None
+    include: list[str] | None = None
+    top_logprobs: NumLogprobs | None = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["disabled"] | None = None
+
+    previous_response_id: Stored = NOT_GIVEN
+    conversation: Stored = NOT_GIVEN
+    prompt: Stored = NOT_GIVEN
+    background: Off | None = None
+    moderation: Unsupported = None
+
+    client_metadata: Ignored = NOT_GIVEN
+    context_management: Ignored = NOT_GIVEN
+    max_tool_calls: Ignored = NOT_GIVEN  # of tools that the server runs
+    prompt_cache_key: Ignored = NOT_GIVEN
+    prompt_cache_options: Ignored = NOT_GIVEN
+    prompt_cache_retention: Ignored = NOT_GIVEN
+    safety_identifier: Ignored = NOT_GIVEN
+    service_tier: Ignored = NOT_GIVEN
+    store: Ignored = NOT_GIVEN
+    stream_options: Ignored = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        for name, instead in STORED_FIELDS.items():
+            if getattr(self, name) not in (None, NULL):
+                raise InvalidRequestError(name, instead)
+        if self.background:
+            raise InvalidRequestError("background", STREAM_INSTEAD)
+
+    @property
+    def has_late_system(self) -> bool:
+        """Whether a system message follows others."""
+        items = self.input if isinstance(self.input, list) else []
+        given = [item.role in SYSTEM_ROLES for item in items]
+        return False in given and True in given[given.index(False) :]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+
+
+class StrictResponsesRequest(ResponsesRequest, forbid_unknown_fields=True):
+    """The request with --strict-fields: unknown fields are errors."""

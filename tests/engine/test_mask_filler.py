@@ -1,0 +1,127 @@
+"""Many grammars driven together: as each alone, and one that is slow or broken ends by itself."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.fake_matcher import FakeMatcher
+from support.grammars import GrammarBench, open_bench
+
+from minisgl.engine.masks import POOL_ROWS, MaskFiller
+from minisgl.grammar.matching import GrammarMatcher, GrammarPool
+from minisgl.grammar.reasoning import ReasoningGate
+from minisgl.matcher import MASK_LIMIT_S, MaskRows, Matcher, mask_words
+from minisgl.request import Request, SamplingParams, StructuredOutput
+
+SHAPE = StructuredOutput(
+    json_schema={
+        "type": "array",
+        "items": {"anyOf": [{"type": "string", "maxLength": 6}, {"type": "integer"}]},
+        "maxItems": 3,
+    }
+)
+EITHER = StructuredOutput(choice=["yes", "no", "perhaps"])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[GrammarBench]:
+    with open_bench("byte_level") as opened:
+        yield opened
+
+
+def request(matcher: Matcher, index: int) -> Request:
+    params = SamplingParams(ignore_eos=index % 5 == 0, min_tokens=3 * (index % 3 == 0))
+    return Request(str(index), [1], params, max_tokens=99, seed=0, matcher=matcher)
+
+
+def ids_in(words: MaskRows, size: int) -> list[int]:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return np.flatnonzero(bits[:size]).tolist()
+
+
+def matchers_of(bench: GrammarBench) -> list[Matcher]:
+    """Some of each kind: grammars, grammars behind reasoning, and foreign ones."""
+    closing = bench.encode("#")
+    open, shut = (
+        ReasoningGate("#", tuple(closing), is_open=is_open, budget=2) for is_open in (True, False)
+    )
+    shapes, either = bench.compile(SHAPE), bench.compile(EITHER)
+    makers = (
+        shapes.matcher,
+        either.matcher,
+        lambda: shapes.matcher(open),
+        lambda: either.matcher(shut),
+        lambda: FakeMatcher(lambda output: {5 + len(output) % 7, 11}),
+    )
+    return [makers[index % len(makers)]() for index in range(POOL_ROWS + 14)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_filled_together_are_those_filled_alone(bench: GrammarBench, seed: int) -> None:
+    rng = random.Random(seed)
+    eos = sorted(bench.eos)
+    requests = [request(matcher, index) for index, matcher in enumerate(matchers_of(bench))]
+    twins = [request(matcher, index) for index, matcher in enumerate(matchers_of(bench))]
+    filler, alone = MaskFiller(bench.size, eos), MaskFiller(bench.size, eos)
+    for _ in range(25):
+        rows = np.full((len(requests), mask_words(bench.size)), 7, np.uint32)
+        assert filler.fill(requests, rows) == []
+        for index, twin in enumerate(twins):
+            row = np.full((1, mask_words(bench.size)), 9, np.uint32)
+            assert alone.fill([twin], row) == []
+            assert (row[0] == rows[index]).all()
+            token = rng.choice(ids_in(row[0], bench.size))
+            twin.token_ids.append(token)
+            requests[index].token_ids.append(token)
+            assert alone.accept([twin]) == []
+        assert filler.accept(requests) == []
+        kept = [index for index, twin in enumerate(twins) if twin.token_ids[-1] not in bench.eos]
+        requests, twins = [requests[i] for i in kept], [twins[i] for i in kept]
+        if len(requests) < POOL_ROWS:
+            return
+
+
+def test_a_token_that_a_grammar_refuses_ends_its_request_among_many(bench: GrammarBench) -> None:
+    compiled = bench.compile(EITHER)
+    requests = [request(compiled.matcher(), 1) for _ in range(POOL_ROWS)]
+    yes, wrong = bench.encode("yes"), bench.encode("x")[0]
+    for index, each in enumerate(requests):
+        each.token_ids.append(wrong if index == 3 else yes[0])
+    filler = MaskFiller(bench.size, sorted(bench.eos))
+    [(failed, error)] = filler.accept(requests)
+    assert failed is requests[3] and "yes" not in str(error)
+    rows = np.zeros((POOL_ROWS, mask_words(bench.size)), np.uint32)
+    [(failed, _)] = filler.fill(requests, rows)
+    assert failed is requests[3]
+    assert ids_in(rows[3], bench.size) == [*range(bench.size)]
+    assert {bench.bytes_of([id]) for id in ids_in(rows[4], bench.size)} == {b"e", b"es"}
+
+
+@pytest.mark.parametrize("what", ["accept", "fill"])
+def test_grammars_that_were_slow_together_are_driven_alone_once(
+    bench: GrammarBench, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together: list[int] = []
+    now = [0.0]
+
+    def drive(pool: GrammarPool, matchers: list[GrammarMatcher], *rest: object) -> None:
+        together.append(len(matchers))
+        now[0] += MASK_LIMIT_S * (1.01 if len(together) == 1 else 0.99)
+        original(pool, matchers, *rest)
+
+    original = getattr(GrammarPool, what)
+    monkeypatch.setattr(GrammarPool, what, drive)
+    compiled = bench.compile(StructuredOutput(regex="a+"))
+    requests = [request(compiled.matcher(), 1) for _ in range(POOL_ROWS)]
+    filler = MaskFiller(bench.size, sorted(bench.eos), wall_clock=lambda: now[0])
+    rows = np.zeros((POOL_ROWS, mask_words(bench.size)), np.uint32)
+    counts = []
+    for _ in range(4):
+        for each in requests:
+            each.token_ids += bench.encode("a")
+        assert filler.accept(requests) == filler.fill(requests, rows) == []
+        counts.append(len(together))
+    assert counts == [1, 1, 2, 3]  # not the second time

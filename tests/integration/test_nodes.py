@@ -1,0 +1,208 @@
+"""One engine over two nodes, real processes over gloo: tokens, structured output, and failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_matcher import FakeMatcher, ending_at, tokens_after
+from support.http_server import HELLO, free_port, wait_for_health
+from support.nodes import TOKEN, Network, Node, network, node, program, until
+from support.serving import demo_engine
+
+from minisgl import LLM
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.request import SamplingParams
+from minisgl.runner.parallel.remote_ranks import RemoteRanks
+from minisgl.server import run
+from minisgl.server.config import ServerConfig
+
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Aachen", "Cologne"]}, "size": {"type": "integer"}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+CUT_LIMIT_S = 15.0
+ACTOR = """
+import logging, sys
+from concurrent.futures import ThreadPoolExecutor
+
+from minisgl.config import EngineConfig
+from minisgl.engine.startup import work_for_node_0
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    config = EngineConfig(device="cpu", {option}=2, nnodes=2, node_rank=1, master_port={port})
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(work_for_node_0, config).result()
+    print("done", file=sys.stderr)
+"""
+# Of a process that torchrun has started on the second of two machines.
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+def both(port: int) -> tuple[str, ...]:
+    return ("--tp", "2", "--nnodes", "2", "--master-port", str(port))
+
+
+async def tokens(engine: AsyncEngine) -> list[list[int]]:
+    """Those of greedy and sampled rows, of which two thirds are masked by fake matchers."""
+    rule = tokens_after(engine.vocab_size, 5)
+    rules = [None, rule, ending_at(7, rule)] * 4
+    streams = [
+        engine.submit(
+            [index + 5, *range(20, 20 + 4 * index)],
+            SamplingParams(max_tokens=12, temperature=index % 2, seed=index),
+            matcher=None if rule is None else FakeMatcher(rule),
+        )
+        for index, rule in enumerate(rules)
+    ]
+    for stream in streams:
+        async for _ in stream:
+            engine.audit()
+    return [stream.request.output_token_ids for stream in streams]
+
+
+@pytest.mark.parametrize("option", ["tp", "pp"])
+async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray."""
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    port = free_port()
+    script = tmp_path / "actor.py"
+    script.write_text(ACTOR.format(option=option, port=port))
+    options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
+    with program(tmp_path, str(script)) as other:
+        async with await demo_engine(**options) as engine:
+            found = await tokens(engine)
+        assert other.process.wait(20) == 0, other.log
+        until(lambda: not other.pids())
+        assert "Node 0 has ended, and so does this node" in other.log
+        assert other.log.endswith("done\n")
+    async with await demo_engine() as alone:
+        assert found == await tokens(alone)
+
+
+async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[RemoteRanks] = []
+    # Which would end the tests.
+    monkeypatch.setattr(RemoteRanks, "_exit", lambda ranks: exits.append(ranks))
+    monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.EXIT_AFTER_S", 0.1)
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    port = free_port()
+    torchrun = TORCHRUN | {"MASTER_PORT": str(port - 1)}
+    with node(tmp_path, "--tp", "2", env=torchrun) as other:
+        async with await demo_engine(tp=2, nnodes=2, master_port=port) as engine:
+            streams = [engine.submit([1, 2, 3], ENDLESS) for _ in range(2)]
+            for stream in streams:
+                await anext(stream)
+            pid = other.rank()
+            os.kill(pid, signal.SIGKILL)
+            for stream in streams:
+                with pytest.raises(EngineStoppedError) as caught:
+                    async for _ in stream:
+                        pass
+            reason = f"Rank 1 (process {pid}) was killed by SIGKILL."
+            assert str(caught.value) == f"Node 1 (127.0.0.1): {reason}"
+        until(lambda: bool(exits))  # nothing else ends what waits for the dead
+        assert other.process.wait(20) == 1
+        assert "Node 1 of 2: works for node 0" in other.log and "serves no HTTP" in other.log
+        assert f"This node ends: Node 1 (127.0.0.1): {reason}" in other.log
+        until(lambda: not other.pids())
+
+
+def test_another_node_is_no_place_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--node-rank 1: only node 0 takes requests; start the o"):
+        LLM(device="cpu", tp=2, nnodes=2, node_rank=1)
+    for name, value in (TORCHRUN | {"LOCAL_RANK": "1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert run(EngineConfig(tp=2), ServerConfig(port=0)) == 0  # as of no use
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Node, Node, Network, str]]:
+    """Node 0 at 127.0.0.1, node 1 that reaches it over a network at 127.0.0.2, and the URL."""
+    port, http = free_port(), free_port()
+    with (
+        network("127.0.0.2", ("127.0.0.1", port)) as between,
+        node(tmp_path, *both(port), "--port", str(http)) as main,
+        node(
+            tmp_path,
+            *both(between.port),
+            *("--master-addr", "127.0.0.2", "--node-rank", "1"),
+        ) as other,
+    ):
+        url = f"http://127.0.0.1:{http}"
+        wait_for_health(url, 200, 120)
+        yield main, other, between, url
+
+
+def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
+    pair: tuple[Node, Node, Network, str],
+) -> None:
+    main, other, between, url = pair
+    with httpx.Client(base_url=url, timeout=60) as client:
+        body: dict[str, Any] = {"messages": HELLO, "max_tokens": 64, "temperature": 0}
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        answer = client.post("/v1/chat/completions", json=body | {"response_format": schema})
+        content = json.loads(answer.json()["choices"][0]["message"]["content"])
+        assert content["city"] in ("Aachen", "Cologne") and isinstance(content["size"], int)
+
+        os.kill(other.process.pid, signal.SIGTERM)  # once is not enough while node 0 goes on
+        until(lambda: "node 0 decides when the engine ends" in other.log)
+
+        errors: list[dict[str, Any]] = []
+        begun = threading.Barrier(3)
+
+        def stream() -> None:
+            endless = body | {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+            with client.stream("POST", "/v1/chat/completions", json=endless) as streamed:
+                lines = filter(None, streamed.iter_lines())
+                next(lines)
+                begun.wait(30)
+                events = list(lines)
+            assert events[-1] == "data: [DONE]"
+            errors.append(json.loads(events[-2].removeprefix("data: "))["error"])
+
+        streams = [threading.Thread(target=stream) for _ in range(2)]
+        for one in streams:
+            one.start()
+        begun.wait(30)
+        pids = [*main.pids(), *other.pids()]
+        # What the ranks send each other does not pass here; a stopped one is as silent.
+        os.kill(other.rank(), signal.SIGSTOP)
+        between.cut()
+        cut = time.monotonic()
+        for one in streams:
+            one.join(CUT_LIMIT_S)
+        assert time.monotonic() - cut < CUT_LIMIT_S
+    lost = "has given no sign of life for"
+    assert len(errors) == 2
+    assert all("Node 1 (127.0.0.1) " + lost in error["message"] for error in errors)
+    assert main.process.wait(15) == 1 and other.process.wait(15) == 1
+    assert "Node 1 (127.0.0.1) " + lost in main.log
+    assert "This node ends: Node 0 " + lost in other.log
+    until(lambda: not main.pids() and not other.pids())
+    assert pids

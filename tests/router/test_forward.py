@@ -1,0 +1,244 @@
+"""Requests and answers through the router, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine
+from support.http_server import HELLO, error_of, until
+from support.routing import routing
+
+from minisgl.router.fleet import ReplicaState
+from minisgl.router.policies import ROUND_ROBIN
+
+CHAT = "/v1/chat/completions"
+ASKED: Any = {"messages": HELLO, "max_tokens": 20, "seed": 3}
+
+
+def texts(lines: list[str]) -> str:
+    """The text of a stream of chat chunks that ends as it should."""
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) -> None:
+    async with (
+        routing(tmp_path, FakeEngine()) as (url, fleet, _),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        whole = await client.post(CHAT, json=ASKED, headers={"x-request-id": "mine"})
+        assert whole.json()["choices"][0]["message"]["content"] == "defghijklmnopqrstuvw"
+        assert whole.headers["x-request-id"] == "mine"
+        assert whole.json()["id"].startswith("chatcmpl-mine-")
+        async with client.stream("POST", CHAT, json={**ASKED, "stream": True}) as stream:
+            assert stream.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert len(stream.headers.get_list("x-request-id")) == 1
+            assert len(stream.headers.get_list("date")) == 1
+            assert texts([line async for line in stream.aiter_lines()]) == "defghijklmnopqrstuvw"
+        assert fleet.num_open == 0 and len(fleet.replicas[0].idle) == 1  # one connection for both
+        models = await client.get("/v1/models")
+        assert models.json()["data"][0]["id"] == "fake"
+        refused = await client.post(CHAT, json={"messages": 7})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "messages"
+        assert (await client.get("/nowhere")).status_code == 404
+        assert (await client.head("/v1/models")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_an_http_1_0_client_gets_a_stream_without_chunks(tmp_path: Path) -> None:
+    async with routing(tmp_path, FakeEngine()) as (url, _, _replicas):
+        host, _, port = url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({**ASKED, "stream": True}).encode()
+        head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        answer = (await reader.read()).decode()
+        writer.close()
+    head, _, rest = answer.partition("\r\n\r\n")
+    assert "chunked" not in head
+    assert texts(rest.splitlines()) == "defghijklmnopqrstuvw"
+
+
+async def test_a_request_whose_client_leaves_ends_on_its_replica(tmp_path: Path) -> None:
+    engine = FakeEngine(interval=0.01)
+    asked = {"messages": HELLO, "ignore_eos": True}
+    async with (
+        routing(tmp_path, engine) as (url, fleet, _),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        async with client.stream("POST", CHAT, json={**asked, "stream": True}) as stream:
+            await anext(stream.aiter_lines())
+        await until(lambda: len(engine.aborted) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(CHAT, json=asked, timeout=0.1)
+        await until(lambda: len(engine.aborted) == 2)
+        await until(lambda: fleet.num_open == 0)
+
+
+async def test_a_slow_reader_stops_the_router_reading(tmp_path: Path) -> None:
+    engine = FakeEngine(repeat=100_000, max_seq_len=4000)
+    asked = {"messages": HELLO, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    async with routing(tmp_path, engine) as (url, _, replicas):
+        host, _, port = url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
+        body = json.dumps(asked).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.readuntil(b"\r\n\r\n")
+        # Nobody reads, so that the router does not read from the replica either.
+        await until(lambda: replicas.num_unsent(0) > 0)
+        await asyncio.sleep(0.1)
+        assert replicas.num_unsent(0) > 0
+        read = 0
+        while not (piece := await reader.read(1 << 16)).endswith(b"\r\n0\r\n\r\n"):
+            read += len(piece)
+        writer.close()
+    assert read > 200 * 100_000
+
+
+async def test_a_conversation_stays_on_its_replica_and_round_robin_does_not(
+    tmp_path: Path,
+) -> None:
+    question = {"role": "user", "content": "What is the capital of France? " * 4}
+    for policy, counts in (("cache", {4, 0}), (ROUND_ROBIN, {2})):
+        folder = tmp_path / policy
+        folder.mkdir()
+        engines = FakeEngine(), FakeEngine()
+        async with (
+            routing(folder, *engines, policy=policy) as (url, _, _replicas),
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            messages = [question]
+            for _ in range(4):
+                answer = await client.post(CHAT, json={**ASKED, "messages": messages})
+                messages += [answer.json()["choices"][0]["message"], question]
+        assert {len(engine.submitted) for engine in engines} == counts
+
+
+async def test_requests_without_an_answer_go_to_another_replica_and_others_get_the_error(
+    tmp_path: Path,
+) -> None:
+    engines = FakeEngine(interval=0.01), FakeEngine(interval=0.001)
+    engines[0].gate.clear()
+    asked = {**ASKED, "stream": True}
+    async with (
+        routing(tmp_path, *engines, policy=ROUND_ROBIN) as (url, fleet, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+
+        async def ask(**more: Any) -> tuple[int, list[str]]:
+            answer = await client.post(CHAT, json={**asked, **more})
+            return answer.status_code, answer.text.splitlines()
+
+        tasks = [asyncio.ensure_future(ask()) for _ in range(4)]
+        tasks += [asyncio.ensure_future(ask(stream=False)) for _ in range(2)]
+        await until(lambda: len(engines[0].submitted) == 3)
+        replicas.kill(0)
+        for status, lines in await asyncio.gather(*tasks):
+            assert status == 200
+            content = "defghijklmnopqrstuvw"
+            if len(lines) == 1:
+                assert json.loads(lines[0])["choices"][0]["message"]["content"] == content
+            else:
+                assert texts(lines) == content
+        assert fleet.num_resent >= 3
+        async with client.stream("POST", CHAT, json={**asked, "max_tokens": 300}) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            replicas.kill(1)
+            events = [line async for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert error["code"] == "replica_lost" and error["type"] == "service_unavailable"
+    assert fleet.num_open == 0
+
+
+async def test_metrics_of_all_replicas_are_one_page_and_health_counts(tmp_path: Path) -> None:
+    async with (
+        routing(tmp_path, FakeEngine(), FakeEngine()) as (url, fleet, _),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        await client.post(CHAT, json=ASKED)
+        page = (await client.get("/metrics")).text
+        assert page.count("# TYPE minisgl_running_requests gauge") == 1
+        assert 'minisgl_running_requests{replica="1"} 0.0' in page
+        assert 'minisgl_http_responses_total{replica="0",route="/v1/chat/completions",' in page
+        assert 'minisgl_router_requests_total{router="0",replica="0"} 1.0' in page
+        health = await client.get("/health")
+        assert health.json() == {"status": "ready", "replicas": 2, "ready": 2}
+        fleet.is_draining = True
+        assert error_of(await client.get("/health"))["code"] == "draining"
+        assert error_of(await client.post(CHAT, json=ASKED))["code"] == "draining"
+        assert (await client.get("/version")).status_code == 200
+
+
+async def test_a_replica_that_takes_no_requests_is_passed_over_and_without_any_it_is_said(
+    tmp_path: Path,
+) -> None:
+    engines = FakeEngine(), FakeEngine(), FakeEngine(), FakeEngine()
+    engines[0].draining = True
+    async with (
+        routing(tmp_path, *engines) as (url, fleet, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        assert (await client.post(CHAT, json=ASKED)).status_code == 200
+        assert fleet.num_sent[0] == 1 and fleet.num_resent == 1
+        for index in range(4):
+            replicas.kill(index)
+        lost = await client.post(CHAT, json=ASKED)
+        assert lost.status_code == 503 and error_of(lost)["code"] == "replica_lost"
+        assert fleet.num_resent == 3  # one request must not end all replicas
+        of_anthropic = await client.post("/v1/messages", json={"messages": HELLO})
+        error = of_anthropic.json()
+        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
+        fleet.update([ReplicaState(start=1)] * 4)
+        loading = error_of(await client.get("/health"))
+        assert loading["code"] == "loading" and "ready: 0 of 4" in loading["message"]
+        fleet.update([ReplicaState(start=2)] * 4)
+        assert error_of(await client.get("/health"))["code"] == "dead"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "end", "failure"),
+    [
+        (CHAT, {"messages": HELLO}, "data: [DONE]", "data: [DONE]"),
+        (
+            "/v1/messages",
+            {"model": "fake", "messages": HELLO, "max_tokens": 900},
+            'data: {"type":"message_stop"}',
+            'data: {"type":"error","error":{"type":"overloaded_error"',
+        ),
+        (
+            "/v1/responses",
+            {"input": HELLO},
+            'data: {"type":"response.completed"',
+            'data: {"type":"error","code":"replica_lost"',
+        ),
+    ],
+)
+async def test_streams_of_every_api_end_as_they_should_or_with_an_error_of_their_own(
+    path: str, asked: dict[str, Any], end: str, failure: str, tmp_path: Path
+) -> None:
+    engine = FakeEngine(answer_length=5)
+    async with (
+        routing(tmp_path, engine) as (url, _, replicas),
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        body = {**asked, "stream": True}
+        whole = (await client.post(path, json=body)).text
+        assert whole.rstrip().splitlines()[-1].startswith(end)
+        engine.answer_length, engine.interval = 800, 0.005
+        async with client.stream("POST", path, json=body) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await until(lambda: bool(engine.running))
+            replicas.kill(0)
+            *_, last = [line async for line in lines if line]
+        assert last.startswith(failure)

@@ -1,0 +1,96 @@
+"""The keys of requests: prompts as clients write them, without a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from minisgl.router.keys import CACHED_PATHS, route_key
+from minisgl.router.table import BLOCK_BYTES
+
+SYSTEM = "You are a helpful assistant."
+FIRST = {"role": "user", "content": 'What is "the capital" of France?'}
+ANSWER = {"role": "assistant", "content": "Paris.\n"}
+SECOND = {"role": "user", "content": "And of Spain?"}
+NAMED = "Name the capital of France"
+
+
+def key(path: str, body: Any, client: str = "") -> bytes:
+    found = route_key(path, json.dumps(body).encode(), client)
+    assert found is not None
+    return found
+
+
+def num_common(one: bytes, other: bytes) -> int:
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [
+        ("/v1/chat/completions", "messages", {"tools": [{"type": "function"}], "stream": True}),
+        ("/v1/messages", "messages", {"system": [{"type": "text", "text": SYSTEM}]}),
+        ("/v1/responses", "input", {"instructions": SYSTEM, "store": False}),
+    ],
+)
+def test_the_next_request_of_a_conversation_begins_with_the_last(
+    path: str, field: str, more: dict[str, Any]
+) -> None:
+    first = key(path, {**more, field: [FIRST]})
+    # The end of the list and of the message may be written differently.
+    next_one = key(path, {field: [FIRST, ANSWER, SECOND], **more})
+    assert num_common(first, next_one) >= len(first) - 2
+    assert b"capital" in first
+    another = key(path, {**more, field: [{**FIRST, "content": "Something else."}]})
+    assert num_common(first, another) < len(first) - len(FIRST["content"])
+
+
+@pytest.mark.parametrize("prompt", [NAMED, [NAMED, "x"], [70, 71, 72, 73, 74, 75]])
+def test_prompts_that_begin_alike_have_keys_that_begin_alike(prompt: Any) -> None:
+    longer = f"{prompt} and more" if isinstance(prompt, str) else [*prompt, prompt[0]]
+    first = key("/v1/completions", {"prompt": prompt, "max_tokens": 7})
+    assert num_common(first, key("/v1/completions", {"prompt": longer})) >= len(first) - 1
+
+
+def test_what_all_chats_have_in_common_is_less_than_what_counts() -> None:
+    path = "/v1/chat/completions"
+    system = {"role": "system", "content": SYSTEM}
+    one = key(path, {"messages": [system, FIRST]})
+    assert num_common(one, key(path, {"messages": [system, SECOND]})) < BLOCK_BYTES
+    parts = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+    assert key(path, {"messages": [parts]}).count(b"text") == 0
+
+
+def test_clients_and_salts_have_caches_of_their_own() -> None:
+    body = {"messages": [FIRST]}
+    keys = {
+        key("/v1/messages", body),
+        key("/v1/messages", body, client="0"),
+        key("/v1/messages", {**body, "cache_salt": "0"}),
+    }
+    assert len(keys) == 3
+    assert max(num_common(one, other) for one in keys for other in keys if one != other) < 3
+
+
+def test_the_line_of_claude_code_that_changes_with_each_request_is_left_out() -> None:
+    def of(number: int) -> bytes:
+        nonce = {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}
+        system = [nonce, {"type": "text", "text": SYSTEM}]
+        return key("/v1/messages", {"system": system, "messages": [FIRST]})
+
+    assert of(1) == of(2) and b"helpful" in of(1)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"messages":' + b"[" * 10_000])
+@pytest.mark.parametrize("path", CACHED_PATHS)
+def test_a_body_that_is_no_request_has_no_key(path: str, body: bytes) -> None:
+    assert route_key(path, body, "") is None
+
+
+def test_requests_that_leave_nothing_in_the_cache_have_no_key() -> None:
+    assert route_key("/tokenize", json.dumps({"prompt": NAMED}).encode(), "") is None

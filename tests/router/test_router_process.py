@@ -1,0 +1,121 @@
+"""The processes of `serve --replicas` with fake engines: start, failures, restarts, and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+from support.folders import SUPPORT
+from support.http_server import HELLO, free_port
+from support.processes import children_of, wait_for_ready, wait_until_nothing_is_left
+
+SCRIPT = str(SUPPORT / "fake_replicas.py")
+CHAT = "/v1/chat/completions"
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, behaviour: dict[str, Any], *, replicas: int = 2, routers: int = 1, **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The parent process and its URL; its private folder is below `folder`."""
+    port = free_port()
+    server = json.dumps({"port": port, **options})
+    router = json.dumps({"replicas": replicas, "router_processes": routers})
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, json.dumps(behaviour), server, router],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_several_routing_processes_share_an_address_and_what_is_killed_comes_back(
+    tmp_path: Path,
+) -> None:
+    options = {"routers": 2, "api_key": ["k"]}
+    with serving(tmp_path, {"interval": 0.01}, **options) as (process, url):
+        wait_for_ready(url, 2)
+        folder = next(tmp_path.iterdir())
+        assert folder.stat().st_mode & 0o777 == 0o700
+        names = {path.name for path in folder.iterdir()}
+        assert {"replica-0.sock", "replica-1.sock", "router-0.sock", "router-1.sock"} <= names
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        headers = {"authorization": "Bearer k"}
+        # Connections go to either process; each tells the metrics of both.
+        for _ in range(8):
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+        page = httpx.get(f"{url}/metrics").text
+        sent = re.findall(
+            r'minisgl_router_requests_total\{router="(\d)",replica="\d"\} (\S+)', page
+        )
+        assert {router for router, _ in sent} == {"0", "1"}
+        assert sum(float(count) for _, count in sent) == 8
+        # Each knows what the other has sent where.
+        question = {"role": "user", "content": "What is the capital of France? " * 4}
+        told: Any = {"messages": [question], "max_tokens": 1}
+        for _ in range(12):
+            assert httpx.post(f"{url}{CHAT}", json=told, headers=headers).status_code == 200
+        page = httpx.get(f"{url}/metrics").text
+        answered = (
+            rf'minisgl_http_responses_total\{{replica="\d",route="{CHAT}",status="200"\}} (\S+)'
+        )
+        assert re.findall(answered, page) == ["12.0"]
+
+        arguments = children_of(tmp_path)
+        for kind in ("router", "replica"):
+            (pid,) = (pid for pid, args in arguments.items() if kind in args and args[-1] == "1")
+            os.kill(pid, signal.SIGKILL)
+        asked: Any = {"messages": HELLO, "max_tokens": 60}
+        with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+            for _ in range(4):  # connections to the killed router wait for its next start
+                answer = httpx.post(f"{url}{CHAT}", json=asked, headers=headers, timeout=30)
+                assert answer.status_code == 200
+            wait_for_ready(url, 2)
+            page = client.get("/metrics").text
+            assert 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0' in page
+            # Ctrl-C: the answer is finished, and new requests are refused.
+            with client.stream("POST", CHAT, json={**asked, "stream": True}) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "Replica 1 has ended (exit code -9); starting it again in 1 s" in log
+        assert "Routing process 1 has ended (exit code -9)" in log
+        assert "Traceback" not in log
+        wait_until_nothing_is_left(tmp_path)
+
+
+def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Path) -> None:
+    with serving(tmp_path, {"load_error": "There is no room for it."}) as (process, _):
+        assert process.wait(30) == 1
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert "There is no room for it." in log
+        assert re.search(r"Replica [01] ended with exit code 1 before it was ready\.", log)
+        wait_until_nothing_is_left(tmp_path)
+
+
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    with serving(tmp_path, {}, routers=2) as (process, url):
+        wait_for_ready(url, 2)
+        assert len(children_of(tmp_path)) == 5
+        process.kill()
+        process.wait()
+        wait_until_nothing_is_left(tmp_path)

@@ -1,0 +1,844 @@
+"""/v1/responses through the real `openai` client, on an engine that answers with given texts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+from support.http_server import until
+from support.response_events import events_of, streamed_response
+from support.scripted_engine import QWEN_TEMPLATE, ScriptedEngine, qwen
+from support.serving import Served, served
+from support.tool_cases import hermes
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a place.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+}
+CLOCK: Any = {"type": "function", "name": "clock", "parameters": None, "strict": None}
+NOTE: Any = {"type": "custom", "name": "note", "description": "Takes a note."}
+TOOLS = [WEATHER, CLOCK, NOTE]
+SEARCH: Any = {"type": "web_search", "filters": {"allowed_domains": ["example.com"]}}
+CALL = hermes("get_weather", {"city": "Köln", "days": 2})
+ARGUMENTS = '{"city": "Köln", "days": 2}'
+THOUGHT = "<think>\nHm, Köln.\n</think>\n\n"
+
+
+@contextlib.contextmanager
+def scripted(template: str = QWEN_TEMPLATE, **options: Any) -> Iterator[Served[ScriptedEngine]]:
+    async def start() -> ScriptedEngine:
+        return ScriptedEngine(qwen(template))
+
+    with served(start, **options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served[ScriptedEngine]]:
+    with scripted() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Served[ScriptedEngine]) -> Iterator[openai.OpenAI]:
+    with server.openai() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def http(server: Served[ScriptedEngine]) -> Iterator[httpx.Client]:
+    with server.http() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def described(http: httpx.Client) -> Any:
+    """The description of the server, of which a validator takes any part."""
+    return http.get("/openapi.json").json()
+
+
+def check_described(described: Any, schema: Any, value: Any) -> None:
+    validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
+    validator.validate(value)
+
+
+def post(http: httpx.Client, **fields: Any) -> httpx.Response:
+    response = http.post("/v1/responses", json={"input": "Hi", **fields})
+    assert response.status_code == 200, response.text
+    return response
+
+
+@pytest.fixture
+def ask(server: Served[ScriptedEngine], http: httpx.Client, described: Any) -> Any:
+    """The answer to a request, whole and streamed in several runs of tokens, which must be equal,
+    valid for the client's own types, and as /openapi.json says."""
+
+    def asked(answer: str, **fields: Any) -> Response:
+        engine = server.engine
+        engine.answers, engine.run, engine.chance = [answer], 1, None
+        body = post(http, **fields).json()
+        check_described(described, {"$ref": "#/components/schemas/Response"}, body)
+        whole = Response.model_validate(body)
+        content = described["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
+        data = content["text/event-stream"]["schema"]["properties"]["data"]
+        splits = [(run, None) for run in (1, 2, 3, 1000)]
+        for run, chance in [*splits, *((9, random.Random(seed)) for seed in range(5))]:
+            engine.run, engine.chance = run, chance
+            events = events_of(post(http, **fields, stream=True))
+            for event in events if run == 3 else ():
+                EVENT.validate_python(event)
+                check_described(described, data["contentSchema"], event)
+            streamed = Response.model_validate(streamed_response(events))
+            assert contents(streamed) == contents(whole)
+            assert (streamed.status, streamed.usage) == (whole.status, whole.usage)
+            assert streamed.incomplete_details == whole.incomplete_details
+        ids = [item.id for item in whole.output]
+        assert len(set(ids)) == len(ids) and whole.id.startswith("resp_")
+        return whole
+
+    return asked
+
+
+def contents(response: Response) -> list[tuple[str, ...]]:
+    """The items without their ids."""
+    found: list[tuple[str, ...]] = []
+    for item in response.output:
+        match item.type:
+            case "message":
+                [part] = item.content
+                assert part.type == "output_text"
+                found.append(("message", part.text, item.status))
+            case "reasoning":
+                assert item.content is not None and item.status is not None
+                found.append(("reasoning", item.content[0].text, item.status))
+            case "function_call":
+                assert item.status is not None
+                found.append((item.name, item.arguments, item.status))
+            case "custom_tool_call":
+                found.append((item.name, item.input, item.status))  # type: ignore[attr-defined]
+    return found
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "items"),
+    [
+        ("Hello 👍🏽.", [("message", "Hello 👍🏽.")]),
+        ("", [("message", "")]),
+        (THOUGHT + "It rains.", [("reasoning", "Hm, Köln."), ("message", "It rains.")]),
+        (THOUGHT, [("reasoning", "Hm, Köln."), ("message", "")]),
+        (CALL, [("get_weather", ARGUMENTS)]),
+        (
+            f"{THOUGHT}Let me see.\n{CALL}\n{hermes('clock', {})}\n{CALL}",
+            [
+                ("reasoning", "Hm, Köln."),
+                ("message", "Let me see."),
+                ("get_weather", ARGUMENTS),
+                ("clock", "{}"),
+                ("get_weather", ARGUMENTS),
+            ],
+        ),
+        (
+            f"One.\n{CALL}\nTwo.",
+            [("message", "One."), ("get_weather", ARGUMENTS), ("message", "Two.")],
+        ),
+        (hermes("note", {"input": 'a\n"b" \\ é'}), [("note", 'a\n"b" \\ é')]),
+        # What the model wrote comes out letter for letter, and so do tools that do not exist.
+        (hermes("f", r'{"a":"{ \"\\ </b> é 👍🏽"}'), [("f", r'{"a":"{ \"\\ </b> é 👍🏽"}')]),
+    ],
+)
+def test_an_answer_has_the_same_items_whole_and_streamed(
+    ask: Any, answer: str, items: list[tuple[str, str]]
+) -> None:
+    response = ask(answer, tools=TOOLS)
+    assert contents(response) == [(*item, "completed") for item in items]
+    assert response.status == "completed" and response.incomplete_details is None
+    calls = [item.call_id for item in response.output if "call" in item.type]
+    assert len(set(calls)) == len(calls)
+    assert response.output_text == "".join(text for kind, text in items if kind == "message")
+    usage = response.usage
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert (usage.output_tokens_details.reasoning_tokens > 0) == answer.startswith(THOUGHT)
+
+
+def test_an_answer_that_is_cut_is_incomplete(ask: Any) -> None:
+    text = ask("It rains in the morning.", max_output_tokens=3)
+    assert text.status == "incomplete" and text.incomplete_details.reason == "max_output_tokens"
+    assert text.usage.output_tokens == 3
+    assert [item.status for item in text.output] == ["incomplete"]
+    thinking = ask("<think>\nHm, hm, hm, hm.\n</think>\n\nYes.", max_output_tokens=4)
+    assert [item.type for item in thinking.output] == ["reasoning"]
+    assert thinking.output[0].status == "incomplete"
+
+
+def test_a_call_that_is_cut_is_incomplete_and_those_before_it_are_not(ask: Any) -> None:
+    tokens = len(qwen().encode(f"{CALL}\n{CALL}", add_special_tokens=False))
+    cut = ask(f"{CALL}\n{CALL}", tools=TOOLS, max_output_tokens=tokens - 8)
+    assert [item.status for item in cut.output] == ["completed", "incomplete"]
+    [_, last] = cut.output
+    assert ARGUMENTS.startswith(last.arguments) and last.arguments != ARGUMENTS
+    # Cut behind its arguments, it can be run.
+    whole = ask(f"{CALL}\n{CALL}", tools=TOOLS, max_output_tokens=tokens - 1)
+    assert whole.status == "incomplete"
+    assert [item.status for item in whole.output] == ["completed", "completed"]
+
+
+def test_the_response_repeats_its_settings(ask: Any) -> None:
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 50,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "temperature": 0.25,
+        "top_p": 0.75,
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "web_search"}, {"type": "function", "name": "clock"}],
+        },
+        "tools": [SEARCH, *TOOLS],
+        "truncation": "disabled",
+        "store": True,
+    }
+    response = ask("Yes.", **fields).model_dump(mode="json")
+    assert response["store"] is False  # whatever was asked for
+    assert response["reasoning"]["effort"] == "low"
+    assert [tool["name"] for tool in response["tools"]] == ["get_weather", "clock", "note"]
+    assert response["tools"][0]["parameters"] == WEATHER["parameters"]
+    assert response["tool_choice"]["tools"][1]["name"] == "clock"
+    for name in (
+        "instructions",
+        "max_output_tokens",
+        "metadata",
+        "parallel_tool_calls",
+        "temperature",
+        "top_p",
+        "truncation",
+    ):
+        assert response[name] == fields[name]
+
+
+def test_logprobs_spell_the_text(ask: Any) -> None:
+    answer = f"{THOUGHT}It rains in Köln.\n{CALL}"
+    for fields in (
+        {"include": ["message.output_text.logprobs"]},
+        {"top_logprobs": 0, "include": ["message.output_text.logprobs"]},
+    ):
+        _, message, _ = ask(answer, tools=TOOLS, **fields).output
+        tokens = message.content[0].logprobs
+        assert "".join(token.token for token in tokens) == message.content[0].text.strip()
+    [plain] = ask("It rains.").output
+    assert plain.content[0].logprobs == []
+
+
+def test_a_failure_in_a_stream_ends_it_with_response_failed(
+    server: Served[ScriptedEngine], http: httpx.Client, described: Any
+) -> None:
+    server.engine.answers, server.engine.run = ["{no JSON"], 1
+    format = {"type": "json_object"}
+    events = events_of(post(http, text={"format": format}, stream=True))
+    response = events[-1]["response"]
+    assert events[-1]["type"] == "response.failed" and response["status"] == "failed"
+    assert (
+        response["error"]["code"] == "server_error"
+        and "mask forbids" in response["error"]["message"]
+    )
+    assert contents(Response.model_validate(response)) == [("message", "{", "in_progress")]
+    EVENT.validate_python(events[-1])
+    whole = http.post("/v1/responses", json={"input": "Hi", "text": {"format": format}})
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "grammar_failed")
+
+
+def test_a_client_that_leaves_ends_its_request(
+    server: Served[ScriptedEngine], client: openai.OpenAI
+) -> None:
+    server.engine.answers, server.engine.run = ["on and on " * 20_000], 1
+    with client.responses.create(model="fake", input="Hi", stream=True) as stream:
+        assert next(iter(stream)).type == "response.created"
+    asyncio.run(until(lambda: server.engine.streams[-1].aborted))
+
+
+# -- input -----------------------------------------------------------------------------------------
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "input_text", "text": text}]}
+
+
+def said(text: str, **fields: Any) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"type": "message", "role": "assistant", "content": content, **fields}
+
+
+def called(id: str, name: str = "get_weather", arguments: str = '{"city": "Köln"}') -> Any:
+    return {"type": "function_call", "call_id": id, "name": name, "arguments": arguments}
+
+
+def returned(id: str, output: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id, "output": output}
+
+
+THOUGHTS = {
+    "type": "reasoning",
+    "id": "rs_1",
+    "summary": [],
+    "content": [{"type": "reasoning_text", "text": "Hm."}],
+    "encrypted_content": None,
+}
+WRITTEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"input": "Hi"}, turn("user", "Hi")),
+        ({"input": [{"role": "user", "content": "Hi", "type": None}]}, turn("user", "Hi")),
+        (
+            {"input": "Hi", "instructions": "Be brief."},
+            turn("system", "Be brief.") + turn("user", "Hi"),
+        ),
+        (
+            {
+                "input": [
+                    {"type": "message", "role": "developer", "content": "A"},
+                    {"role": "system", "content": [{"type": "input_text", "text": "B"}]},
+                    user("Where?"),
+                    user("Now?"),
+                ],
+                "instructions": "I",
+            },
+            turn("system", "I\n\nA\n\nB") + turn("user", "Where?\n\nNow?"),
+        ),
+        # All that the model said between two turns of others is one message.
+        (
+            {
+                "input": [
+                    user("Hi"),
+                    THOUGHTS,
+                    said("Let me see.", id="msg_1", status="completed", phase="commentary"),
+                    called("c1"),
+                    called("c2"),
+                    returned("c1", "rain"),
+                    returned(
+                        "c2",
+                        [{"type": "input_text", "text": "s"}, {"type": "input_text", "text": "un"}],
+                    ),
+                    {
+                        **THOUGHTS,
+                        "content": None,
+                        "summary": [{"type": "summary_text", "text": "So."}],
+                    },
+                    said("Rain."),
+                    user("Thanks"),
+                ]
+            },
+            turn("user", "Hi")
+            + turn("assistant", f"<think>\nHm.\n</think>\n\nLet me see.{WRITTEN}\n{WRITTEN}")
+            + turn("tool", "<tool_response>rain</tool_response>")
+            + turn("tool", "<tool_response>sun</tool_response>")
+            + turn("assistant", "<think>\nSo.\n</think>\n\nRain.")
+            + turn("user", "Thanks"),
+        ),
+        (
+            {
+                "input": [
+                    {"type": "custom_tool_call", "call_id": "c", "name": "note", "input": "a\nb"},
+                    {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"},
+                ]
+            },
+            turn(
+                "assistant",
+                '<tool_call>\n{"name": "note", "arguments": {"input": "a\\nb"}}\n</tool_call>',
+            )
+            + turn("tool", "<tool_response>ok</tool_response>"),
+        ),
+        # A model may have written something else than an object; the agent that ran it says so.
+        (
+            {"input": [called("c", arguments='{"city": "K'), returned("c", "invalid")]},
+            turn(
+                "assistant",
+                '<tool_call>\n{"name": "get_weather", "arguments": '
+                '{"input": "{\\"city\\": \\"K"}}\n</tool_call>',
+            )
+            + turn("tool", "<tool_response>invalid</tool_response>"),
+        ),
+        (
+            {
+                "input": [
+                    said(""),
+                    {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                ]
+            },
+            turn("assistant", "No."),
+        ),
+        # Some clients ask for one token of an answer to nothing, to see whether a server is there.
+        ({"input": [], "max_output_tokens": 1}, turn("user", "")),
+        ({"input": "", "max_output_tokens": 1}, turn("user", "")),
+        ({"input": [], "instructions": "I"}, turn("system", "I") + turn("user", "")),
+    ],
+)
+def test_input_becomes_the_messages_of_a_chat(
+    server: Served[ScriptedEngine], http: httpx.Client, fields: dict[str, Any], prompt: str
+) -> None:
+    server.engine.answers = ["Yes."]
+    post(http, **fields)
+    assert server.engine.texts[-1] == prompt + "<|im_start|>assistant\n"
+
+
+def test_a_late_system_message_stays_where_the_template_takes_it_and_joins_the_first_otherwise(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    fields = {
+        "input": [
+            user("Hi"),
+            said("Hello."),
+            {"role": "developer", "content": "Now French."},
+            user("Bye"),
+        ],
+        "instructions": "I",
+    }
+    server.engine.answers = ["Yes."]
+    post(http, **fields)
+    between = turn("user", "Hi") + turn("assistant", "Hello.")
+    start, end = "", turn("user", "Bye") + "<|im_start|>assistant\n"
+    expected = turn("system", "I") + between + turn("system", "Now French.") + end
+    assert server.engine.texts[-1] == start + expected
+    strict = """{%- for m in messages %}{% if m.role == "system" and not loop.first %}
+{{- raise_exception("system comes first") }}{% endif %}{% endfor %}"""
+    with scripted(strict + QWEN_TEMPLATE) as other, other.http() as caller:
+        post(caller, **fields)
+        assert other.engine.texts[-1] == turn("system", "I\n\nNow French.") + between + end
+
+
+def test_an_answer_sent_back_with_the_result_of_its_call_makes_the_next_turn(
+    server: Served[ScriptedEngine], client: openai.OpenAI
+) -> None:
+    server.engine.answers, server.engine.run = [f"{THOUGHT}Let me see.\n{CALL}", "It rains."], 1
+    asked: Any = [{"role": "user", "content": "How is Köln?"}]
+    first = client.responses.create(model="fake", input=asked, tools=TOOLS)
+    asked += [item.model_dump() for item in first.output]
+    asked.append(returned(first.output[-1].call_id, "rain"))
+    second = client.responses.create(model="fake", input=asked, tools=TOOLS)
+    assert second.output_text == "It rains."
+    text = server.engine.texts[-1]
+    assert f"{THOUGHT}Let me see.{CALL}<|im_end|>" in text and ">rain</tool_response>" in text
+
+
+# -- fields ----------------------------------------------------------------------------------------
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_parse_and_stream_return_objects_of_a_schema(
+    server: Served[ScriptedEngine], client: openai.OpenAI
+) -> None:
+    server.engine.answers, server.engine.run = [THOUGHT + '{"name": "Ada", "age": 36}'], 1
+    parsed = client.responses.parse(model="fake", input="Who?", text_format=Person)
+    assert parsed.output_parsed == Person(name="Ada", age=36)
+    with client.responses.stream(model="fake", input="Who?", text_format=Person) as stream:
+        kinds = {event.type for event in stream}
+        assert stream.get_final_response().output_parsed == Person(name="Ada", age=36)
+    assert {"response.output_text.delta", "response.reasoning_text.delta"} <= kinds
+    tool: Any = openai.pydantic_function_tool(Person)["function"]
+    server.engine.answers = [hermes("Person", {"name": "Ada", "age": 36})]
+    called = client.responses.parse(
+        model="fake", input="Who?", tools=[{"type": "function", **tool}], tool_choice="required"
+    )
+    assert called.output[0].parsed_arguments == {"name": "Ada", "age": 36}
+
+
+def test_formats_and_choices_hold_the_answer(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    """The engine refuses an answer that its mask forbids."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    named = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"text": {"format": {"type": "json_object"}}}, '{"b": 1}', "no"),
+        ({"text": {"format": named}}, '{"a": 1}', '{"b": 1}'),
+        ({"tools": TOOLS, "tool_choice": "required"}, CALL, "no"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "clock"}},
+            hermes("clock", {}),
+            CALL,
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "custom", "name": "note"}},
+            hermes("note", {"input": "x"}),
+            CALL,
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "clock"}],
+                },
+            },
+            hermes("clock", {}),
+            CALL,
+        ),
+        (
+            {"tools": TOOLS, "parallel_tool_calls": False, "tool_choice": "required"},
+            CALL,
+            f"{CALL}\n{CALL}",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        **NOTE,
+                        "format": {"type": "grammar", "syntax": "regex", "definition": "[ab]+"},
+                    }
+                ]
+            },
+            hermes("note", {"input": "ab"}),
+            hermes("note", {"input": "abc"}),
+        ),
+    ]
+    for fields, good, bad in cases:
+        server.engine.answers = [good]
+        post(http, **fields)
+        server.engine.answers = [bad]
+        response = http.post("/v1/responses", json={"input": "Hi", **fields})
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "grammar_failed")
+
+
+def test_null_in_any_field_is_as_if_it_was_left_out(
+    server: Served[ScriptedEngine], http: httpx.Client, described: Any
+) -> None:
+    server.engine.answers = ["Yes."]
+    fields = described["components"]["schemas"]["ResponsesRequest"]["properties"]
+    nothing = dict.fromkeys(fields, None)
+    body = {**nothing, "input": "Hi"}
+    assert http.post("/v1/responses", json=body).json()["output"][0]["content"][0]["text"] == "Yes."
+
+
+def test_what_is_large_or_deep_is_read_or_refused(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    deep = "[" * 100_000
+    # (Input, status.)
+    cases: list[tuple[list[Any], int]] = [
+        ([said("x")] * 8192, 200),
+        ([called("c")] * 1000, 200),
+        ([called("c", arguments=deep)], 200),  # shown to the model as a text
+        ([said("x")] * 8193, 400),
+        ([user("x")] * 100_000, 413),
+    ]
+    for items, status in cases:
+        assert http.post("/v1/responses", json={"input": items}).status_code == status
+    post(http)
+
+
+def test_effort_and_template_options_reach_the_template(
+    server: Served[ScriptedEngine], http: httpx.Client
+) -> None:
+    server.engine.answers = ["Yes."]
+    post(http, reasoning={"effort": "none"})
+    assert server.engine.template_options["enable_thinking"] is False
+    post(http, reasoning={"effort": "high"}, chat_template_kwargs={"a": 1})
+    assert server.engine.template_options["enable_thinking"] is True
+    assert {"reasoning_effort", "a"} <= server.engine.template_options.keys()
+    assert post(http, tools=TOOLS, tool_choice="none").json()["tools"] == []
+    assert "tools" not in server.engine.template_options
+
+
+def test_tools_that_the_server_does_not_run_are_left_out_and_logged(
+    server: Served[ScriptedEngine],
+    client: openai.OpenAI,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server.engine.answers = ["Yes."]
+    odd: Any = [
+        SEARCH,
+        {"type": "namespace", "name": "n", "description": "d", "tools": [WEATHER]},
+        {"type": "mcp", "server_label": "m", "server_url": "http://x", "require_approval": "never"},
+        {"type": "sEcReT", "parameters": 3, "name": None},
+    ]
+    with caplog.at_level(logging.INFO):
+        response = client.responses.create(model="fake", input="Hi", tools=[*odd, CLOCK])
+    assert [tool.type for tool in response.tools] == ["function"]
+    assert "does not run: mcp, namespace, others, web_search" in caplog.text
+    assert "sEcReT" not in caplog.text
+    assert client.responses.create(model="fake", input="Hi", tools=odd).output_text == "Yes."
+    assert client.responses.create(model="fake", input="Hi", tools=[]).tools == []
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": [3]}, "input[0]"),
+    ({"input": [{}]}, "input[0].content"),
+    ({"input": [{"content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    (
+        {
+            "input": [
+                user("x"),
+                {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
+            ]
+        },
+        "input[1].content[0].type",
+    ),
+    (
+        {
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "x"},
+                        {"type": "input_file", "file_id": "x"},
+                    ],
+                }
+            ]
+        },
+        "input[0].content[1].type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+        "input[0].content[0].type",
+    ),
+    (
+        {"input": [returned("c", [{"type": "input_image", "image_url": "x"}])]},
+        "input[0].output[0].type",
+    ),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+        "input[0].content[0].text",
+    ),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+    ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"conversation": {"id": "conv_1"}}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"moderation": {}}, "moderation"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": "9"}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a": "x" * 513}}, "metadata"),
+    ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}},
+        "text.format.schema",
+    ),
+    (
+        {"text": {"format": {"type": "json_object"}}, "tools": TOOLS, "tool_choice": "required"},
+        "text.format",
+    ),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [SEARCH, CLOCK, CLOCK]}, "tools[2].name"),
+    ({"tools": [SEARCH, {**CLOCK, "parameters": []}]}, "tools[1].parameters"),
+    (
+        {"tools": [SEARCH, {**CLOCK, "parameters": {"type": "x"}, "strict": True}]},
+        "tools[1].parameters",
+    ),
+    (
+        {
+            "tools": [
+                SEARCH,
+                {**NOTE, "format": {"type": "grammar", "syntax": "regex", "definition": "["}},
+            ]
+        },
+        "tools[1].format.definition",
+    ),
+    (
+        {"tools": [{**NOTE, "format": {"type": "grammar", "syntax": "regex"}}]},
+        "tools[0].format.definition",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [SEARCH], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "web_search"}, {"type": "function", "name": "g"}],
+            },
+        },
+        "tool_choice.tools[1].name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED)
+def test_an_error_names_the_field_of_this_api(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
+    for stream in (False, True):
+        body = {"input": "Hi", "stream": stream, **fields}
+        response = http.post("/v1/responses", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert error["message"].startswith(f"{param}: ") or error["code"] is not None
+
+
+def test_errors_say_what_to_send_instead(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "fake", "input": "Hi"}
+    for fields, words in (
+        ({"previous_response_id": "resp_1"}, "Send the whole conversation in input"),
+        ({"background": True}, "stream: true"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images are not"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.responses.create(**{**asked, **fields})
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input="Hi")
+
+
+# -- agents ----------------------------------------------------------------------------------------
+
+
+def codex_body() -> dict[str, Any]:
+    """A request as Codex sends it, in shape and size, in its second turn."""
+
+    def function(name: str, num_words: int, **properties: Any) -> dict[str, Any]:
+        return {
+            "type": "function",
+            "name": name,
+            "description": "word " * num_words,
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties][:1],
+                "additionalProperties": False,
+            },
+        }
+
+    def text(role: str, *num_words: int) -> dict[str, Any]:
+        parts = [{"type": "input_text", "text": "<word>\n" * count} for count in num_words]
+        return {
+            "type": "message",
+            "id": f"msg_{role}{num_words[0]}",
+            "role": role,
+            "content": parts,
+        }
+
+    string = {"type": "string", "description": "word " * 15}
+    number = {"type": "number", "description": "word " * 15}
+    nested = {"type": "array", "items": {"type": "object", "properties": {"a": string}}}
+    return {
+        "model": "fake",
+        "stream": True,
+        "input": [
+            text("developer", 2400),
+            text("developer", 300, 50),
+            text("user", 60),
+            text("user", 8),
+            {**THOUGHTS, "encrypted_content": None},
+            said("One moment.", id="msg_3", status="completed"),
+            {
+                **called("call_1", "exec_command", '{"cmd": "ls"}'),
+                "id": "fc_1",
+                "status": "completed",
+            },
+            {**returned("call_1", "Chunk ID: 1\nOutput:\na.txt\n"), "id": "fco_1"},
+        ],
+        "tools": [
+            function(
+                "exec_command",
+                15,
+                cmd=string,
+                tty={"type": "boolean"},
+                max_output_tokens=number,
+                prefix_rule={"type": "array", "items": string},
+                sandbox_permissions={**string, "enum": ["use_default", "require_escalated"]},
+            ),
+            function("write_stdin", 15, session_id=number, chars=string),
+            function("update_plan", 90, plan=nested, explanation=string),
+            function("request_user_input", 25, questions=nested),
+            function("view_image", 25, path=string),
+            function("list_resources", 25, server=string, cursor=string),
+            function("read_resource", 25, server=string, uri=string),
+            {
+                "type": "namespace",
+                "name": "agents",
+                "description": "word",
+                "tools": [
+                    function(f"agent_{n}", 300, target=string, items=nested) for n in range(6)
+                ],
+            },
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "01a20515-d504-7be2-b63f-ed6f3f8783dd",
+        "client_metadata": {"session_id": "01a2", "x-codex-turn-metadata": '{"a": 1}'},
+    }
+
+
+def test_a_request_of_codex_is_answered_even_with_strict_fields() -> None:
+    body = codex_body()
+    assert 35_000 < len(json.dumps(body)) < 50_000
+    with scripted(strict_fields=True, api_key=("k",)) as server, server.http() as http:
+        call = hermes("exec_command", {"cmd": "cat a.txt"})
+        server.engine.answers = [f"{THOUGHT}Let me see.\n{call}"]
+        response = http.post("/v1/responses", json=body, headers={"authorization": "Bearer k"})
+        events = events_of(response)
+        done = [event["item"]["type"] for event in events if event["type"].endswith("item.done")]
+        assert done == ["reasoning", "message", "function_call"]
+        assert streamed_response(events)["output"][2]["arguments"] == '{"cmd": "cat a.txt"}'
+        unknown = http.post(
+            "/v1/responses", json={**body, "x": 1}, headers={"authorization": "Bearer k"}
+        )
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "x")
+        assert http.post("/v1/responses", json=body).status_code == 401
+        assert 'route="/v1/responses"' in http.get("/metrics").text
