@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
-from minisgl.kvcache.store import PageStore, Transfer, page_keys
+from minisgl.kvcache.store import PageIndex, Transfer, page_keys
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """A store, and what it takes to use it."""
+    """What is on disk, and what it takes to use it."""
 
-    store: PageStore
+    index: PageIndex
     fingerprint: bytes  # of the model and all else that the pages depend on, but the tokens
     rule: LoadRule = ALWAYS  # for pages from disk to device
 
@@ -44,7 +44,7 @@ class DiskTier:
         self.fetches: dict[int, Fetch] = {}
         self.writes: dict[int, Transfer] = {}
         self.settled = 0  # the last step that is known to have succeeded
-        self._store = disk.store
+        self._index = disk.index
         self._fingerprint = disk.fingerprint
         self._page_bytes = page_bytes
         self._num_transfers = 0
@@ -53,7 +53,7 @@ class DiskTier:
     def find(self, namespace: bytes, key: bytes, start: int, end: int) -> list[bytes]:
         """The keys of the pages `start` .. `end` - 1 of `key` up to the first that is not held."""
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
-        return [*takewhile(self._store.holds, keys)]
+        return [*takewhile(self._index.holds, keys)]
 
     def missing(
         self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
@@ -62,7 +62,7 @@ class DiskTier:
         end = start + len(host_pages)
         keys = page_keys(self._fingerprint, namespace, key, self._page_bytes, start, end)
         pairs = zip(keys, host_pages, strict=True)
-        return [pair for pair in pairs if not self._store.holds(pair[0])]
+        return [pair for pair in pairs if not self._index.holds(pair[0])]
 
     def write(self, pairs: Sequence[tuple[bytes, int]]) -> Transfer:
         transfer = self._add(True, [key for key, _ in pairs], [page for _, page in pairs])
@@ -90,7 +90,7 @@ class DiskTier:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Look for these pages no longer: a rank does not have them."""
-        self._store.forget(keys)
+        self._index.forget(keys)
 
     @property
     def owned(self) -> list[int]:

@@ -14,20 +14,24 @@ from typing import Protocol
 KEY_BYTES = 32
 
 
-class PageStore(Protocol):
+class PageIndex(Protocol):
+    """Which pages are on disk. Thread-safe, and without I/O: the event loop asks it."""
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a page is probably there: reading may find it gone or damaged."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Hold these pages no longer, whatever is on disk."""
+        ...
+
+
+class PageStore(PageIndex, Protocol):
     """Keeps pages by key. Thread-safe.
 
     No method raises for a broken disk: a page that cannot be written is not there, and one that
     cannot be read is a miss.
     """
-
-    def holds(self, key: bytes) -> bool:
-        """Whether a page is probably there: reading may find it gone or damaged. No I/O."""
-        ...
-
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """Hold these pages no longer, whatever is on disk. No I/O."""
-        ...
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
         """Store a run of pages, and return how many bytes were written. Blocks."""

@@ -250,29 +250,21 @@ class HostCache:
         """
         assert self._disk is not None, "nothing is transferred without a disk"
         for transfer in transfers:
-            after = self._copies_of(transfer.host_pages)
+            after = [copied.mark for copied in self._copies_of(transfer.host_pages)]
             self._disk.queue(transfer, after, done)
 
-    def _copies_of(self, host_pages: Sequence[int]) -> list[CopyMark]:
-        """The copies under way that touch one of `host_pages`."""
+    def _copies_of(self, host_pages: Sequence[int]) -> list[_Copied]:
+        """The copies under way that read or write one of `host_pages`."""
         with self._lock:
             self._count_ended()
             return [
-                copied.mark
-                for copied in self._under_way
-                if not copied.host_pages.isdisjoint(host_pages)
+                copied for copied in self._under_way if not copied.host_pages.isdisjoint(host_pages)
             ]
 
     def _offloads_to(self, host_pages: Sequence[int]) -> list[CopyMark]:
         """The offloads under way that write one of `host_pages`."""
-        with self._lock:
-            self._count_ended()
-            return [
-                copied.mark
-                for copied in self._under_way
-                if copied.total is self._traffic.offloads
-                and not copied.host_pages.isdisjoint(host_pages)
-            ]
+        copies = self._copies_of(host_pages)
+        return [copied.mark for copied in copies if copied.total is self._traffic.offloads]
 
     def _note(self, mark: CopyMark, host_pages: Sequence[int], total: Traffic) -> None:
         with self._lock:
