@@ -45,7 +45,8 @@ class DiskLane:
         self.writes, self.reads = Meter(), Meter()
 
     def queue(self, transfer: Transfer, after: Sequence[Mark], done: Done) -> None:
-        """Begin when `after` are reached; `done` is called in any case, on any thread."""
+        """Begin when `after` are reached. `done` is called on any thread, whatever goes wrong, but
+        not after `close`."""
         if transfer.writes:
             self._writers.submit(self._write, transfer, after, done)
         else:
@@ -95,6 +96,7 @@ class DiskLane:
             return many_s, self._time_read(keys[:1])
         finally:
             self.store.remove(keys)
+            self.reads = Meter()  # what was measured was for nobody
 
     def _time_read(self, keys: Sequence[bytes]) -> float:
         ended: Future[None] = Future()

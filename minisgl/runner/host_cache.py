@@ -246,7 +246,7 @@ class HostCache:
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
         """Begin transfers to and from the disk, after all copies that were queued before.
 
-        `done` is called for each in any case, on any thread.
+        `done` is called for each on any thread, whatever goes wrong, but not after `close`.
         """
         assert self._disk is not None, "nothing is transferred without a disk"
         for transfer in transfers:
