@@ -689,7 +689,7 @@ class AsyncEngine:
         try:
             await self.drain(0, CLOSED)
             if self._has_disk:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, MinisglError):
                     await asyncio.wait_for(self._store_all(), STORE_S)
         finally:
             self._max_in_flight = 0

@@ -1,4 +1,4 @@
-"""The interface of a tier behind host memory: pages on disk, under keys.
+"""What the tiers above know of pages on disk: their keys, and transfers of them.
 
 A key names what a page holds: `page_keys` hashes all tokens up to its end after a fingerprint of
 everything else that the numbers depend on (weights, dtype, scales, layout) and the namespace.
@@ -23,23 +23,6 @@ class PageIndex(Protocol):
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Hold these pages no longer, whatever is on disk."""
-        ...
-
-
-class PageStore(PageIndex, Protocol):
-    """Keeps pages by key. Thread-safe.
-
-    No method raises for a broken disk: a page that cannot be written is not there, and one that
-    cannot be read is a miss.
-    """
-
-    def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
-        """Store a run of pages, and return how many bytes were written. Blocks."""
-        ...
-
-    def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """Fill the views with what `write` got; returns the number of pages in front of the first
-        that is not there, or is damaged. Blocks."""
         ...
 
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"minisgl KV 1\n\0\0\0"
 ALIGNMENT = 4096  # of the first page in its file
 REFRESH_S = 5.0  # between looks at what other processes have done
+RETRY_S = 30.0  # after an error, before anything is written again
 STALE_S = 600.0  # age at which a file that nobody has finished is removed
 KEPT_PART = 0.95  # of the allowed bytes, which remain after an eviction
 MAX_PAGES = 1 << 16  # in a file
@@ -101,7 +102,11 @@ def open_folder(folder: Path) -> None:
 
 
 class PageFiles:
-    """A PageStore on files of one rank of one model, in a folder with those of others."""
+    """The pages of one rank of one model, in a folder with those of others. Thread-safe.
+
+    No method raises for a broken disk: a page that cannot be written is not there, and one that
+    cannot be read is a miss.
+    """
 
     def __init__(self, folder: Path, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
         """fingerprint: 32 bytes, different for each rank. max_bytes: of all files in the folder,
@@ -117,6 +122,7 @@ class PageFiles:
         self._num_bytes = 0  # in the folder, as far as it is known
         self._complaints: set[str] = set()
         self._listed: tuple[int, ...] = ()  # what the folder looked like when it was last read
+        self._retry_s = 0.0  # when the disk may be written again after an error
         self._closed = threading.Event()
         self._evicting = threading.Lock()
         self.refresh()
@@ -133,9 +139,11 @@ class PageFiles:
         return len(self._pages)
 
     def holds(self, key: bytes) -> bool:
+        """Whether a page is probably there: reading may find it gone or damaged. No I/O."""
         return key in self._pages
 
     def forget(self, keys: Sequence[bytes]) -> None:
+        """Hold these pages no longer, whatever is on disk. No I/O."""
         with self._lock:
             for key in keys:
                 self._pages.pop(key, None)
@@ -163,6 +171,9 @@ class PageFiles:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> int:
+        """Store a run of pages in a file; returns its bytes, 0 if it could not be. Blocks."""
+        if time.monotonic() < self._retry_s:
+            return 0
         header = self._header(keys, pages)
         num_bytes = len(header) + len(pages) * self.page_bytes
         try:
@@ -172,6 +183,7 @@ class PageFiles:
             self._write_file(name, [memoryview(header), *pages])
         except OSError as error:
             self._complain("write", error)
+            self._retry_s = time.monotonic() + RETRY_S
             return 0
         with self._lock:
             self._complaints.discard("write")
@@ -204,6 +216,8 @@ class PageFiles:
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        """Fill the views with what `write` got; returns the number of pages in front of the first
+        that is not there, or is damaged. Blocks."""
         num_read = 0
         places = [self._pages.get(key) for key in keys]
         targets = zip(places, into, strict=True)

@@ -4,10 +4,12 @@ transformers, and the second engine finds what the first has computed."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import functools
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from support.slow_lanes import SlowLane
 from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
 
 from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import LoadRule
 from minisgl.runner import load
 from minisgl.runner.host_cache import HostCache
@@ -85,6 +88,30 @@ def test_each_of_two_ranks_finds_its_part(tmp_path: Path) -> None:
     assert serve(case, tmp_path, tp=2) == 0
     assert serve(case, tmp_path, tp=2) > 0
     assert len({file.name[:32] for file in files(tmp_path)}) == 2
+
+
+def test_another_checkpoint_of_the_same_sizes_finds_nothing(tmp_path: Path) -> None:
+    """As after a fine-tune that took the place of its base."""
+    case, folder = short_case_of("llama3"), tmp_path / "kv"
+    copy = dataclasses.replace(case, folder=tmp_path / "model")
+    shutil.copytree(case.folder, copy.folder)
+    assert serve(copy, folder) == 0
+    (path,) = copy.folder.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # in the last tensor, and almost nothing
+    path.write_bytes(content)
+    assert serve(copy, folder) == 0
+    shutil.copy(case.folder / path.name, path)
+    assert serve(copy, folder) > 0
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="it holds what prompts leave"):
+        serve(short_case_of("llama3"), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the folder cannot be used"):
+        serve(short_case_of("llama3"), tmp_path / "file")
 
 
 def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
