@@ -16,6 +16,7 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
+from minisgl.engine.fingerprint import fingerprint
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -48,6 +49,7 @@ class Loaded(Generic[Handle]):
     ranks: Ranks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
+    fingerprint: bytes = b""  # of the numbers in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         name,
         ranks,
         load_rule=runner.load_rule,
+        fingerprint=fingerprint(folder, resolved, config.quantization),
     )
 
 

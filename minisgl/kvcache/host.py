@@ -42,6 +42,14 @@ class HostTier:
             self.written_by[host_page] = UNPLANNED
         return taken
 
+    def take(self, count: int) -> list[int]:
+        """Host pages that the caller fills itself. Enough must be free."""
+        assert count <= len(self._free)
+        taken = [self._free.pop() for _ in range(count)]
+        for host_page in taken:
+            self.written_by[host_page] = 0
+        return taken
+
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
             self._offloads.pop(host_page, None)

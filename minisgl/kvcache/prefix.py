@@ -108,6 +108,21 @@ class PrefixCache(Protocol):
         """
         ...
 
+    def make_room(self, num_pages: int) -> bool:
+        """Free host pages, least recently used first, until so many are free; False if there are
+        too few."""
+        ...
+
+    def adopt(
+        self, key: bytes, start: int, host_pages: Sequence[int], namespace: bytes = b""
+    ) -> Sequence[int]:
+        """Take host pages that hold the pages `start`, `start + 1`, ... of `key`.
+
+        Returns those that the cache does not need: all, if it does not have what precedes them.
+        O(key).
+        """
+        ...
+
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         """Drop every device page whose entry in `written_by` is at least `step`, and every host
         page that such a step's plan wrote. None may be locked. Returns the device pages."""
@@ -159,6 +174,14 @@ class NaiveCache:
 
     def evict(self, num_pages: int) -> list[int]:
         return []
+
+    def make_room(self, num_pages: int) -> bool:
+        return False
+
+    def adopt(
+        self, key: bytes, start: int, host_pages: Sequence[int], namespace: bytes = b""
+    ) -> Sequence[int]:
+        return host_pages
 
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         return []

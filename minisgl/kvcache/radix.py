@@ -152,6 +152,30 @@ class RadixCache:
             at += common
         return node, refused
 
+    def adopt(
+        self, key: bytes, start: int, host_pages: Sequence[int], namespace: bytes = b""
+    ) -> Sequence[int]:
+        at, end = 0, start + len(host_pages)
+        node = self._roots.get(namespace)
+        if node is None:
+            if start or not host_pages:
+                return host_pages
+            node = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
+        while at < end and (child := self._child(node, key, at)) is not None:
+            common = self._common_pages(child, key, at, end)
+            node = child if common == child.num_pages else self._split(child, common)
+            at += common
+        if at < start or at == end:
+            return host_pages
+        self._clock += 1
+        run = key[at * self._page_bytes : end * self._page_bytes]
+        added = Node(key=run, pages=[], parent=node, last_used=self._clock)
+        added.host_pages = list(host_pages[at - start :])
+        node.children[self._first_page(run, 0)] = added
+        self._num_nodes += 1
+        self._let_go(added)
+        return host_pages[: at - start]
+
     def _add(self, parent: Node, key: bytes, start: int, pages: Sequence[int]) -> Node:
         run = key[start * self._page_bytes : (start + len(pages)) * self._page_bytes]
         node = Node(key=run, pages=[], parent=parent, last_used=self._clock)
@@ -302,8 +326,10 @@ class RadixCache:
         if node.num_pages > at_most:
             self._split(node, node.num_pages - at_most)
 
+    def make_room(self, num_pages: int) -> bool:
+        return self._host is not None and self._make_room(num_pages, self._host)
+
     def _make_room(self, num_pages: int, host: HostTier) -> bool:
-        """Free host pages, least recently used first; False if there are too few."""
         while host.num_free < num_pages:
             node = self._host_leaves.pop()
             if node is None:

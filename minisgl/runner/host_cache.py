@@ -72,6 +72,7 @@ class Slabs:
         self._pages_per_slab = min(num_pages, max(1, SLAB_BYTES // page_bytes))
         self._thread = ThreadPoolExecutor(1, "minisgl-pinning", lanes.enter_thread)
         self._slabs: list[Future[Tensor]] = []
+        self._growing = threading.Lock()
         self._grow(1)
 
     @property
@@ -83,9 +84,10 @@ class Slabs:
         return min(self._pages_per_slab, self.num_pages - index * self._pages_per_slab)
 
     def _grow(self, num_slabs: int) -> None:
-        while len(self._slabs) < num_slabs and self._size(len(self._slabs)) > 0:
-            size = self._size(len(self._slabs))
-            self._slabs.append(self._thread.submit(self._allocate, size))
+        with self._growing:
+            while len(self._slabs) < num_slabs and self._size(len(self._slabs)) > 0:
+                size = self._size(len(self._slabs))
+                self._slabs.append(self._thread.submit(self._allocate, size))
 
     def _allocate(self, num_pages: int) -> Tensor:
         shape = (num_pages, self._page_bytes)
@@ -130,7 +132,7 @@ class _Stage:
 
 
 class HostCache:
-    """The host pages of one rank. One thread calls `queue`; any thread may read `traffic`."""
+    """The host pages of one rank. One thread calls `queue`; any thread `traffic` and `views`."""
 
     def __init__(
         self,
@@ -256,6 +258,17 @@ class HostCache:
         with self._lock:
             self._count_ended()
             return self._traffic.since(HostTraffic.none())  # a copy
+
+    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of host pages, in their order, once no queued copy is under way to or from
+        them. Blocks until then."""
+        wanted = frozenset(host_pages)
+        with self._lock:
+            using = [each for each in self._under_way if not each.host_pages.isdisjoint(wanted)]
+        for copied in using:
+            copied.mark.wait()
+        arrays = [run.view(-1).numpy() for _, run in self.slabs.runs(host_pages)]
+        return [array.data for array in arrays]
 
     def measure(self, compute_s: float) -> LoadRule:
         """The rule by which loads pay if the tokens of a page are computed in `compute_s`.
