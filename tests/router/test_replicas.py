@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from support.http_server import free_port, wait_for_health
+from support.http_server import wait_for_health
 from support.processes import (
     children_of,
     replica_sockets,
@@ -22,6 +18,7 @@ from support.processes import (
     wait_until_nothing_is_left,
 )
 from support.routing import front
+from support.serving_processes import demo
 
 from minisgl.router.policies import ROUND_ROBIN
 
@@ -30,22 +27,6 @@ NUM_CONVERSATIONS, NUM_TURNS = 20, 6
 NUM_STREAMS = 64
 # Of each replica. All conversations need some 340, so that both have room for each of them once.
 NUM_PAGES = 240
-
-
-@contextlib.contextmanager
-def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "serve", "--port", str(port), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 async def cached_share(url: str, salt: str) -> float:
