@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from minisgl.subprocesses import LENGTH
 
 # After which a silent peer is given up.
 SILENCE_S = 10.0
+# Of pages in one system call, without the interpreter's lock.
+PIECE_BYTES = 64 << 20
 MAX_MESSAGE_BYTES = 4096
 BACKLOG = 128
 
@@ -72,7 +75,7 @@ class PageServer:
     def _answer(self, peer: socket.socket) -> None:
         # For a peer that has gone, or an engine that is being closed, there is nothing to do.
         with peer, contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, RuntimeError):
-            peer.settimeout(SILENCE_S)
+            _limit_waiting(peer)
             want = _receive(peer, Want)
             try:
                 with self._open(want) as (num_pages, views):
@@ -91,7 +94,7 @@ def receive_pages(path: str, want: Want, into: Callable[[int], Sequence[memoryvi
     """
     try:
         with socket.socket(socket.AF_UNIX) as peer:
-            peer.settimeout(SILENCE_S)
+            _limit_waiting(peer)
             peer.connect(path)
             _send(peer, want)
             offer = _receive(peer, Offer)
@@ -102,6 +105,8 @@ def receive_pages(path: str, want: Want, into: Callable[[int], Sequence[memoryvi
             return offer.num_pages
     except EOFError:
         raise TransferError("the other engine has ended") from None
+    except BlockingIOError:
+        raise TransferError(f"the other engine is silent for {SILENCE_S:g} s") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise TransferError(f"{type(error).__name__}: {error}") from error
 
@@ -122,11 +127,23 @@ def _receive(peer: socket.socket, kind: type[Message]) -> Message:
     return msgspec.msgpack.decode(encoded, type=kind)
 
 
+def _limit_waiting(peer: socket.socket) -> None:
+    """Let calls raise BlockingIOError after SILENCE_S without a byte.
+
+    A timeout of Python's own would make the socket one that does not block, which takes a call for
+    each buffer of the system.
+    """
+    seconds, rest = divmod(SILENCE_S, 1)
+    limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+    for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        peer.setsockopt(socket.SOL_SOCKET, way, limit)
+
+
 def _fill(peer: socket.socket, view: memoryview) -> None:
     """Fill `view` from the socket; raises EOFError."""
     at = 0
     while at < len(view):
-        count = peer.recv_into(view[at:])
+        count = peer.recv_into(view[at : at + PIECE_BYTES], flags=socket.MSG_WAITALL)
         if not count:
             raise EOFError
         at += count
