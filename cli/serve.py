@@ -7,6 +7,7 @@ import os
 import sys
 
 from minisgl.config import EngineConfig
+from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 
@@ -18,9 +19,13 @@ REPLICA, ROUTER = "replica-process", "router-process"
 
 
 @takes_options
-def serve(engine: EngineConfig, server: ServerConfig, router: RouterConfig) -> int:
+def serve(engine: EngineConfig, server: ServerConfig, router: RouterConfig, ray: RayConfig) -> int:
     """Serve a model over HTTP, with the API that OpenAI clients speak."""
     set_up_logging()
+    if ray.ray:
+        from minisgl.ray import run as run_on_ray
+
+        return run_on_ray(engine, server, router, ray)
     if router.replicas > 1:
         from minisgl.router import run as run_router
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what is missing and runs every check. Arguments go on to pytest: scripts/test.sh -k radix
-# Without any, two processes share the tests, a file at a time.
+# Without any, two processes share the tests, a file at a time. The tests of the pages use a browser
+# if there is one; scripts/tools/browser.sh installs it.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/venv.sh"
@@ -10,5 +11,5 @@ cd "$root"
 "$python" -m ruff check
 "$python" -m ruff format --check
 "$python" -m mypy
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile
+[ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs
 "$python" -m pytest "$@"

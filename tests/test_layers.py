@@ -26,6 +26,7 @@ ROWS = (
     ("engine", "llm"),
     ("server", "bench"),
     ("router",),
+    ("ray",),
     ("cli",),
 )
 ORDER = {name: place for place, name in enumerate(name for row in ROWS for name in row)}

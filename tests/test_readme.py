@@ -13,6 +13,7 @@ from minisgl.bench.config import BenchConfig, LatencyConfig, ReportConfig
 from minisgl.bench.online.config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
+from minisgl.ray.config import RayConfig
 from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Message
@@ -52,6 +53,7 @@ def row(spec: Field[Any]) -> str:
         (CLI, "Engine", EngineConfig),
         ("minisgl/server/README.md", "Server", ServerConfig),
         ("minisgl/router/README.md", "Replicas", RouterConfig),
+        ("minisgl/ray/README.md", "Ray", RayConfig),
         (CLI, "Chat", ChatConfig),
         (BENCH, "Benchmark", BenchConfig),
         (BENCH, "Latency", LatencyConfig),

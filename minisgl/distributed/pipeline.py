@@ -9,6 +9,7 @@ the same rows and the same tokens.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Protocol
 
@@ -129,6 +130,8 @@ class GroupPipeline:
         self.stage = layout.stage(world.rank)
         self.size = layout.pp
         self._world, self._ranks = world, ranks
+        # NCCL warns of transfers in one group, which wait for each other; here each has its own.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         self._before: _Link | None = None
         self._after: _Link | None = None
         self._tokens: _Link | None = None

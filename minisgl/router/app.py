@@ -31,6 +31,7 @@ from minisgl.server.error_responses import (
 )
 from minisgl.server.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE
+from minisgl.server.pages import page_routes
 
 METRICS_SECONDS = 5
 
@@ -83,6 +84,7 @@ def create_router_app(
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", joined_metrics),
+            *([] if config.no_ui else page_routes()),  # there while no replica is ready, too
             Route("/{path:path}", forward),
         ],
         middleware=middleware_of(config, metrics.responses, hosts),

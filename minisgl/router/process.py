@@ -22,7 +22,6 @@ from minisgl.router.placement import shares, usable_cores, visible_gpus
 from minisgl.router.replicas import ReplicaSpec, ReplicaStartError, Supervisor
 from minisgl.server.config import ServerConfig
 from minisgl.server.process import (
-    announce,
     bind,
     check_file_limit,
     first_signal,
@@ -31,6 +30,7 @@ from minisgl.server.process import (
 )
 from minisgl.server.tls import check_certificate
 from minisgl.server.unix_socket import OwnPath
+from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class RouterProcess:
         self._shares = shares(router.replicas, engine.tp, engine.device, gpus, usable_cores())
         self._states: tuple[ReplicaState, ...] = (ReplicaState(),) * router.replicas
         self._is_draining = False
+        self._opening: asyncio.Future[None] | None = None  # of a browser
 
     def run(self) -> int:
         """Serve until a signal arrives; returns the exit code.
@@ -180,7 +181,10 @@ class RouterProcess:
         was_announced = any(state.is_ready for state in before)
         if num_ready and not was_announced:
             model = ", ".join(self._server.served_model_name) or self._engine.model or "the demo"
-            announce(f"{model} with {len(states)} replicas", self._listener, self._server)
+            welcome = Welcome(self._server, self._listener)
+            welcome.log(f"{model} with {len(states)} replicas", model)
+            if self._server.open and welcome.page is not None:
+                self._opening = asyncio.ensure_future(open_browser(welcome.page))
             if not self._engine.model:
                 log_demo_note()
 

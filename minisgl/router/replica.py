@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +18,7 @@ from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.handover import Handover, SharingEngine
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
+from minisgl.server.welcome import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ReplicaProcess(ServerProcess):
         super().__init__(spec.engine, spec.server, start)
         self._spec = spec
 
-    def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
+    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         spec = self._spec
         if spec.pages_paths:
             path = spec.pages_paths[spec.index]
@@ -54,9 +55,9 @@ class ReplicaProcess(ServerProcess):
             sharing = cast("SharingEngine", engine)
             sharing.share_pages(path, always_load=spec.role == DECODE)
             self._state.around = Handover(sharing, spec.pages_paths).around
-        super()._begin(engine, listener)
+        super()._begin(engine, welcome)
 
-    def _announce(self, listener: socket.socket) -> None:
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         pass
 
 

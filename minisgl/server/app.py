@@ -27,6 +27,7 @@ from minisgl.server.faults import AnswerFaults
 from minisgl.server.hosts import CheckHost, Hosts
 from minisgl.server.messages_api.paths import COUNT_TOKENS, MESSAGES
 from minisgl.server.metrics import Answered, Metrics
+from minisgl.server.pages import page_routes
 from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER, RequestIds
 from minisgl.server.root_path import RootPath
 from minisgl.server.routes import IGNORED_HEADER, Routes
@@ -69,9 +70,11 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     routes = Routes(state, metrics)
     config = state.config
     middleware = middleware_of(config, metrics.responses, hosts)
+    hint = Route("/", routes.hint, include_in_schema=False)
+    pages = [hint] if config.no_ui else page_routes()
     app = Starlette(
         routes=[
-            Route("/", routes.hint, include_in_schema=False),
+            *pages,
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/responses", routes.responses, methods=["POST"]),

@@ -12,7 +12,8 @@ from minisgl.server.faults import HTTPError
 from minisgl.server.root_path import route_path
 
 CLIENT = "client"  # in the state of a scope
-OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/"))  # for probes, which send no key
+# For probes, and for the pages, which ask for a key themselves.
+OPEN_PATHS = frozenset(("/health", "/metrics", "/version", "/", "/docs"))
 
 
 class RequireKey:

@@ -92,6 +92,9 @@ class ServerConfig:
         group=GROUP,
     )
 
+    no_ui: bool = option(False, "Serve the API only: no page at / and none at /docs.", group=GROUP)
+    open: bool = option(False, "Open the page in a browser, which shows the loading.", group=GROUP)
+
     def __post_init__(self) -> None:
         check_types(self)
         if not self.host:
@@ -120,6 +123,8 @@ class ServerConfig:
                     "--cors-origin", origin, "allowed: * or an origin such as https://example.org"
                 )
 
+        if self.open and self.no_ui:
+            refuse(self, "open", "cannot be combined with --no-ui")
         for name, values in (
             ("tool_parser", TOOL_PARSERS),
             ("reasoning_parser", REASONING_PARSERS),
@@ -142,3 +147,5 @@ class ServerConfig:
                 value = getattr(self, spec.name)
                 if spec.name in ("host", "port", "ssl_certfile") and value != spec.default:
                     refuse(self, spec.name, "cannot be combined with --uds")
+            if self.open:
+                refuse(self, "open", "cannot be combined with --uds: no browser can open a socket")

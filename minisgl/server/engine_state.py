@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Scope
 
@@ -30,6 +31,15 @@ class NotReadyError(EngineStoppedError):
         self.code = phase
 
 
+class Loading(NamedTuple):
+    phase: str  # empty before the first
+    fraction: float  # 0 to 1; 0 if it is unknown
+
+    def __str__(self) -> str:
+        share = f", {100 * self.fraction:.0f} %" if self.fraction else ""
+        return f" ({self.phase}{share})" if self.phase else ""
+
+
 class EngineState:
     """The engine and its phase. The process changes the phase; the routes only read it."""
 
@@ -37,8 +47,16 @@ class EngineState:
         self.config = config
         self._engine = engine
         self._draining = False
+        self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
         self.around: Around | None = None  # see handover.py; None: the engine does whole requests
+
+    def load(self, phase: str, fraction: float) -> None:
+        """Report that `fraction` of a phase of loading is done, 0 to 1; 0 if that is unknown.
+
+        Any thread may call it.
+        """
+        self._loading = Loading(phase, fraction)
 
     def start(self, engine: ServedEngine) -> None:
         self._engine = engine
@@ -50,7 +68,7 @@ class EngineState:
     def engine(self) -> ServedEngine:
         """The engine, if it accepts requests; raises NotReadyError."""
         if self._engine is None:
-            raise NotReadyError("loading", "The model is still loading.")
+            raise NotReadyError("loading", f"The model is still loading{self._loading}.")
         if self._engine.failure is not None:
             raise NotReadyError("dead", f"The engine has failed: {self._engine.failure}")
         if self._draining:
@@ -69,6 +87,11 @@ class EngineState:
                     reasoning_parser=self.config.reasoning_parser,
                 )
         return self._answer_format
+
+    @property
+    def loading(self) -> Loading | None:
+        """How far loading is; None once the engine is there."""
+        return self._loading if self._engine is None else None
 
     def stats(self) -> EngineStats | None:
         """Statistics of the engine in any phase; None while it is loading."""

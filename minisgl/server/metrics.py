@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from minisgl.engine.stats import EngineStats, Histogram, HostStats, TransferStats
-from minisgl.server.engine_state import EngineState
+from minisgl.server.engine_state import EngineState, Loading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,6 +63,8 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
         )
+        if (loading := self._state.loading) is not None:
+            yield _loading(loading)
         stats = self._state.stats()
         if stats is not None:
             yield from _gauges(stats)
@@ -89,6 +91,16 @@ class Metrics(Collector):
         for answered, count in self.responses.items():
             family.add_metric([answered.route, str(answered.status)], count)
         return family
+
+
+def _loading(loading: Loading) -> Metric:
+    family = GaugeMetricFamily(
+        "minisgl_loading_ratio",
+        "While the model loads: how much of the phase is done, 0 to 1; 0 if that is unknown.",
+        labels=["phase"],
+    )
+    family.add_metric([loading.phase], loading.fraction)
+    return family
 
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
 import os
-import shlex
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -41,19 +39,22 @@ from minisgl.server.stats_log import log_stats
 from minisgl.server.tls import check_certificate
 from minisgl.server.tls_server import TLSServer
 from minisgl.server.unix_socket import OwnPath, bind_unix
+from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)
 
 # Time for connections to take their last events, after all requests have ended.
 FLUSH_SECONDS = 2
 BACKLOG = 2048
-UNIX = "unix:"  # before the path of a socket
 
 Progress = Callable[[str, float], None]
 
 
-async def start_engine(config: EngineConfig) -> ServedEngine:
-    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds."""
+async def start_engine(config: EngineConfig, report: Progress | None = None) -> ServedEngine:
+    """Start an AsyncEngine. It is imported in a thread, because importing torch takes seconds.
+
+    report: called with the progress of loading as well, from any thread.
+    """
 
     def engine_class() -> Callable[[EngineConfig, Progress], Awaitable[ServedEngine]]:
         from minisgl.engine import AsyncEngine
@@ -62,7 +63,13 @@ async def start_engine(config: EngineConfig) -> ServedEngine:
 
     start = await asyncio.to_thread(engine_class)
     with LoadProgress() as progress:
-        engine = await start(config, progress)
+
+        def loaded(phase: str, fraction: float) -> None:
+            progress(phase, fraction)
+            if report is not None:
+                report(phase, fraction)
+
+        engine = await start(config, loaded)
     engine.warm()
     return engine
 
@@ -74,14 +81,15 @@ class ServerProcess:
         self,
         engine_config: EngineConfig,
         config: ServerConfig,
-        start: Callable[[EngineConfig], Awaitable[ServedEngine]] = start_engine,
+        start: Callable[[EngineConfig], Awaitable[ServedEngine]] | None = None,
     ) -> None:
+        """start: makes the engine; without it an AsyncEngine is started, which reports progress."""
         if not config.served_model_name:
             check_utf8("--model", engine_config.model, "; give it one with --served-model-name")
         self._engine_config = engine_config
         self._config = config
-        self._start = start
         self._state = EngineState(config)
+        self._start = start or partial(start_engine, report=self._state.load)
 
     def run(self) -> int:
         """Serve until a signal arrives or the engine dies; returns the exit code.
@@ -109,8 +117,12 @@ class ServerProcess:
         stopping = asyncio.ensure_future(first_signal())
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         loading = asyncio.ensure_future(self._start(self._engine_config))
+        welcome = Welcome(config, listener)
         engine: ServedEngine | None = None
-        reporting: asyncio.Future[None] | None = None
+        # What ends with the server.
+        beside: list[asyncio.Future[None]] = []
+        if config.open and welcome.page is not None:
+            beside.append(asyncio.ensure_future(open_browser(welcome.page)))
         try:
             await asyncio.wait((stopping, loading), return_when=asyncio.FIRST_COMPLETED)
             if not loading.done():
@@ -121,18 +133,17 @@ class ServerProcess:
             server.server_state.max_open = room_for_connections(
                 len(server.server_state.connections)
             )
-            self._begin(engine, listener)
+            self._begin(engine, welcome)
             with_graphs = engine.capacity.max_graph_batch > 0
-            reporting = asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs))
+            beside.append(asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs)))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
             if engine.failure is None:
                 logger.info("Stopping; running requests have %g s", self._config.drain_timeout)
                 self._state.drain()
                 await engine.drain(self._config.drain_timeout)
         finally:
-            stopping.cancel()
-            if reporting is not None:
-                reporting.cancel()
+            for task in (stopping, *beside):
+                task.cancel()
             server.should_exit = True
             await serving
             if engine is not None:
@@ -141,17 +152,18 @@ class ServerProcess:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    def _begin(self, engine: ServedEngine, listener: socket.socket) -> None:
+    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         self._state.start(engine)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
-        self._announce(listener)
-
-    def _announce(self, listener: socket.socket) -> None:
-        announce(", ".join(self._state.model_names()), listener, self._config)
+        names = self._state.model_names()
+        self._announce(welcome, names)
         if not self._engine_config.model:
             log_demo_note()
+
+    def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
+        welcome.log(", ".join(names), names[0])
 
 
 def http_settings(
@@ -295,33 +307,8 @@ def bind(config: ServerConfig, *, shares_port: bool = False) -> socket.socket:
     return listener
 
 
-def announce(served: str, listener: socket.socket, config: ServerConfig) -> None:
-    """Tell where `served` is, and how to ask it."""
-    place = _place(listener, config)
-    logger.info("Serving %s at %s", served, place)
-    logger.info("Try it: %s", _example(place, with_key=bool(config.api_key)))
-
-
 def log_demo_note() -> None:
     """Say that no model was named."""
     from minisgl.models.hub import DEMO_NOTE  # which imports a client of the Hub
 
     logger.info("%s", DEMO_NOTE)
-
-
-def _place(listener: socket.socket, config: ServerConfig) -> str:
-    """The URL of the server, or `unix:` and its path."""
-    if listener.family == socket.AF_UNIX:
-        return UNIX + config.uds
-    scheme = "https" if config.ssl_certfile else "http"
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _example(place: str, *, with_key: bool) -> str:
-    body = json.dumps({"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32})
-    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if with_key else ""
-    url = place
-    if place.startswith(UNIX):
-        url = f"--unix-socket {shlex.quote(place.removeprefix(UNIX))} http://localhost"
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"

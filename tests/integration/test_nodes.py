@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch.distributed as dist
 from support.fake_matcher import FakeMatcher, ending_at, tokens_after
 from support.http_server import HELLO, free_port, wait_for_health
 from support.nodes import TOKEN, Network, Node, network, node, program, until
@@ -103,13 +104,21 @@ async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_
         assert found == await tokens(alone)
 
 
-async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exits: list[RemoteRanks] = []
-    # Which would end the tests.
-    monkeypatch.setattr(RemoteRanks, "_exit", lambda ranks: exits.append(ranks))
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RemoteRanks]]:
+    """The ranks whose loss would have ended this process. It leaves their group instead, so that
+    later tests can form another."""
+    found: list[RemoteRanks] = []
+    monkeypatch.setattr(RemoteRanks, "_exit", lambda ranks: found.append(ranks))
     monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.EXIT_AFTER_S", 0.1)
+    yield found
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: list[RemoteRanks]
+) -> None:
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
     port = free_port()
     torchrun = TORCHRUN | {"MASTER_PORT": str(port - 1)}

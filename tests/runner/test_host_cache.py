@@ -74,13 +74,22 @@ def test_awaiting_a_load_that_never_began_does_nothing() -> None:
     assert cache.queue(Copies(awaits=(7,))) == {}
 
 
-def test_slabs_are_allocated_as_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_allocates_slabs_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_cache, "SLAB_BYTES", 400)
+    may_allocate, allocate = threading.Event(), Slabs._allocate
+
+    def waits(slabs: Slabs, num_pages: int) -> torch.Tensor:
+        may_allocate.wait(60)
+        return allocate(slabs, num_pages)
+
+    monkeypatch.setattr(Slabs, "_allocate", waits)
     slabs = Slabs(10, 100, Lanes(CPU))
-    assert slabs.num_bytes == 400
+    assert slabs.num_bytes == 0
+    may_allocate.set()
     runs = list(slabs.runs([0, 1, 3, 5]))
     assert [(first, len(run)) for first, run in runs] == [(0, 2), (2, 1), (3, 1)]
-    assert slabs.num_bytes == 1000  # the last one, of two pages, ahead of its use
+    assert len(next(slabs.runs([9]))[1]) == 1  # in the last one, which has two pages
+    assert slabs.num_bytes == 1000
     runs[0][1].fill_(1)
     ((_, both),) = list(slabs.runs([0, 1]))
     assert (both == 1).all()

@@ -41,7 +41,10 @@ def test_quickstart_ask_reports_why_the_server_did_not_start() -> None:
     assert result.stderr.startswith("minisgl: --dtype int3: allowed: ")
 
 
-@pytest.mark.parametrize("script", ["test.sh", "quickstart.sh", "venv.sh", "tools/try_clients.sh"])
+@pytest.mark.parametrize(
+    "script",
+    ["test.sh", "quickstart.sh", "venv.sh", "tools/try_clients.sh", "tools/browser.sh"],
+)
 def test_the_shell_scripts_have_valid_syntax(script: str) -> None:
     assert run("bash", "-n", SCRIPTS / script).returncode == 0
 

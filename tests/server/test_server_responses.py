@@ -268,7 +268,7 @@ def test_a_failure_in_a_stream_ends_it_with_response_failed(
     assert contents(Response.model_validate(response)) == [("message", "{", "in_progress")]
     EVENT.validate_python(events[-1])
     whole = http.post("/v1/responses", json={"input": "Hi", "text": {"format": format}})
-    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "grammar_failed")
+    assert (whole.status_code, whole.json()["error"]["code"]) == (400, "grammar_failed")
 
 
 def test_a_client_that_leaves_ends_its_request(
@@ -531,7 +531,7 @@ def test_formats_and_choices_hold_the_answer(
         post(http, **fields)
         server.engine.answers = [bad]
         response = http.post("/v1/responses", json={"input": "Hi", **fields})
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "grammar_failed")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "grammar_failed")
 
 
 def test_null_in_any_field_is_as_if_it_was_left_out(

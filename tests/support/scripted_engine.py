@@ -122,7 +122,7 @@ class ScriptedStream:
         ids, cut = ids[:limit], limit < len(ids)
         end = 0
         while end < len(ids):
-            await asyncio.sleep(0)
+            await engine.pause(self, end)
             if self.aborted:
                 return
             run = engine.chance.randint(1, engine.run) if engine.chance else engine.run
@@ -255,6 +255,10 @@ class ScriptedEngine(FakeEngine):
         stream = ScriptedStream(self, answer, prompt_token_ids, params, parser, matcher)
         self.streams.append(stream)
         return stream
+
+    async def pause(self, stream: ScriptedStream, num_tokens: int) -> None:
+        """Called before each delta of an answer, with the number of its tokens so far."""
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         self._grammars.close()

@@ -1,0 +1,68 @@
+"""`minisgl serve --ray`: runs the application until a signal comes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from contextlib import suppress
+
+from minisgl.config import EngineConfig, refuse
+from minisgl.errors import MinisglError
+from minisgl.ray.config import RayConfig
+from minisgl.router.config import RouterConfig
+from minisgl.server.config import ServerConfig
+from minisgl.server.tls import check_certificate
+
+logger = logging.getLogger(__name__)
+
+APP = "minisgl"
+
+
+class RayError(MinisglError):
+    """Ray could not be used, or not start the application."""
+
+
+def run(
+    engine: EngineConfig, server: ServerConfig, router: RouterConfig, options: RayConfig
+) -> int:
+    """See minisgl.ray.run."""
+    if server.uds:
+        refuse(server, "uds", "cannot be combined with --ray, whose proxies listen on a port")
+    if not server.port:
+        refuse(server, "port", "with --ray the port must be known; allowed: 1 to 65535")
+    if server.ssl_certfile:
+        check_certificate(server.ssl_certfile, server.ssl_keyfile)
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+    except ImportError:
+        refuse(options, "ray", "Ray is missing; pip install 'minisgl[ray]'")
+
+    from minisgl.ray.deployments import build
+
+    ray.init(logging_level=logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray has set handlers of its own
+        signal.signal(number, signal.default_int_handler)
+    application = build(engine, server, router, options, owns_address=True)
+    address = {"host": server.host, "port": server.port}
+    if server.ssl_certfile:
+        address["ssl_certfile"] = server.ssl_certfile
+        address["ssl_keyfile"] = server.ssl_keyfile or server.ssl_certfile
+    try:
+        serve.start(http_options=address)
+        serve.run(application, name=APP)  # which logs the URL
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        logger.info("Stopping; running requests have %g s", server.drain_timeout)
+        return 0
+    except RuntimeError as error:
+        deployments = serve.status().applications[APP].deployments
+        reasons = [each.message.strip() for each in deployments.values() if each.message]
+        why = [*reasons, str(error)][0].splitlines()[-1]  # the end of a traceback
+        raise RayError(f"Ray could not start the engines: {why}") from error
+    finally:
+        with suppress(RayServeException):  # if it was not running yet
+            serve.delete(APP)
+        ray.shutdown()

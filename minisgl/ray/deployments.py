@@ -1,0 +1,213 @@
+"""The two deployments of Ray Serve: the ingress, and the engines behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl.config import EngineConfig, refuse
+from minisgl.ray.config import RayConfig
+from minisgl.ray.engine import EngineReplica
+from minisgl.ray.exchange import Answer, HTTPRequest
+from minisgl.ray.ingress import EngineLostError, create_ingress_app
+from minisgl.ray.routing import PrefixRouter
+from minisgl.router.config import RouterConfig
+from minisgl.server import with_all_keys
+from minisgl.server.config import ServerConfig
+from minisgl.server.engine_state import NotReadyError
+from minisgl.server.hosts import Hosts, is_loopback
+from minisgl.server.process import start_engine
+from minisgl.server.request_ids import HEADER
+
+ENGINE, INGRESS = "engine", "ingress"
+# Of the address, which is the cluster's.
+ADDRESS_OPTIONS = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
+MAX_OPEN = 1 << 16  # requests of an ingress
+MAX_STARTS = 3  # of an engine that fails to start, before the application counts as failed
+METRICS_SECONDS = 5
+
+
+def build(
+    engine: EngineConfig,
+    server: ServerConfig,
+    router: RouterConfig,
+    options: RayConfig,
+    *,
+    owns_address: bool = False,
+) -> Any:
+    """The application of Ray Serve. Raises ConfigError.
+
+    owns_address: whether the options of the address are those of the cluster, because who calls
+    this sets them.
+    """
+    if not owns_address:
+        defaults = ServerConfig()
+        for name in ADDRESS_OPTIONS:
+            if getattr(server, name) != getattr(defaults, name):
+                refuse(server, name, "the address is the cluster's; set it in its http_options")
+    if engine.nnodes > 1:
+        refuse(engine, "nnodes", "with Ray each engine is on one node; allowed: 1")
+    server = with_all_keys(server)
+    hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
+    inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
+    inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
+    engines = serve.deployment(
+        EngineDeployment,
+        name=ENGINE,
+        # The engine itself refuses requests beyond its limits, in the form of the API.
+        max_ongoing_requests=2 * (engine.max_running_requests + engine.max_queued_requests),
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        max_constructor_retry_count=MAX_STARTS,
+        ray_actor_options={"num_cpus": 1, "num_gpus": _num_gpus(engine)},
+        request_router_config={
+            "request_router_class": PrefixRouter,
+            "request_router_kwargs": {"policy": router.router_policy},
+        },
+        **_scaling(router, options),
+    )
+    ingress = serve.deployment(
+        serve.ingress()(IngressDeployment),
+        name=INGRESS,
+        num_replicas=router.router_processes,
+        max_ongoing_requests=MAX_OPEN,
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(engines.bind(engine, inner), server, hosts)
+
+
+def _hosts(server: ServerConfig, *, on_loopback: bool) -> tuple[str, ...]:
+    """The names that requests may be addressed to, as of one server; empty: any."""
+    if not server.allowed_host and (server.api_key or not on_loopback):
+        return ()
+    return (*server.allowed_host, server.host, socket.gethostname())
+
+
+def _num_gpus(engine: EngineConfig) -> int:
+    """Of an engine. Without a connection to the cluster, it is taken to have GPUs."""
+    has_gpus = not ray.is_initialized() or ray.cluster_resources().get("GPU", 0) > 0
+    num_ranks = engine.tp * engine.pp
+    return num_ranks if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0
+
+
+def _scaling(router: RouterConfig, options: RayConfig) -> dict[str, Any]:
+    if options.ray_max_replicas is None:
+        return {"num_replicas": router.replicas}
+    if options.ray_max_replicas < router.replicas:
+        refuse(options, "ray_max_replicas", f"allowed: --replicas ({router.replicas}) or more")
+    limits = {"min_replicas": router.replicas, "max_replicas": options.ray_max_replicas}
+    target = {"target_ongoing_requests": options.ray_target_requests}
+    return {"autoscaling_config": {**limits, **target}}
+
+
+class EngineDeployment(EngineReplica):
+    """An engine in a process of Ray's."""
+
+    async def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:  # type: ignore[misc]
+        _log_with_ray_serve()
+        super().__init__(await start_engine(engine), config)
+        # Freeze long-lived objects so that the GC does not scan them.
+        gc.collect()
+        gc.freeze()
+
+    async def labelled_metrics(self) -> tuple[str, bytes]:
+        """The engine's name and its page of metrics."""
+        return serve.get_replica_context().replica_id.unique_id, await self.metrics()
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when all requests have ended, or their time is over."""
+        if hasattr(self, "_engine"):  # which may not have started
+            await self.close()
+
+
+class IngressDeployment:
+    """The HTTP application in a process of Ray's."""
+
+    def __init__(
+        self, engines: DeploymentHandle, config: ServerConfig, hosts: tuple[str, ...]
+    ) -> None:
+        """hosts: the names that requests may be addressed to; empty: any."""
+        _log_with_ray_serve()
+        self._engines = RayEngines(engines)
+        self._config = config
+        self._hosts = Hosts(hosts) if hosts else None
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Called by Ray Serve after the constructor."""
+        return Front(create_ingress_app(self._engines, self._config, self._hosts))
+
+
+class RayEngines:
+    """The way to the engines, by a handle of their deployment."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._answers = handle.options(method_name="answer", stream=True)
+
+    async def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
+        answer = self._answers.remote(key, request)
+        try:
+            async for part in answer:
+                yield part
+        except RayActorError as error:
+            raise EngineLostError from error
+        except DeploymentUnavailableError:
+            raise NotReadyError("dead", "No engine has started.") from None
+        finally:
+            answer.cancel()
+
+    async def count(self) -> tuple[int, int]:
+        app = serve.get_replica_context().app_name
+        found = (await asyncio.to_thread(serve.status)).applications.get(app)
+        if found is None or ENGINE not in found.deployments:  # it is being deleted
+            return 0, 0
+        states = found.deployments[ENGINE].replica_states
+        return sum(states.values()), states.get("RUNNING", 0)
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        pages = self._handle.broadcast("labelled_metrics")
+        found = await pages.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+        return dict(page for page in found if isinstance(page, tuple))
+
+
+class Front:
+    """What Ray's proxy talks to: the application, but for what the proxy says or does itself."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_without_id(message: Message) -> None:
+            if message["type"] == "http.response.start":  # the proxy adds the same id
+                del MutableHeaders(scope=message)[HEADER]
+            await send(message)
+
+        if scope["type"] == "http":
+            await self._app(scope, receive, send_without_id)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+        else:
+            for event in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{event}.complete"})
+
+
+def _log_with_ray_serve() -> None:
+    """Send this process's log lines where Ray Serve's own go, at their level."""
+    logger, served = logging.getLogger("minisgl"), logging.getLogger("ray.serve")
+    logger.handlers = served.handlers
+    logger.propagate = False
+    logger.setLevel(served.getEffectiveLevel())

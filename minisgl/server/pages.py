@@ -1,0 +1,100 @@
+"""The web pages: files of `minisgl/assets`, served from memory.
+
+A page is one file with everything in it, so its policy (CSP) allows exactly its own script and its
+own style, by their hashes, requests to this server, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+from base64 import b64encode
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+CHAT, DOCS = "chat.html", "docs.html"
+
+# Beside the hashes. Trusted types make assignments such as innerHTML an error.
+POLICY = (
+    "default-src 'none'",
+    "connect-src 'self'",
+    "img-src data:",
+    "base-uri 'none'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "require-trusted-types-for 'script'",
+    "trusted-types 'none'",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    plain: bytes
+    packed: bytes  # with gzip
+    etag: str
+    policy: str
+
+    @classmethod
+    def read(cls, name: str) -> Page:
+        """Read a file of the assets."""
+        plain = (ASSETS / name).read_bytes()
+        # Weak, because both encodings have it.
+        etag = f'W/"{hashlib.sha256(plain).hexdigest()[:32]}"'
+        hashes = (f"{kind}-src {_hashes(kind, plain)}" for kind in ("script", "style"))
+        policy = "; ".join((*POLICY, *hashes))
+        return cls(plain, gzip.compress(plain, mtime=0), etag, policy)
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a GET or HEAD request, with a 304 if the client has this version."""
+        headers = {
+            "etag": self.etag,
+            "cache-control": "no-cache",  # kept, and asked for again each time
+            "vary": "accept-encoding",
+            "content-security-policy": self.policy,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cross-origin-opener-policy": "same-origin",
+        }
+        if self._is_known(request.headers.get("if-none-match", "")):
+            return Response(status_code=304, headers=headers)
+        content = self.plain
+        if _takes_gzip(request.headers.get("accept-encoding", "")):
+            content = self.packed
+            headers["content-encoding"] = "gzip"
+        return Response(content, headers=headers, media_type="text/html")
+
+    def _is_known(self, tags: str) -> bool:
+        """Whether the header If-None-Match has this version, or any."""
+        # A weak comparison: the prefix does not count (RFC 9110, 13.1.2).
+        known = {tag.strip().removeprefix("W/") for tag in tags.split(",")}
+        return not known.isdisjoint(("*", self.etag.removeprefix("W/")))
+
+
+def page_routes() -> list[Route]:
+    """The routes of the pages. Blocks: reads them."""
+    return [
+        Route(path, Page.read(name).answer, include_in_schema=False)
+        for path, name in (("/", CHAT), ("/docs", DOCS))
+    ]
+
+
+def _hashes(tag: str, page: bytes) -> str:
+    """The sources of all elements `tag` in the page, as the policy names them."""
+    found = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), page, re.DOTALL)
+    digests = (b64encode(hashlib.sha256(source).digest()).decode() for source in found)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _takes_gzip(header: str) -> bool:
+    """Whether the header Accept-Encoding allows gzip."""
+    for item in header.lower().split(","):
+        coding, _, quality = item.partition(";")
+        if coding.strip() in ("gzip", "x-gzip", "*"):
+            return re.fullmatch(r"q=0(\.0*)?", quality.strip()) is None
+    return False

@@ -1,0 +1,287 @@
+"""The server on a local Ray cluster with the demo model. Skipped without Ray, which CI has not.
+
+The folder is not called ray, because pytest would then offer it to `import ray`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.http_server import error_of, free_port
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: scripts/tools/try_ray.sh")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+CHAT = "/v1/chat/completions"
+START_SECONDS = 240
+# Deploys an application, and when a file is there, the same with another name of the model.
+DEPLOY_TWICE = """
+import os, sys, time, ray
+from ray import serve
+from minisgl.ray import app
+port, go = sys.argv[1:]
+ray.init(log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
+for name in ("old", "new"):
+    args = {"device": "cpu", "replicas": "2", "served-model-name": name}
+    serve.run(app(args), name="chat")
+    while not os.path.exists(go):
+        time.sleep(0.1)
+time.sleep(3600)
+"""
+SERVE = Path(sys.executable).with_name("serve")  # Ray Serve's command
+
+
+@contextlib.contextmanager
+def cluster(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """A command that starts a cluster of its own, in a session of its own."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, for the paths of sockets
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        for number in processes(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        process.wait()
+        shutil.rmtree(folder)
+
+
+def processes(cluster: subprocess.Popen[str], title: str = "") -> list[int]:
+    """The processes of a cluster whose command line begins with `title`."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        number = int(place.name)
+        with contextlib.suppress(OSError):
+            if os.getsid(number) == cluster.pid and (place / "cmdline").read_text().startswith(
+                title
+            ):
+                found.append(number)
+    return sorted(found)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+
+
+def num_ready(url: str) -> int:
+    with contextlib.suppress(httpx.TransportError):
+        health = httpx.get(f"{url}/health", timeout=30)
+        if health.status_code == 200:
+            return int(health.json()["ready"])
+    return 0
+
+
+def running(url: str) -> float:
+    """The requests that all engines are computing."""
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    lines = [line for line in page.splitlines() if line.startswith("minisgl_running_requests{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def ask(url: str, content: str, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, **fields}
+    return httpx.post(url + CHAT, json=body, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Two engines of `minisgl serve --ray`."""
+    port = free_port()
+    options = ("--replicas", "2", "--device", "cpu", "--port", str(port))
+    with cluster(sys.executable, "-m", "minisgl", "serve", "--ray", *options) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: num_ready(url) == 2)
+        yield url, process
+
+
+def test_answers_errors_and_ids_are_those_of_one_server(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = served
+    headers = {"x-request-id": "mine"}
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    whole = httpx.post(url + CHAT, json=body, headers=headers, timeout=60)
+    text = whole.json()["choices"][0]["message"]["content"]
+    assert text == "The capital of France is Paris."
+    assert whole.headers.get_list("x-request-id") == ["mine"]
+    assert whole.json()["id"].startswith("chatcmpl-mine-")
+    streamed = httpx.post(url + CHAT, json={**body, "stream": True}, timeout=60)
+    lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines[:-1]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+    refused = httpx.post(url + CHAT, json={"messages": 7}, headers=headers, timeout=60)
+    assert refused.status_code == 400 and error_of(refused)["param"] == "messages"
+    assert refused.headers.get_list("x-request-id") == ["mine"]
+    foreign = httpx.get(f"{url}/v1/models", headers={"host": "evil.example"}, timeout=60)
+    assert foreign.status_code == 403 and error_of(foreign)["code"] == "host_not_allowed"
+
+
+def test_a_conversation_stays_on_the_engine_that_has_its_prefix(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = served
+    conversations = [[{"role": "user", "content": f"{n} {n * 7919} " * 8}] for n in range(100, 108)]
+    sent = [0] * len(conversations)  # tokens of the last prompt of each
+    for _ in range(3):
+        for index, messages in enumerate(conversations):
+            body = {"messages": messages, "max_tokens": 12}
+            answer = httpx.post(url + CHAT, json=body, timeout=60).json()
+            usage = answer["usage"]
+            # All of the last prompt, in whole pages.
+            assert usage["prompt_tokens_details"]["cached_tokens"] >= sent[index] // 16 * 16
+            sent[index] = usage["prompt_tokens"]
+            messages.append(answer["choices"][0]["message"])
+            messages.append({"role": "user", "content": "And then?"})
+    assert min(sent) > 64
+    page = httpx.get(f"{url}/metrics", timeout=60).text
+    prompts = [
+        line for line in page.splitlines() if line.startswith("minisgl_prompt_tokens_total{")
+    ]
+    assert len(prompts) == 2 and all(float(line.rpartition(" ")[2]) > 500 for line in prompts)
+
+
+def test_a_request_whose_client_leaves_ends_on_its_engine(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = served
+    endless = {"max_tokens": 1900, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, **endless}
+    with httpx.stream("POST", url + CHAT, json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        wait_until(lambda: running(url) == 1, 30)
+    wait_until(lambda: running(url) == 0, 30)
+
+
+def test_a_killed_engine_costs_no_request_its_end_and_comes_back(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, process = served
+    ends: list[str] = []
+
+    def stream(index: int) -> None:
+        fields = {"stream": True, "max_tokens": 600, "ignore_eos": True}
+        answer = ask(url, f"Tell me {index} things.", **fields)
+        assert answer.status_code == 200
+        lines = [line for line in answer.text.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        ends.append("replica_lost" if "replica_lost" in lines[-2] else "complete")
+
+    before = processes(process, "ray::ServeReplica:minisgl:engine")
+    assert len(before) == 2
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(16)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: running(url) == 16)
+    os.kill(before[0], signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(ends) == 16 and "replica_lost" in ends and "complete" in ends
+    assert ask(url, "Hello").status_code == 200
+    wait_until(lambda: len(processes(process, "ray::ServeReplica:minisgl:engine")) == 2)
+    wait_until(lambda: num_ready(url) == 2)
+
+
+def test_the_end_lets_a_stream_finish_and_leaves_no_process(
+    served: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, process = served
+    body = {"messages": [{"role": "user", "content": "Go on."}], "stream": True}
+    fields = {"max_tokens": 300, "ignore_eos": True}
+    with httpx.stream("POST", url + CHAT, json={**body, **fields}, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line]
+    assert last[-1] == "data: [DONE]" and '"finish_reason":"length"' in last[-2]
+    assert process.wait(120) == 0
+    wait_until(lambda: not processes(process), 30)
+
+
+def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path) -> None:
+    port = free_port()
+    soon = {"upscale_delay_s": 1, "metrics_interval_s": 1, "look_back_period_s": 2}
+    limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
+    application = {
+        "name": "chat",
+        "import_path": "minisgl.ray:app",
+        "args": {"device": "cpu", "api_key": "secret"},
+        "deployments": [{"name": "engine", "autoscaling_config": {**limits, **soon}}],
+    }
+    address = {"host": "127.0.0.1", "port": port}
+    file = tmp_path / "serve.yaml"  # JSON is YAML
+    file.write_text(json.dumps({"http_options": address, "applications": [application]}))
+    with cluster(str(SERVE), "run", str(file)):
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: num_ready(url) == 1)
+        assert ask(url, "Hello").status_code == 401
+        stopping = threading.Event()
+
+        def load() -> None:
+            headers = {"authorization": "Bearer secret"}
+            body = {"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 200}
+            while not stopping.is_set():
+                answer = httpx.post(
+                    url + CHAT, json={**body, "ignore_eos": True}, headers=headers, timeout=120
+                )
+                assert answer.status_code == 200
+
+        threads = [threading.Thread(target=load) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: num_ready(url) == 2)
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_a_rolling_update_costs_no_request(tmp_path: Path) -> None:
+    port = free_port()
+    url, go = f"http://127.0.0.1:{port}", tmp_path / "go"
+    with cluster(sys.executable, "-c", DEPLOY_TWICE, str(port), str(go)):
+        wait_until(lambda: num_ready(url) == 2)
+        answers: list[tuple[int, str]] = []
+        stopping = threading.Event()
+
+        def load(index: int) -> None:
+            while not stopping.is_set():
+                answer = ask(url, f"Tell me {index} things.", max_tokens=64, ignore_eos=True)
+                answers.append((answer.status_code, answer.json().get("model", answer.text)))
+
+        threads = [threading.Thread(target=load, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: len(answers) >= 8)
+            go.touch()
+            wait_until(lambda: [*answers[-8:]] == [(200, "new")] * 8)
+        finally:
+            stopping.set()
+            for thread in threads:
+                thread.join()
+        assert {*answers} == {(200, "old"), (200, "new")}

@@ -1,0 +1,173 @@
+"""The ingress and the engines behind it, on one event loop instead of Ray's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+from support.fake_engine import FakeEngine
+from support.http_server import HELLO, error_of, until
+
+from minisgl.ray.engine import EngineReplica, EngineUnhealthyError
+from minisgl.ray.exchange import Answer, HTTPRequest
+from minisgl.ray.ingress import EngineLostError, create_ingress_app
+from minisgl.router.front import Immortal
+from minisgl.server.config import ServerConfig
+from minisgl.server.process import Server, bind, http_settings
+
+CHAT = "/v1/chat/completions"
+ASKED: Any = {"messages": HELLO, "max_tokens": 20, "seed": 3}
+
+
+class LocalEngines:
+    """Two engines that are asked in turn. The first one ends after so many parts of an answer."""
+
+    def __init__(self, engine: FakeEngine, config: ServerConfig) -> None:
+        self.replica = EngineReplica(engine, config)  # type: ignore[arg-type]
+        self.num_asked = 0
+        self.keys: list[bytes | None] = []
+        self.parts_left: int | None = None
+        self.num_ready = 2
+
+    async def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
+        self.num_asked += 1
+        self.keys.append(key)
+        async with contextlib.aclosing(self.replica.answer(key, request)) as parts:
+            async for part in parts:
+                if self.parts_left == 0:
+                    self.parts_left = None
+                    raise EngineLostError
+                if self.parts_left is not None:
+                    self.parts_left -= 1
+                yield part
+
+    async def count(self) -> tuple[int, int]:
+        return 2, self.num_ready
+
+    async def metrics(self) -> Mapping[str, bytes]:
+        page = await self.replica.metrics()
+        return {"left": page, "right": page}
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: FakeEngine, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, LocalEngines]]:
+    config = ServerConfig(port=0, **options)
+    engines = LocalEngines(engine, config)
+    with bind(config) as listener:
+        server = Server(http_settings(create_ingress_app(engines, config)), Immortal())
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url) as client:
+            yield client, engines
+        server.should_exit = True
+        await task
+
+
+def events_of(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+
+
+async def test_answers_are_those_of_an_engine_whole_or_streamed() -> None:
+    async with serving(FakeEngine()) as (client, engines):
+        whole = await client.post(CHAT, json=ASKED, headers={"x-request-id": "mine"})
+        assert whole.json()["choices"][0]["message"]["content"] == "defghijklmnopqrstuvw"
+        assert whole.json()["id"].startswith("chatcmpl-mine-")
+        assert whole.headers.get_list("x-request-id") == ["mine"]
+        assert engines.keys[0] is not None and b"hello" in engines.keys[0]
+        streamed = await client.post(CHAT, json={**ASKED, "stream": True})
+        assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert text_of(events_of(streamed.text)) == "defghijklmnopqrstuvw"
+        refused = await client.post(CHAT, json={"messages": 7})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "messages"
+        missing = await client.get("/nowhere")
+        assert missing.status_code == 404 and error_of(missing)["code"] == "unknown_url"
+        assert (await client.get("/v1/models")).json()["data"][0]["id"] == "fake"
+        assert engines.keys[-1] is None  # nothing of it is cached
+
+
+async def test_keys_are_asked_for_and_prefixes_of_a_proxy_are_known() -> None:
+    async with serving(FakeEngine(), api_key=("a", "b"), root_path="/llm") as (client, engines):
+        refused = await client.post(CHAT, json=ASKED)
+        assert refused.status_code == 401 and engines.num_asked == 0
+        for path in (CHAT, "/llm" + CHAT):
+            answer = await client.post(path, json=ASKED, headers={"authorization": "Bearer b"})
+            assert answer.status_code == 200
+        assert engines.keys[0] == engines.keys[1] and engines.keys[0] is not None
+        assert engines.keys[0].startswith(b"1\0")  # the cache of the second key
+
+
+async def test_a_request_goes_to_another_engine_unless_its_answer_has_begun() -> None:
+    async with serving(FakeEngine()) as (client, engines):
+        for engines.parts_left in (0, 1):  # nothing, and the head
+            engines.num_asked = 0
+            answer = await client.post(CHAT, json=ASKED)
+            assert answer.status_code == 200 and engines.num_asked == 2
+            assert answer.json()["choices"][0]["message"]["content"] == "defghijklmnopqrstuvw"
+        engines.parts_left = 2  # the head, and the first events
+        streamed = await client.post(
+            CHAT, json={**ASKED, "stream": True}, headers={"x-request-id": "mine"}
+        )
+        assert events_of(streamed.text)[-1]["error"]["code"] == "replica_lost"
+        assert engines.num_asked == 3
+
+
+async def test_a_request_whose_engines_all_end_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(FakeEngine()) as (client, engines):
+
+        async def lost(key: bytes | None, request: HTTPRequest) -> Answer:
+            engines.num_asked += 1
+            raise EngineLostError
+            yield b""
+
+        monkeypatch.setattr(engines, "ask", lost)
+        answer = await client.post(CHAT, json=ASKED)
+        assert answer.status_code == 503 and error_of(answer)["code"] == "replica_lost"
+        assert engines.num_asked == 3
+
+
+async def test_a_request_whose_client_leaves_ends_on_its_engine() -> None:
+    engine = FakeEngine(interval=0.01)
+    asked = {"messages": HELLO, "ignore_eos": True}
+    async with serving(engine) as (client, _):
+        async with client.stream("POST", CHAT, json={**asked, "stream": True}) as stream:
+            await anext(stream.aiter_lines())
+        await until(lambda: len(engine.aborted) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(CHAT, json=asked, timeout=0.1)
+        await until(lambda: len(engine.aborted) == 2)
+        assert not engine.running
+
+
+async def test_health_counts_engines_and_metrics_are_labelled() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as (client, engines):
+        health = await client.get("/health")
+        assert health.json() == {"status": "ready", "replicas": 2, "ready": 2}
+        page = (await client.get("/metrics")).text
+        assert 'minisgl_running_requests{replica="left"} 0.0' in page
+        assert page.count("# TYPE minisgl_running_requests gauge") == 1
+        engines.num_ready = 0
+        health = await client.get("/health")
+        assert health.status_code == 503 and error_of(health)["code"] == "loading"
+        await engines.replica.check_health()
+        engine.stalled = "A step has taken 20 s."
+        with pytest.raises(EngineUnhealthyError, match="A step has taken"):
+            await engines.replica.check_health()
+        engine.stalled, engine.failure = None, RuntimeError("the device is lost")
+        with pytest.raises(EngineUnhealthyError, match="the device is lost"):
+            await engines.replica.check_health()
