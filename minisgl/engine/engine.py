@@ -30,7 +30,9 @@ from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
+from minisgl.engine.transfers import HostMemory, Transfers
 from minisgl.errors import (
+    ConfigError,
     ContextLengthError,
     EngineStoppedError,
     HostMemoryError,
@@ -54,6 +56,7 @@ from minisgl.request import (
     SamplingParams,
     StructuredOutput,
     Tenant,
+    cache_namespace,
     check_token_ids,
 )
 from minisgl.runner.load import Report
@@ -143,6 +146,8 @@ class AsyncEngine:
         self._transfers_ended = asyncio.Event()
         self._transfers_ended.set()
         self._step_ended: asyncio.Event | None = None  # whoever waits for it, if anybody
+        self._transfers: Transfers | None = None
+        self._fingerprint = loaded.fingerprint
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -285,6 +290,62 @@ class AsyncEngine:
         self._pump_soon()
         return stream
 
+    def share_pages(self, path: str, *, always_load: bool) -> None:
+        """Exchange KV pages with other engines of this machine; they find this one at `path`.
+
+        always_load: load what they send even where this engine computes it faster. Raises
+        ConfigError if the engine has no host cache, or several ranks.
+        """
+        if not self.config.num_host_pages:
+            raise ConfigError("--host-cache", 0, "engines exchange pages through it; allowed: more")
+        if not isinstance(self._runner, HostMemory):
+            raise ConfigError("--tp", self.config.tp, "engines that exchange pages have one rank")
+        kv = self._scheduler.kv
+        if always_load:
+            kv.load_always()
+        self._transfers = Transfers(kv, self._runner, self._fingerprint, path, self._pump_soon)
+
+    async def offer_pages(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool:
+        """Compute a prompt, and offer its pages to the other engines; False if there are none.
+
+        Raises as `submit` does, and the errors of the request.
+        """
+        assert self._transfers is not None, "share_pages comes first"
+        params = SamplingParams(max_tokens=1)
+        stream = self.submit(
+            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+        )
+        try:
+            await stream.wait_finished()
+        finally:
+            stream.abort()
+        prefix = self._transfers.prefix(prompt_token_ids, stream.request.namespace)
+        return await self._transfers.offer(prefix)
+
+    async def fetch_pages(
+        self,
+        path: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool:
+        """Have the engine at `path` send the pages of a prompt that this one lacks.
+
+        Returns whether there is something that need not be computed then. Raises
+        InvalidRequestError for the salt.
+        """
+        assert self._transfers is not None, "share_pages comes first"
+        prefix = self._transfers.prefix(prompt_token_ids, cache_namespace(tenant, cache_salt))
+        return await self._transfers.fetch(path, prefix)
+
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError if the model cannot serve `params`."""
         if params.stop and self.tokenizer is None:
@@ -417,6 +478,8 @@ class AsyncEngine:
                     self._sample(*self._deferred)
                 self._launch_steps()
                 self._hand_out(settled, now)
+                if self._transfers is not None:
+                    self._transfers.step_ended(step)
         except Exception as error:
             self._die(error)
         if self._step_ended is not None:
@@ -595,6 +658,8 @@ class AsyncEngine:
         for request in self._scheduler.fail(step, error):
             self._end_stream(request)
         self._deferred = None  # it is later than any step that may fail
+        if self._transfers is not None:
+            self._transfers.step_ended(step - 1)
 
     def _die(self, error: Exception) -> None:
         """Handle a fatal error: fail every open request with it."""
@@ -694,6 +759,8 @@ class AsyncEngine:
         finally:
             self._max_in_flight = 0
             self._deferred = None
+            if self._transfers is not None:
+                self._transfers.close()
             self._collector.end()
             if self._landings is not None:
                 self._landings.end()
@@ -772,6 +839,7 @@ class AsyncEngine:
             num_free_pages=kv.num_free,
             num_cached_pages=kv.num_cached,
             host=self._host_stats(),
+            transfers=None if self._transfers is None else self._transfers.stats.copy(),
             counters=replace(self._scheduler.counters),
             totals=self._meter.totals.copy(),
         )

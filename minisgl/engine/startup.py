@@ -16,6 +16,7 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
+from minisgl.engine.fingerprint import fingerprint
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -50,6 +51,7 @@ class Loaded(Generic[Handle]):
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
+    fingerprint: bytes = b""  # of the numbers in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         ranks,
         load_rule=runner.load_rule,
         disk=runner.disk,
+        fingerprint=fingerprint(folder, resolved, config.quantization),
     )
 
 

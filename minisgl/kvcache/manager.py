@@ -92,6 +92,14 @@ class _InFlight:
     step: int  # whose plan carries it; UNPLANNED before that
 
 
+@dataclass(slots=True, eq=False)
+class Transit:
+    """Host pages with pages of a prefix on their way to or from another engine."""
+
+    host_pages: Sequence[int]
+    failed: bool = False  # the step that was to write them has failed; they are free
+
+
 class KVCacheManager:
     def __init__(
         self,
@@ -125,6 +133,8 @@ class KVCacheManager:
         self._num_loads = 0
         self._new_loads: list[Load] = []  # for the next plan
         self._awaits: list[int] = []  # for the next plan
+        self._transits: set[Transit] = set()
+        self.is_copying_out = False  # by the next plan, for which another engine waits
 
     @property
     def num_free(self) -> int:
@@ -241,6 +251,7 @@ class KVCacheManager:
         if self._disk is not None and self._host.num_free < self._spare:
             self._cache.make_spare(self._spare)
         offloads = self._host.take_offloads(step)
+        self.is_copying_out = False
         if not (offloads or self._new_loads or self._awaits):
             return None
         copies = Copies(offloads, tuple(self._new_loads), tuple(self._awaits))
@@ -313,6 +324,63 @@ class KVCacheManager:
         if self._disk is not None:
             self._cache.store_all()
 
+    # -- pages for and from other engines ----------------------------------------------------------
+
+    def copy_out(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
+        """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
+
+        The prefix itself stays where it is, unlocked. None if the device has no page of it, or host
+        memory no room.
+        """
+        lease = self.acquire(key, num_tokens, namespace)
+        pages = [] if self.is_loading(lease) else lease.pages
+        self.close(lease)
+        if not pages or self._host is None or not self._cache.make_room(len(pages)):
+            return None
+        self.is_copying_out = True
+        return self._begin_transit(self._host.offload(pages))
+
+    def expect(self, num_pages: int) -> Transit | None:
+        """Host pages for `num_pages` of another engine; None if there is no room.
+
+        Copies of launched plans may still be under way to or from them.
+        """
+        if self._host is None or not self._cache.make_room(num_pages):
+            return None
+        return self._begin_transit(self._host.take(num_pages))
+
+    def _begin_transit(self, host_pages: Sequence[int]) -> Transit:
+        transit = Transit(host_pages)
+        self._transits.add(transit)
+        return transit
+
+    def adopt(
+        self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
+    ) -> None:
+        """End a transit: its first pages hold `num_pages` of `key` from page `start` on."""
+        assert self._host is not None
+        self._transits.remove(transit)
+        pages = transit.host_pages
+        self._host.free(self._cache.put_host(namespace, key, start, pages[:num_pages]))
+        self._host.free(pages[num_pages:])
+
+    def drop(self, transit: Transit) -> None:
+        """End a transit, and free its pages."""
+        if not transit.failed:
+            assert self._host is not None
+            self._transits.remove(transit)
+            self._host.free(transit.host_pages)
+
+    def is_written(self, transit: Transit, step: int) -> bool:
+        """Whether steps up to `step` have written the pages of `copy_out`."""
+        assert self._host is not None
+        return all(self._host.written_by[page] <= step for page in transit.host_pages)
+
+    def load_always(self) -> None:
+        """Load prefixes even where computing them is faster: others would wait for that."""
+        if self._host is not None:
+            self._host.rule = ALWAYS
+
     # -- sharing -----------------------------------------------------------------------------------
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
@@ -355,6 +423,9 @@ class KVCacheManager:
                 self.landed(load)  # to its last page, before another step writes there
         self._new_loads = []
         self._allocator.free(self._cache.drop_written_since(step, self._written_by))
+        for transit in [each for each in self._transits if not self.is_written(each, step - 1)]:
+            self.drop(transit)
+            transit.failed = True
 
     def audit(self, launched: int) -> None:
         """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
@@ -376,6 +447,7 @@ class KVCacheManager:
         if self._host is None:
             assert not (host_pages or self._loads), "there is no host tier"
             return
+        host_pages += [page for transit in self._transits for page in transit.host_pages]
         owners = [*self._host.free_pages, *host_pages]
         if self._disk is not None:
             owners += self._disk.owned

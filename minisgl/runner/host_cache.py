@@ -138,7 +138,7 @@ class _Stage:
 class HostCache:
     """The host pages of one rank, and the disk behind them.
 
-    One thread calls `queue` and `transfer`; any thread may read `traffic`.
+    One thread calls `queue` and `transfer`; any thread may read `traffic` and `views`.
     """
 
     def __init__(
@@ -284,6 +284,17 @@ class HostCache:
         if self._disk is None:
             return copied
         return replace(copied, writes=self._disk.writes.total(), reads=self._disk.reads.total())
+
+    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of host pages, in their order, once no queued copy is under way to or from
+        them. Blocks until then."""
+        wanted = frozenset(host_pages)
+        with self._lock:
+            using = [each for each in self._under_way if not each.host_pages.isdisjoint(wanted)]
+        for copied in using:
+            copied.mark.wait()
+        arrays = [run.view(-1).numpy() for _, run in self.slabs.runs(host_pages)]
+        return [array.data for array in arrays]
 
     def measure(self, compute_s: float) -> LoadRule:
         """The rule by which loads pay if the tokens of a page are computed in `compute_s`.

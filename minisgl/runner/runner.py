@@ -429,6 +429,13 @@ class ModelRunner:
         """The copies to and from host memory; None without a host cache."""
         return None if self._host_cache is None else self._host_cache.traffic()
 
+    def host_views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of host pages, in their order, once every copy of launched plans to or from
+        them is done. Blocks until then; any thread may call it."""
+        assert self._host_cache is not None
+        self._worker.submit(lambda: None).result()  # after what is to be queued
+        return self._host_cache.views(host_pages)
+
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.shutdown()

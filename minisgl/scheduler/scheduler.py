@@ -238,7 +238,7 @@ class Scheduler:
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
         group, lag = self._next_group(draft)
-        if not (group.rows or draft.chunks or draft.joins):
+        if not (group.rows or draft.chunks or draft.joins or self.kv.is_copying_out):
             self._hold_grants(draft)
             return None
 

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, Histogram, HostStats
+from minisgl.engine.stats import EngineStats, Histogram, HostStats, TransferStats
 from minisgl.server.engine_state import EngineState, Loading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -71,6 +71,8 @@ class Metrics(Collector):
             yield from _counters(stats)
             if stats.host is not None:
                 yield from _tiers(stats, stats.host)
+            if stats.transfers is not None:
+                yield from _transfers(stats.transfers)
             yield from _histograms(stats)
 
     def _info(self) -> Metric:
@@ -192,6 +194,31 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         busy.add_metric([direction], copies.seconds)
     yield moved
     yield busy
+
+
+def _transfers(stats: TransferStats) -> Iterator[Metric]:
+    """The prefixes that engines have sent each other."""
+    transfers = CounterMetricFamily(
+        "minisgl_kv_transfers",
+        "Prefixes sent to other engines, and received from them.",
+        labels=["direction"],
+    )
+    moved = CounterMetricFamily(
+        "minisgl_kv_transfer_bytes", "Bytes of KV in such transfers.", labels=["direction"]
+    )
+    busy = CounterMetricFamily(
+        "minisgl_kv_transfer_seconds", "Time that such transfers took.", labels=["direction"]
+    )
+    for direction, totals in (("sent", stats.sent), ("received", stats.received)):
+        transfers.add_metric([direction], totals.num_transfers)
+        moved.add_metric([direction], totals.num_bytes)
+        busy.add_metric([direction], totals.seconds)
+    yield from (transfers, moved, busy)
+    yield CounterMetricFamily(
+        "minisgl_kv_transfer_fallbacks",
+        "Prefixes that this engine computed because they did not come.",
+        stats.num_failed,
+    )
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:
