@@ -75,6 +75,8 @@ SHUTTING_DOWN = "The server is shutting down."
 CLOSED = "The engine was closed."
 # Closing the engine waits no longer than this for a rank that has stopped sending heartbeats.
 CLOSE_GRACE_S = 5.0
+# Closing the engine writes to a disk cache for no longer than this.
+STORE_S = 10.0
 
 
 class AsyncEngine:
@@ -96,6 +98,7 @@ class AsyncEngine:
                 cache_type=self.config.cache_type,
                 num_host_pages=self.config.num_host_pages,
                 load_rule=loaded.load_rule,
+                disk=loaded.disk,
             ),
             num_slots=self.capacity.num_slots,
             max_seq_len=self.capacity.max_seq_len,
@@ -135,6 +138,11 @@ class AsyncEngine:
         self._landings: Landings[Any] | None = None
         if self.config.num_host_pages:
             self._landings = Landings(self._runner, self._on_landed)
+        self._has_disk = loaded.disk is not None
+        self._num_transfers = 0  # under way
+        self._transfers_ended = asyncio.Event()
+        self._transfers_ended.set()
+        self._step_ended: asyncio.Event | None = None  # whoever waits for it, if anybody
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -411,11 +419,35 @@ class AsyncEngine:
                 self._hand_out(settled, now)
         except Exception as error:
             self._die(error)
+        if self._step_ended is not None:
+            self._step_ended.set()
 
     def _on_landed(self, load: int) -> None:
         """Let the requests that waited for a load run. Called once for each load."""
         if self.failure is None:
             self._scheduler.landed(load)
+            self._pump_soon()
+
+    def _transfer(self) -> None:
+        """Begin what is to go to the disk, or to come from there."""
+        transfers = self._scheduler.kv.take_transfers()
+        if transfers:
+            self._num_transfers += len(transfers)
+            self._transfers_ended.clear()
+            self._runner.transfer(transfers, self._on_transferred)
+
+    def _on_transferred(self, transfer: int, num_pages: int) -> None:
+        """Called by any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
+            self._loop.call_soon_threadsafe(self._end_transfer, transfer, num_pages)
+
+    def _end_transfer(self, transfer: int, num_pages: int) -> None:
+        """Let the request that waited for a transfer run. Called once for each transfer."""
+        self._num_transfers -= 1
+        if not self._num_transfers:
+            self._transfers_ended.set()
+        if self.failure is None:
+            self._scheduler.transferred(transfer, num_pages)
             self._pump_soon()
 
     def _follow(self, masked: Sequence[Request]) -> None:
@@ -466,6 +498,8 @@ class AsyncEngine:
             and self._scheduler.num_in_flight < self._max_in_flight
         ):
             plan = self._scheduler.plan()
+            if self._has_disk:
+                self._transfer()
             if plan is None:
                 return
             if self._scheduler.num_in_flight == 1:
@@ -654,6 +688,9 @@ class AsyncEngine:
     async def _close(self) -> None:
         try:
             await self.drain(0, CLOSED)
+            if self._has_disk:
+                with contextlib.suppress(TimeoutError, MinisglError):
+                    await asyncio.wait_for(self._store_all(), STORE_S)
         finally:
             self._max_in_flight = 0
             self._deferred = None
@@ -662,6 +699,27 @@ class AsyncEngine:
                 self._landings.end()
             await self._steps_end()
             await asyncio.to_thread(self._free, self._collector.ended.done())
+
+    async def _store_all(self) -> None:
+        """Write to disk what the other tiers hold, so that it outlives the engine."""
+        self._max_in_flight = 0  # nothing follows
+        await self._all_settle()
+        if self.failure is not None:
+            return
+        plan = self._scheduler.plan_offload()
+        if plan is not None:
+            self._collect(plan, self._runner.launch(plan))
+            await self._all_settle()
+        if self.failure is None:
+            self._scheduler.kv.store_all()
+            self._transfer()
+            await self._transfers_ended.wait()
+
+    async def _all_settle(self) -> None:
+        self._step_ended = asyncio.Event()
+        while self._scheduler.num_in_flight and self.failure is None:
+            self._step_ended.clear()
+            await self._step_ended.wait()
 
     def _free(self, steps_have_ended: bool) -> None:
         # Closing a single rank blocks while a step hangs; several ranks handle that in `close`.
@@ -726,6 +784,7 @@ class AsyncEngine:
             num_pages=self.config.num_host_pages,
             num_used_pages=self._scheduler.kv.num_host,
             traffic=self._runner.traffic() or HostTraffic.none(),
+            has_disk=self._has_disk,
         )
 
     def audit(self) -> None:
@@ -747,6 +806,8 @@ def _ending(request: Request, now: float) -> str:
     cached = f"{request.num_cached_tokens} cached"
     if request.num_host_tokens:
         cached += f", {request.num_host_tokens} of them from host memory"
+    if request.num_disk_tokens:
+        cached += f", {request.num_disk_tokens} of them from disk"
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "

@@ -169,6 +169,7 @@ class HostStats:
     num_pages: int
     num_used_pages: int
     traffic: HostTraffic  # of one rank
+    has_disk: bool = False
 
     @property
     def usage(self) -> float:

@@ -9,6 +9,9 @@ With a host tier, evicted prefixes are copied to host memory and loaded when the
 copies travel with plans (`take_copies`). An offload reads its pages in the order of launches, so
 they are free at once. A load writes its pages outside of that order: they are locked until
 `landed`, and nobody reads them before the plan that awaits the load.
+
+With a disk, what falls out of host memory is written there, and `fetch` brings it back. These
+transfers belong to no plan (`take_transfers`): they touch host pages only.
 """
 
 from __future__ import annotations
@@ -17,15 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minisgl.kvcache.copies import ALWAYS, Copies, Load, LoadRule
+from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host import UNPLANNED, HostTier
-from minisgl.kvcache.prefix import NaiveCache, Node, PrefixCache
+from minisgl.kvcache.prefix import TOKEN_BYTES, NaiveCache, Node, PrefixCache
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.store import Transfer
 
 SCRATCH_PAGE = 0
 
 # Pages that are offloaded together at least, in caches large enough.
 MAX_PIECE = 32
 MIN_PIECES = 32  # number of pieces that a cache has at least
+# With a disk, one host page in so many is kept free, for what the device evicts while pages are
+# written.
+SPARE_PART = 8
 
 
 class PageAllocator:
@@ -93,8 +101,9 @@ class KVCacheManager:
         cache_type: str,
         num_host_pages: int = 0,
         load_rule: LoadRule = ALWAYS,
+        disk: Disk | None = None,
     ) -> None:
-        """num_host_pages: size of the host tier, which a radix cache may have."""
+        """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it."""
         self.page_size = page_size
         self.num_pages = num_pages
         self._allocator = PageAllocator(num_pages)
@@ -102,9 +111,13 @@ class KVCacheManager:
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
+        self._disk: DiskTier | None = None
+        if disk is not None:
+            self._disk = DiskTier(disk, page_size * TOKEN_BYTES)
+        self._spare = -(-num_host_pages // SPARE_PART)
         self._cache: PrefixCache = NaiveCache()
         if cache_type == "radix":
-            self._cache = RadixCache(page_size, self._host)
+            self._cache = RadixCache(page_size, self._host, self._disk)
         self._leases: set[Lease] = set()
         # [num_pages]: for pages in the prefix cache, the last step that may have written them
         self._written_by = [0] * num_pages
@@ -225,6 +238,8 @@ class KVCacheManager:
         """What the plan of `step` copies; None if there is nothing."""
         if self._host is None:
             return None
+        if self._disk is not None and self._host.num_free < self._spare:
+            self._cache.make_spare(self._spare)
         offloads = self._host.take_offloads(step)
         if not (offloads or self._new_loads or self._awaits):
             return None
@@ -235,6 +250,70 @@ class KVCacheManager:
             self._mark_written(load.pages, step)
         self._new_loads, self._awaits = [], []
         return copies
+
+    # -- the disk ----------------------------------------------------------------------------------
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def fetch(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
+        """Begin to read what the disk has of `key` beyond the other tiers, if that pays.
+
+        Returns the id of the transfer, after which `acquire` may find more; 0 if there is none.
+        """
+        if self._disk is None or self._host is None:
+            return 0
+        max_pages = self._max_match(num_tokens)
+        match = self._cache.acquire(key, max_pages, namespace)  # locked while room is made
+        start = len(match.pages) + match.num_host
+        keys = self._disk.find(namespace, key, start, max_pages)
+        keys = keys[: self._host.num_pages - self._spare]
+        fetch = 0
+        if keys and self._disk.rule.pays(len(keys)) and self._cache.make_room(len(keys)):
+            host_pages = self._host.take(len(keys))
+            fetch = self._disk.fetch(namespace, key, start, keys, host_pages)
+        self._cache.release(match.node)
+        return fetch
+
+    def take_transfers(self) -> list[Transfer]:
+        """The transfers that are to begin."""
+        return [] if self._disk is None else self._disk.take()
+
+    def transferred(self, transfer_id: int, num_pages: int) -> int:
+        """End a transfer of which every rank has done the first `num_pages` pages.
+
+        Returns the number of pages that were fetched.
+        """
+        assert self._disk is not None and self._host is not None
+        written = self._disk.writes.pop(transfer_id, None)
+        if written is not None:
+            self._host.unpin(written.host_pages)
+            return 0
+        fetch = self._disk.fetches.pop(transfer_id)
+        keys, host_pages = fetch.transfer.keys, fetch.transfer.host_pages
+        self._disk.forget(keys[num_pages:])
+        found = host_pages[:num_pages]
+        refused = self._cache.put_host(fetch.namespace, fetch.key, fetch.start, found)
+        self._host.free([*host_pages[num_pages:], *refused])
+        return num_pages
+
+    def settled(self, step: int) -> None:
+        """Note that the steps up to `step` have succeeded."""
+        if self._disk is not None:
+            self._disk.settled = step
+
+    def offload_all(self) -> None:
+        """Let the next plan take everything that no lease uses off the device."""
+        if self._cache.num_evictable:
+            self._allocator.free(self._cache.evict(self._cache.num_evictable))
+
+    def store_all(self) -> None:
+        """Begin to write to disk what host memory has, and the disk has not."""
+        if self._disk is not None:
+            self._cache.store_all()
+
+    # -- sharing -----------------------------------------------------------------------------------
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
         """Share the full pages among the first `num_tokens` tokens of `key`.
@@ -297,7 +376,12 @@ class KVCacheManager:
         if self._host is None:
             assert not (host_pages or self._loads), "there is no host tier"
             return
-        owners = sorted([*self._host.free_pages, *host_pages])
+        owners = [*self._host.free_pages, *host_pages]
+        if self._disk is not None:
+            owners += self._disk.owned
+            pinned = [page for write in self._disk.writes.values() for page in write.host_pages]
+            assert len(set(pinned)) == len(pinned) and all(map(self._host.is_pinned, pinned))
+        owners.sort()
         assert owners == list(range(self._host.num_pages)), "a host page is lost or owned twice"
         for page in host_pages:
             step = self._host.written_by[page]

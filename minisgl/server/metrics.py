@@ -168,12 +168,15 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "Prompt tokens found in the prefix cache, by the tier that held them.",
         labels=["tier"],
     )
-    hits.add_metric(["device"], counters.num_cached_tokens - counters.num_host_tokens)
+    num_elsewhere = counters.num_host_tokens + counters.num_disk_tokens
+    hits.add_metric(["device"], counters.num_cached_tokens - num_elsewhere)
     hits.add_metric(["host"], counters.num_host_tokens)
+    if host.has_disk:
+        hits.add_metric(["disk"], counters.num_disk_tokens)
     yield hits
     moved = CounterMetricFamily(
         "minisgl_tier_copied_bytes",
-        "Bytes of KV copied between device and host memory, on one rank.",
+        "Bytes of KV copied between device, host memory and disk, on one rank.",
         labels=["direction"],
     )
     busy = CounterMetricFamily(
@@ -181,7 +184,10 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "Time in which such copies were under way, on one rank.",
         labels=["direction"],
     )
-    for direction, copies in (("offload", traffic.offloads), ("load", traffic.loads)):
+    directions = {"offload": traffic.offloads, "load": traffic.loads}
+    if host.has_disk:
+        directions |= {"write": traffic.writes, "read": traffic.reads}
+    for direction, copies in directions.items():
         moved.add_metric([direction], copies.num_bytes)
         busy.add_metric([direction], copies.seconds)
     yield moved
