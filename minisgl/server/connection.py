@@ -248,7 +248,10 @@ class ServerConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":  # the parser takes what follows for a tunnel
+                message = "CONNECT is for proxies, which this server is not."
+                self._stop(HTTPError(405, message, "method_not_allowed"))
             self._is_upgrade = True
             return
         if len(self.pipeline) >= MAX_PIPELINED and not self._is_deaf:

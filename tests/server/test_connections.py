@@ -765,6 +765,16 @@ async def test_an_upgrade_is_ignored_and_its_body_read(at_once: bool) -> None:
         assert (await client.answer()).status == 200
 
 
+async def test_connect_is_refused_once_and_closes_the_connection() -> None:
+    """More answers than requests would be taken for those of others on a router's connection."""
+    async with site() as here, here.client() as client:
+        client.send(GET, b"\r\n", b"CONNECT /version HTTP/1.1\r\nhost: localhost\r\n\r\n", GET)
+        assert (await client.answer()).status == 200
+        refused = await client.answer()
+        assert (refused.status, refused.error["code"]) == (405, "method_not_allowed")
+        assert await client.is_closed()
+
+
 # -- all bodies together --------------------------------------------------------------------------
 
 LARGE = QUESTION + b" " * (4 * SMALL_BODY_BYTES - len(QUESTION))
