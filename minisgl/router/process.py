@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 # For the pages on their way between replicas, unless the user says how much.
 HOST_CACHE_GB = 16.0
 HOST_SHARE = 0.5  # of the machine's memory, for all replicas at most
+DEMO_NAME = "demo"  # by which a replica serves the demo model, as its folder is called
 MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
 
@@ -180,9 +181,9 @@ class RouterProcess:
                 logger.info("Replica %d is ready (%d of %d)", index, num_ready, len(states))
         was_announced = any(state.is_ready for state in before)
         if num_ready and not was_announced:
-            model = ", ".join(self._server.served_model_name) or self._engine.model or "the demo"
+            names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)
             welcome = Welcome(self._server, self._listener)
-            welcome.log(f"{model} with {len(states)} replicas", model)
+            welcome.log(f"{', '.join(names)} with {len(states)} replicas", names[0])
             if self._server.open and welcome.page is not None:
                 self._opening = asyncio.ensure_future(open_browser(welcome.page))
             if not self._engine.model:

@@ -98,3 +98,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
         process.terminate()
         assert await asyncio.to_thread(process.wait, 60) == 0
         await asyncio.to_thread(wait_until_nothing_is_left, tmp_path)
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert 'completions.create(model="demo", ' in log  # the name that the replicas answer to
+        assert log.count("This is the bundled demo model") == 1
