@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from support.browser import EXECUTABLE, PageEngine, browser, grave_faults, opened
 from support.fake_engine import FakeEngine
 from support.http_server import free_port, serving_process, wait_for_health
 from support.serving import Served, served
 
+from minisgl.router.metrics import join_pages
 from minisgl_cli.chat import conversation_file
 from minisgl_cli.chat.conversation import Conversation, Turn
 
@@ -582,6 +583,28 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     expect(requests.locator("dd").first).to_have_text("0")
     page.go_back()
     expect(page.locator(".body .text")).to_have_text("Hello!")
+
+
+def test_the_second_view_sums_over_replicas(page: Page, engine: PageEngine) -> None:
+    def two(route: Route) -> None:
+        current = route.fetch().body()
+        idle.append(current)
+        body = join_pages({"0": idle[0], "1": current}, "replica")
+        route.fulfill(content_type="text/plain", body=body)
+
+    idle: list[bytes] = []
+    page.route("**/metrics", two)
+    engine.num_running = 3
+    page.get_by_role("link", name="Server at work").click()
+    expect(page.get_by_text("fake on minisgl")).to_be_visible()
+    requests = page.locator(".card").filter(has_text="Requests").first
+    expect(requests.locator("dd").first).to_have_text("6")
+    expect(page.locator(".card").filter(has_text="KV cache").locator("dd")).to_have_text("76 %")
+    asked = page.request.post("/v1/completions", data={"prompt": "hello", "max_tokens": 1})
+    assert asked.ok
+    first = page.locator(".card").filter(has_text="first token")
+    expect(first.locator("dd").first).to_have_text(re.compile("ms$"))
+    engine.num_running = 0
 
 
 # -- everybody ------------------------------------------------------------------------------------
