@@ -271,6 +271,7 @@ async def _gather(stream: OutputStream) -> RequestOutput:
         finish_reason=request.finish_reason.value if request.finish_reason else None,
         num_cached_tokens=request.num_cached_tokens,
         num_host_tokens=request.num_host_tokens,
+        num_disk_tokens=request.num_disk_tokens,
         logprobs=request.logprobs if request.params.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         parsed=_parse(text, request.params.structured),

@@ -324,6 +324,7 @@ class Request:
         "max_tokens",
         "namespace",
         "num_cached_tokens",
+        "num_disk_tokens",
         "num_host_tokens",
         "num_prompt_tokens",
         "params",
@@ -368,6 +369,7 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
         self.num_host_tokens = 0  # of these, tokens that were loaded from host memory
+        self.num_disk_tokens = 0  # of the cached tokens, those that were read from disk
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -422,6 +424,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those read from disk
     parsed: Any = None  # of a JSON constraint: the value; None where the answer was cut
 
 
@@ -445,3 +448,4 @@ class OutputDelta:
     events: Sequence[Event] = ()
     num_reasoning_tokens: int = 0  # in all
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those read from disk

@@ -24,6 +24,7 @@ class RequestRecord:
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt
     num_host_tokens: int = 0  # of these, loaded from host memory
+    num_disk_tokens: int = 0  # of the cached ones, read from disk
     num_output_tokens: int
     structured: bool = False  # the output followed a schema
 
@@ -123,6 +124,7 @@ async def _run(engine: AsyncEngine, jobs: Sequence[OfflineRequest], consume: Con
                 num_prompt_tokens=stream.request.num_prompt_tokens,
                 num_cached_tokens=stream.request.num_cached_tokens,
                 num_host_tokens=stream.request.num_host_tokens,
+                num_disk_tokens=stream.request.num_disk_tokens,
                 num_output_tokens=stream.request.num_output_tokens,
                 structured=stream.request.params.structured is not None,
             )

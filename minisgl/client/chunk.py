@@ -12,6 +12,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # with which one can rec
 class PromptDetails(msgspec.Struct):
     cached_tokens: Count | None = None
     host_cached_tokens: Count | None = None
+    disk_cached_tokens: Count | None = None
 
 
 class StreamUsage(msgspec.Struct):
@@ -28,6 +29,11 @@ class StreamUsage(msgspec.Struct):
     def host_cached_tokens(self) -> int | None:
         details = self.prompt_tokens_details
         return None if details is None else details.host_cached_tokens
+
+    @property
+    def disk_cached_tokens(self) -> int | None:
+        details = self.prompt_tokens_details
+        return None if details is None else details.disk_cached_tokens
 
 
 class CalledFunction(msgspec.Struct):

@@ -99,6 +99,15 @@ class EngineConfig:
         "loaded again where that is faster than computing them. 0 turns it off.",
         group="Memory",
     )
+    disk_cache: str | None = option(
+        None,
+        "Folder for prefixes that fall out of --host-cache, which is needed; they outlive the "
+        "server, and servers on one host may share them. What prompts say can be told from it.",
+        group="Memory",
+    )
+    disk_cache_gb: float = option(
+        100.0, "Most GB of files in --disk-cache, of all servers together.", group="Memory"
+    )
     max_running_requests: int = option(
         256, "Maximum number of concurrently running requests.", group="Scheduling"
     )
@@ -157,6 +166,14 @@ class EngineConfig:
         check_at_least(self, "cuda_graph_max_bs", 0)
         if not 0 <= self.host_cache < math.inf:
             refuse(self, "host_cache", "allowed: a number of GB, or 0 for none")
+        if self.disk_cache is not None and not self.disk_cache:
+            refuse(self, "disk_cache", "allowed: a folder")
+        if self.disk_cache is not None and not self.host_cache:
+            refuse(self, "disk_cache", "it keeps what falls out of --host-cache, which is off")
+        if self.disk_cache is not None and self.nnodes > 1:
+            refuse(self, "disk_cache", "it is for the ranks of one node; allowed: --nnodes 1")
+        if not 0 < self.disk_cache_gb < math.inf:
+            refuse(self, "disk_cache_gb", "allowed: a number of GB above 0")
         if not 0 < self.memory_ratio <= 1:
             refuse(self, "memory_ratio", "allowed: above 0 and at most 1")
         if not 0 < self.schedule_conservativeness < math.inf:

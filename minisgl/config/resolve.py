@@ -63,6 +63,8 @@ class ResolvedConfig:
     page_size: int
     cache_type: str
     num_host_pages: int  # in the host memory of each rank
+    disk_cache: str  # folder; empty: none
+    disk_cache_bytes: int  # at most, of all who use the folder
     max_running_requests: int
     max_queued_requests: int
     max_prefill_length: int
@@ -153,6 +155,8 @@ def resolve(
         page_size=page_size,
         cache_type=config.cache_type,
         num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
+        disk_cache=config.disk_cache or "",
+        disk_cache_bytes=int(config.disk_cache_gb * GB),
         max_running_requests=config.max_running_requests,
         max_queued_requests=config.max_queued_requests,
         max_prefill_length=config.max_prefill_length,

@@ -30,7 +30,9 @@ from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
+from minisgl.engine.transfers import HostMemory, Transfers
 from minisgl.errors import (
+    ConfigError,
     ContextLengthError,
     EngineStoppedError,
     HostMemoryError,
@@ -54,6 +56,7 @@ from minisgl.request import (
     SamplingParams,
     StructuredOutput,
     Tenant,
+    cache_namespace,
     check_token_ids,
 )
 from minisgl.runner.load import Report
@@ -75,6 +78,8 @@ SHUTTING_DOWN = "The server is shutting down."
 CLOSED = "The engine was closed."
 # Closing the engine waits no longer than this for a rank that has stopped sending heartbeats.
 CLOSE_GRACE_S = 5.0
+# Closing the engine writes to a disk cache for no longer than this.
+STORE_S = 10.0
 
 
 class AsyncEngine:
@@ -96,6 +101,7 @@ class AsyncEngine:
                 cache_type=self.config.cache_type,
                 num_host_pages=self.config.num_host_pages,
                 load_rule=loaded.load_rule,
+                disk=loaded.disk,
             ),
             num_slots=self.capacity.num_slots,
             max_seq_len=self.capacity.max_seq_len,
@@ -135,6 +141,13 @@ class AsyncEngine:
         self._landings: Landings[Any] | None = None
         if self.config.num_host_pages:
             self._landings = Landings(self._runner, self._on_landed)
+        self._has_disk = loaded.disk is not None
+        self._num_transfers = 0  # under way
+        self._transfers_ended = asyncio.Event()
+        self._transfers_ended.set()
+        self._step_ended: asyncio.Event | None = None  # whoever waits for it, if anybody
+        self._transfers: Transfers | None = None
+        self._fingerprint = loaded.fingerprint
         self._fanout = Fanout(self._loop)
         self._closing: asyncio.Future[None] | None = None
         self._ranks = loaded.ranks
@@ -277,6 +290,62 @@ class AsyncEngine:
         self._pump_soon()
         return stream
 
+    def share_pages(self, path: str, *, always_load: bool) -> None:
+        """Exchange KV pages with other engines of this machine; they find this one at `path`.
+
+        always_load: load what they send even where this engine computes it faster. Raises
+        ConfigError if the engine has no host cache, or several ranks.
+        """
+        if not self.config.num_host_pages:
+            raise ConfigError("--host-cache", 0, "engines exchange pages through it; allowed: more")
+        if not isinstance(self._runner, HostMemory):
+            raise ConfigError("--tp", self.config.tp, "engines that exchange pages have one rank")
+        kv = self._scheduler.kv
+        if always_load:
+            kv.load_always()
+        self._transfers = Transfers(kv, self._runner, self._fingerprint, path, self._pump_soon)
+
+    async def offer_pages(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool:
+        """Compute a prompt, and offer its pages to the other engines; False if there are none.
+
+        Raises as `submit` does, and the errors of the request.
+        """
+        assert self._transfers is not None, "share_pages comes first"
+        params = SamplingParams(max_tokens=1)
+        stream = self.submit(
+            prompt_token_ids, params, request_id=request_id, cache_salt=cache_salt, tenant=tenant
+        )
+        try:
+            await stream.wait_finished()
+        finally:
+            stream.abort()
+        prefix = self._transfers.prefix(prompt_token_ids, stream.request.namespace)
+        return await self._transfers.offer(prefix)
+
+    async def fetch_pages(
+        self,
+        path: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        tenant: Tenant = EVERYONE,
+    ) -> bool:
+        """Have the engine at `path` send the pages of a prompt that this one lacks.
+
+        Returns whether there is something that need not be computed then. Raises
+        InvalidRequestError for the salt.
+        """
+        assert self._transfers is not None, "share_pages comes first"
+        prefix = self._transfers.prefix(prompt_token_ids, cache_namespace(tenant, cache_salt))
+        return await self._transfers.fetch(path, prefix)
+
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError if the model cannot serve `params`."""
         if params.stop and self.tokenizer is None:
@@ -409,13 +478,39 @@ class AsyncEngine:
                     self._sample(*self._deferred)
                 self._launch_steps()
                 self._hand_out(settled, now)
+                if self._transfers is not None:
+                    self._transfers.step_ended(step)
         except Exception as error:
             self._die(error)
+        if self._step_ended is not None:
+            self._step_ended.set()
 
     def _on_landed(self, load: int) -> None:
         """Let the requests that waited for a load run. Called once for each load."""
         if self.failure is None:
             self._scheduler.landed(load)
+            self._pump_soon()
+
+    def _transfer(self) -> None:
+        """Begin what is to go to the disk, or to come from there."""
+        transfers = self._scheduler.kv.take_transfers()
+        if transfers:
+            self._num_transfers += len(transfers)
+            self._transfers_ended.clear()
+            self._runner.transfer(transfers, self._on_transferred)
+
+    def _on_transferred(self, transfer: int, num_pages: int) -> None:
+        """Called by any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
+            self._loop.call_soon_threadsafe(self._end_transfer, transfer, num_pages)
+
+    def _end_transfer(self, transfer: int, num_pages: int) -> None:
+        """Let the request that waited for a transfer run. Called once for each transfer."""
+        self._num_transfers -= 1
+        if not self._num_transfers:
+            self._transfers_ended.set()
+        if self.failure is None:
+            self._scheduler.transferred(transfer, num_pages)
             self._pump_soon()
 
     def _follow(self, masked: Sequence[Request]) -> None:
@@ -466,6 +561,8 @@ class AsyncEngine:
             and self._scheduler.num_in_flight < self._max_in_flight
         ):
             plan = self._scheduler.plan()
+            if self._has_disk:
+                self._transfer()
             if plan is None:
                 return
             if self._scheduler.num_in_flight == 1:
@@ -561,6 +658,8 @@ class AsyncEngine:
         for request in self._scheduler.fail(step, error):
             self._end_stream(request)
         self._deferred = None  # it is later than any step that may fail
+        if self._transfers is not None:
+            self._transfers.step_ended(step - 1)
 
     def _die(self, error: Exception) -> None:
         """Handle a fatal error: fail every open request with it."""
@@ -654,14 +753,40 @@ class AsyncEngine:
     async def _close(self) -> None:
         try:
             await self.drain(0, CLOSED)
+            if self._has_disk:
+                with contextlib.suppress(TimeoutError, MinisglError):
+                    await asyncio.wait_for(self._store_all(), STORE_S)
         finally:
             self._max_in_flight = 0
             self._deferred = None
+            if self._transfers is not None:
+                self._transfers.close()
             self._collector.end()
             if self._landings is not None:
                 self._landings.end()
             await self._steps_end()
             await asyncio.to_thread(self._free, self._collector.ended.done())
+
+    async def _store_all(self) -> None:
+        """Write to disk what the other tiers hold, so that it outlives the engine."""
+        self._max_in_flight = 0  # nothing follows
+        await self._all_settle()
+        if self.failure is not None:
+            return
+        plan = self._scheduler.plan_offload()
+        if plan is not None:
+            self._collect(plan, self._runner.launch(plan))
+            await self._all_settle()
+        if self.failure is None:
+            self._scheduler.kv.store_all()
+            self._transfer()
+            await self._transfers_ended.wait()
+
+    async def _all_settle(self) -> None:
+        self._step_ended = asyncio.Event()
+        while self._scheduler.num_in_flight and self.failure is None:
+            self._step_ended.clear()
+            await self._step_ended.wait()
 
     def _free(self, steps_have_ended: bool) -> None:
         # Closing a single rank blocks while a step hangs; several ranks handle that in `close`.
@@ -714,6 +839,7 @@ class AsyncEngine:
             num_free_pages=kv.num_free,
             num_cached_pages=kv.num_cached,
             host=self._host_stats(),
+            transfers=None if self._transfers is None else self._transfers.stats.copy(),
             counters=replace(self._scheduler.counters),
             totals=self._meter.totals.copy(),
         )
@@ -726,6 +852,7 @@ class AsyncEngine:
             num_pages=self.config.num_host_pages,
             num_used_pages=self._scheduler.kv.num_host,
             traffic=self._runner.traffic() or HostTraffic.none(),
+            has_disk=self._has_disk,
         )
 
     def audit(self) -> None:
@@ -747,6 +874,8 @@ def _ending(request: Request, now: float) -> str:
     cached = f"{request.num_cached_tokens} cached"
     if request.num_host_tokens:
         cached += f", {request.num_host_tokens} of them from host memory"
+    if request.num_disk_tokens:
+        cached += f", {request.num_disk_tokens} of them from disk"
     return (
         f"request {request.id}: {request.finish_reason.value} after "
         f"{now - request.submitted_s:.3f} s, {request.num_prompt_tokens} prompt tokens "

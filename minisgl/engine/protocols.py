@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from minisgl.errors import MinisglError
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 
@@ -47,6 +48,14 @@ class Runner(Protocol[Handle]):
         """Block for each load that a launched plan carries, and yield its id.
 
         Called on a thread of its own, in launch order, for plans with loads.
+        """
+        ...
+
+    def transfer(self, transfers: Sequence[Transfer], done: Callable[[int, int], None]) -> None:
+        """Begin transfers between host memory and the disk, after the copies of launched plans.
+
+        Returns at once. done: called on any thread with the id of each, and the number of pages,
+        from its first on, that every rank has done.
         """
         ...
 

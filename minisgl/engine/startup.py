@@ -16,9 +16,11 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
+from minisgl.engine.fingerprint import fingerprint
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.generation import GenerationDefaults, read_generation_defaults
 from minisgl.models.hub import locate_model
@@ -48,6 +50,8 @@ class Loaded(Generic[Handle]):
     ranks: Ranks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
+    disk: Disk | None = None
+    fingerprint: bytes = b""  # of the numbers in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +116,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         )
     if resolved.num_host_pages:
         _tell_of_host_cache(resolved, prepared.facts, runner.load_rule)
+    if runner.disk is not None:
+        _tell_of_disk_cache(resolved, runner.disk)
     return Loaded(
         runner,
         resolved,
@@ -122,6 +128,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         name,
         ranks,
         load_rule=runner.load_rule,
+        disk=runner.disk,
+        fingerprint=fingerprint(folder, resolved, config.quantization),
     )
 
 
@@ -163,4 +171,20 @@ def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRul
         logger.warning(
             "This model computes tokens faster than they are loaded: nothing will be loaded, and "
             "--host-cache is of no use here."
+        )
+
+
+def _tell_of_disk_cache(config: ResolvedConfig, disk: Disk) -> None:
+    load_s, compute_s = disk.rule.load_s / config.page_size, disk.rule.compute_s / config.page_size
+    logger.info(
+        "Disk cache in %s: a token comes from there in %.2f us and is computed in %.2f us",
+        config.disk_cache,
+        1e6 * load_s,
+        1e6 * compute_s,
+    )
+    if not disk.rule.pays(config.num_host_pages):
+        logger.warning(
+            "This model computes tokens faster than they are read from %s: nothing will be read, "
+            "and --disk-cache is of no use here.",
+            config.disk_cache,
         )

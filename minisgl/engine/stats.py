@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minisgl.kvcache.copies import HostTraffic
 from minisgl.request import FinishReason, Request
@@ -169,11 +169,38 @@ class HostStats:
     num_pages: int
     num_used_pages: int
     traffic: HostTraffic  # of one rank
+    has_disk: bool = False
 
     @property
     def usage(self) -> float:
         """The fraction of the host tier that holds pages, 0 to 1."""
         return self.num_used_pages / self.num_pages
+
+
+@dataclass(slots=True)
+class TransferTotals:
+    """The transfers of one direction that were complete."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num_transfers += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
+class TransferStats:
+    """Prefixes from and to other engines, since the start."""
+
+    sent: TransferTotals = field(default_factory=TransferTotals)
+    received: TransferTotals = field(default_factory=TransferTotals)
+    num_failed: int = 0  # that this engine computed instead
+
+    def copy(self) -> TransferStats:
+        return TransferStats(replace(self.sent), replace(self.received), self.num_failed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +215,7 @@ class EngineStats:
     counters: SchedulerCounters
     totals: Totals
     host: HostStats | None = None  # None: there is no host tier
+    transfers: TransferStats | None = None  # None: there are no other engines
 
     @property
     def num_used_pages(self) -> int:

@@ -98,6 +98,7 @@ class OutputStream:
             num_output_tokens=self._num_taken,
             num_cached_tokens=request.num_cached_tokens,
             num_host_tokens=request.num_host_tokens,
+            num_disk_tokens=request.num_disk_tokens,
             logprobs=request.logprobs[first:],
             prompt_logprobs=request.prompt_logprobs[first_prompt:],
             finish_reason=request.finish_reason,

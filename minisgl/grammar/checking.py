@@ -20,7 +20,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.errors import EngineStoppedError, MinisglError
-from minisgl.grammar.schema import explain, ignored_keyword, tidy
+from minisgl.grammar.schema import explain, ignored_keyword, rounded_value, tidy
 from minisgl.grammar.source import (
     BLANK,
     OPTIONS,
@@ -209,6 +209,8 @@ def check(tokenizer: LLTokenizer, outline: Outline, source: Source) -> Checked:
         return Checked(reason=f"{tidy(str(error))}.")
     except MemoryError:
         return Checked(reason=TOO_LARGE)
+    if source.kind == "json_schema" and (reason := rounded_value(source.schema)):
+        return Checked(reason=reason)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()

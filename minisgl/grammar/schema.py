@@ -21,6 +21,8 @@ PREAMBLE = re.compile(
     r'^at \d+\(\d+\): (failed to compile JSON schema: |invalid regex ".*" \(in regex\): )', re.S
 )
 LINE_AND_COLUMN = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+# llguidance has numbers as float64, so it would force another integer.
+MAX_EXACT = 2**53
 UNKNOWN_TOKEN = re.compile(r"Token range end too large: (\d+)")
 UNREADABLE = "a text or a regex that has no end, or a character that means nothing there"
 
@@ -62,6 +64,29 @@ def explain(message: str, schema: object, strict: bool) -> str:
                     )
                 return f"at {place}/{escaped(keyword)}: {reason}."
     return f"{reason}."
+
+
+def rounded_value(schema: object) -> str | None:
+    """Say where `schema` demands an integer that llguidance would round; None if nowhere."""
+    for place, part in _parts(schema, ""):
+        for keyword in ("const", "enum"):
+            if _has_rounded(part.get(keyword)):
+                return (
+                    f"at {place}/{keyword}: integers beyond ±2**53 cannot be enforced exactly; "
+                    "use texts instead."
+                )
+    return None
+
+
+def _has_rounded(value: object) -> bool:
+    match value:
+        case int():
+            return abs(value) > MAX_EXACT
+        case list():
+            return any(map(_has_rounded, value))
+        case dict():
+            return any(map(_has_rounded, value.values()))
+    return False
 
 
 def tidy(message: str, written: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class LoadRule:
-    """Decides whether a prefix in host memory is loaded: where that is faster than computing it.
+    """Decides whether a prefix is loaded from another tier: where that beats computing it.
 
     A page takes bytes / bandwidth in the one case, tokens / prefill rate in the other.
     """
@@ -69,10 +69,17 @@ class HostTraffic:
 
     offloads: Traffic
     loads: Traffic
+    writes: Traffic = field(default_factory=Traffic)  # to disk
+    reads: Traffic = field(default_factory=Traffic)  # from disk
 
     @staticmethod
     def none() -> HostTraffic:
         return HostTraffic(Traffic(), Traffic())
 
     def since(self, before: HostTraffic) -> HostTraffic:
-        return HostTraffic(self.offloads.since(before.offloads), self.loads.since(before.loads))
+        return HostTraffic(
+            self.offloads.since(before.offloads),
+            self.loads.since(before.loads),
+            self.writes.since(before.writes),
+            self.reads.since(before.reads),
+        )

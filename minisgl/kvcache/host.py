@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 
@@ -24,19 +24,34 @@ class HostTier:
         self.written_by = [0] * num_pages  # the step whose plan offloaded to a page
         self._free = list(range(num_pages - 1, -1, -1))
         self._offloads: dict[int, int] = {}  # device page by host page
+        self._pinned: set[int] = set()  # somebody reads them
+        self._leaving: set[int] = set()  # pinned, and freed as soon as they are not
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @property
+    def num_leaving(self) -> int:
+        """Number of pages that will be free once they are not pinned."""
+        return len(self._leaving)
+
+    @property
     def free_pages(self) -> Sequence[int]:
-        return self._free
+        """The pages without an owner: free, or leaving."""
+        return [*self._free, *self._leaving]
+
+    def take(self, count: int) -> list[int]:
+        """Take free pages, of which there must be enough."""
+        taken = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        for host_page in taken:
+            self.written_by[host_page] = 0
+        return taken
 
     def offload(self, pages: Sequence[int]) -> list[int]:
         """Copy device pages with the next plan; returns their host pages. Enough must be free."""
-        taken = self._free[: -len(pages) - 1 : -1]
-        del self._free[-len(pages) :]
+        taken = self.take(len(pages))
         for page, host_page in zip(pages, taken, strict=True):
             self._offloads[host_page] = page
             self.written_by[host_page] = UNPLANNED
@@ -44,8 +59,25 @@ class HostTier:
 
     def free(self, host_pages: Sequence[int]) -> None:
         for host_page in reversed(host_pages):
-            self._offloads.pop(host_page, None)
-        self._free += reversed(host_pages)
+            if host_page in self._pinned:
+                self._leaving.add(host_page)
+            else:
+                self._offloads.pop(host_page, None)
+                self._free.append(host_page)
+
+    def pin(self, host_pages: Iterable[int]) -> None:
+        """Keep pages as they are until `unpin`, even if they are freed. None may be pinned."""
+        self._pinned.update(host_pages)
+
+    def unpin(self, host_pages: Iterable[int]) -> None:
+        for host_page in host_pages:
+            self._pinned.remove(host_page)
+            if host_page in self._leaving:
+                self._leaving.remove(host_page)
+                self._free.append(host_page)
+
+    def is_pinned(self, host_page: int) -> bool:
+        return host_page in self._pinned
 
     def is_planned(self, host_page: int) -> bool:
         """Whether the next plan writes `host_page`."""

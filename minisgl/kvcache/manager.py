@@ -9,6 +9,9 @@ With a host tier, evicted prefixes are copied to host memory and loaded when the
 copies travel with plans (`take_copies`). An offload reads its pages in the order of launches, so
 they are free at once. A load writes its pages outside of that order: they are locked until
 `landed`, and nobody reads them before the plan that awaits the load.
+
+With a disk, what falls out of host memory is written there, and `fetch` brings it back. These
+transfers belong to no plan (`take_transfers`): they touch host pages only.
 """
 
 from __future__ import annotations
@@ -17,15 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minisgl.kvcache.copies import ALWAYS, Copies, Load, LoadRule
+from minisgl.kvcache.disk import Disk, DiskTier
 from minisgl.kvcache.host import UNPLANNED, HostTier
-from minisgl.kvcache.prefix import NaiveCache, Node, PrefixCache
+from minisgl.kvcache.prefix import TOKEN_BYTES, NaiveCache, Node, PrefixCache
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.store import Transfer
 
 SCRATCH_PAGE = 0
 
 # Pages that are offloaded together at least, in caches large enough.
 MAX_PIECE = 32
 MIN_PIECES = 32  # number of pieces that a cache has at least
+# With a disk, one host page in so many is kept free, for what the device evicts while pages are
+# written.
+SPARE_PART = 8
 
 
 class PageAllocator:
@@ -84,6 +92,14 @@ class _InFlight:
     step: int  # whose plan carries it; UNPLANNED before that
 
 
+@dataclass(slots=True, eq=False)
+class Transit:
+    """Host pages with pages of a prefix on their way to or from another engine."""
+
+    host_pages: Sequence[int]
+    failed: bool = False  # the step that was to write them has failed; they are free
+
+
 class KVCacheManager:
     def __init__(
         self,
@@ -93,8 +109,9 @@ class KVCacheManager:
         cache_type: str,
         num_host_pages: int = 0,
         load_rule: LoadRule = ALWAYS,
+        disk: Disk | None = None,
     ) -> None:
-        """num_host_pages: size of the host tier, which a radix cache may have."""
+        """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it."""
         self.page_size = page_size
         self.num_pages = num_pages
         self._allocator = PageAllocator(num_pages)
@@ -102,9 +119,13 @@ class KVCacheManager:
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
+        self._disk: DiskTier | None = None
+        if disk is not None:
+            self._disk = DiskTier(disk, page_size * TOKEN_BYTES)
+        self._spare = -(-num_host_pages // SPARE_PART)
         self._cache: PrefixCache = NaiveCache()
         if cache_type == "radix":
-            self._cache = RadixCache(page_size, self._host)
+            self._cache = RadixCache(page_size, self._host, self._disk)
         self._leases: set[Lease] = set()
         # [num_pages]: for pages in the prefix cache, the last step that may have written them
         self._written_by = [0] * num_pages
@@ -112,6 +133,8 @@ class KVCacheManager:
         self._num_loads = 0
         self._new_loads: list[Load] = []  # for the next plan
         self._awaits: list[int] = []  # for the next plan
+        self._transits: set[Transit] = set()
+        self.is_copying_out = False  # by the next plan, for which another engine waits
 
     @property
     def num_free(self) -> int:
@@ -225,7 +248,10 @@ class KVCacheManager:
         """What the plan of `step` copies; None if there is nothing."""
         if self._host is None:
             return None
+        if self._disk is not None and self._host.num_free < self._spare:
+            self._cache.make_spare(self._spare)
         offloads = self._host.take_offloads(step)
+        self.is_copying_out = False
         if not (offloads or self._new_loads or self._awaits):
             return None
         copies = Copies(offloads, tuple(self._new_loads), tuple(self._awaits))
@@ -235,6 +261,127 @@ class KVCacheManager:
             self._mark_written(load.pages, step)
         self._new_loads, self._awaits = [], []
         return copies
+
+    # -- the disk ----------------------------------------------------------------------------------
+
+    @property
+    def has_disk(self) -> bool:
+        return self._disk is not None
+
+    def fetch(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> int:
+        """Begin to read what the disk has of `key` beyond the other tiers, if that pays.
+
+        Returns the id of the transfer, after which `acquire` may find more; 0 if there is none.
+        """
+        if self._disk is None or self._host is None:
+            return 0
+        max_pages = self._max_match(num_tokens)
+        match = self._cache.acquire(key, max_pages, namespace)  # locked while room is made
+        start = len(match.pages) + match.num_host
+        keys = self._disk.find(namespace, key, start, max_pages)
+        keys = keys[: self._host.num_pages - self._spare]
+        fetch = 0
+        if keys and self._disk.rule.pays(len(keys)) and self._cache.make_room(len(keys)):
+            host_pages = self._host.take(len(keys))
+            fetch = self._disk.fetch(namespace, key, start, keys, host_pages)
+        self._cache.release(match.node)
+        return fetch
+
+    def take_transfers(self) -> list[Transfer]:
+        """The transfers that are to begin."""
+        return [] if self._disk is None else self._disk.take()
+
+    def transferred(self, transfer_id: int, num_pages: int) -> int:
+        """End a transfer of which every rank has done the first `num_pages` pages.
+
+        Returns the number of pages that were fetched.
+        """
+        assert self._disk is not None and self._host is not None
+        written = self._disk.writes.pop(transfer_id, None)
+        if written is not None:
+            self._host.unpin(written.host_pages)
+            return 0
+        fetch = self._disk.fetches.pop(transfer_id)
+        keys, host_pages = fetch.transfer.keys, fetch.transfer.host_pages
+        self._disk.forget(keys[num_pages:])
+        found = host_pages[:num_pages]
+        refused = self._cache.put_host(fetch.namespace, fetch.key, fetch.start, found)
+        self._host.free([*host_pages[num_pages:], *refused])
+        return num_pages
+
+    def settled(self, step: int) -> None:
+        """Note that the steps up to `step` have succeeded."""
+        if self._disk is not None:
+            self._disk.settled = step
+
+    def offload_all(self) -> None:
+        """Let the next plan take everything that no lease uses off the device."""
+        if self._cache.num_evictable:
+            self._allocator.free(self._cache.evict(self._cache.num_evictable))
+
+    def store_all(self) -> None:
+        """Begin to write to disk what host memory has, and the disk has not."""
+        if self._disk is not None:
+            self._cache.store_all()
+
+    # -- pages for and from other engines ----------------------------------------------------------
+
+    def copy_out(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
+        """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
+
+        The prefix itself stays where it is, unlocked. None if the device has no page of it, or host
+        memory no room.
+        """
+        lease = self.acquire(key, num_tokens, namespace)
+        pages = [] if self.is_loading(lease) else lease.pages
+        self.close(lease)
+        if not pages or self._host is None or not self._cache.make_room(len(pages)):
+            return None
+        self.is_copying_out = True
+        return self._begin_transit(self._host.offload(pages))
+
+    def expect(self, num_pages: int) -> Transit | None:
+        """Host pages for `num_pages` of another engine; None if there is no room.
+
+        Copies of launched plans may still be under way to or from them.
+        """
+        if self._host is None or not self._cache.make_room(num_pages):
+            return None
+        return self._begin_transit(self._host.take(num_pages))
+
+    def _begin_transit(self, host_pages: Sequence[int]) -> Transit:
+        transit = Transit(host_pages)
+        self._transits.add(transit)
+        return transit
+
+    def adopt(
+        self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
+    ) -> None:
+        """End a transit: its first pages hold `num_pages` of `key` from page `start` on."""
+        assert self._host is not None
+        self._transits.remove(transit)
+        pages = transit.host_pages
+        self._host.free(self._cache.put_host(namespace, key, start, pages[:num_pages]))
+        self._host.free(pages[num_pages:])
+
+    def drop(self, transit: Transit) -> None:
+        """End a transit, and free its pages."""
+        if not transit.failed:
+            assert self._host is not None
+            self._transits.remove(transit)
+            self._host.free(transit.host_pages)
+
+    def is_written(self, transit: Transit, step: int) -> bool:
+        """Whether steps up to `step` have written the pages of `copy_out`."""
+        assert self._host is not None
+        return all(self._host.written_by[page] <= step for page in transit.host_pages)
+
+    def load_always(self) -> None:
+        """Load prefixes even where computing them is faster: others would wait for that."""
+        if self._host is not None:
+            self._host.rule = ALWAYS
+
+    # -- sharing -----------------------------------------------------------------------------------
 
     def commit(self, lease: Lease, key: bytes, num_tokens: int, step: int) -> None:
         """Share the full pages among the first `num_tokens` tokens of `key`.
@@ -276,6 +423,9 @@ class KVCacheManager:
                 self.landed(load)  # to its last page, before another step writes there
         self._new_loads = []
         self._allocator.free(self._cache.drop_written_since(step, self._written_by))
+        for transit in [each for each in self._transits if not self.is_written(each, step - 1)]:
+            self.drop(transit)
+            transit.failed = True
 
     def audit(self, launched: int) -> None:
         """Recompute every invariant from scratch. O(everything); AssertionError if one fails."""
@@ -297,7 +447,13 @@ class KVCacheManager:
         if self._host is None:
             assert not (host_pages or self._loads), "there is no host tier"
             return
-        owners = sorted([*self._host.free_pages, *host_pages])
+        host_pages += [page for transit in self._transits for page in transit.host_pages]
+        owners = [*self._host.free_pages, *host_pages]
+        if self._disk is not None:
+            owners += self._disk.owned
+            pinned = [page for write in self._disk.writes.values() for page in write.host_pages]
+            assert len(set(pinned)) == len(pinned) and all(map(self._host.is_pinned, pinned))
+        owners.sort()
         assert owners == list(range(self._host.num_pages)), "a host page is lost or owned twice"
         for page in host_pages:
             step = self._host.written_by[page]

@@ -108,6 +108,30 @@ class PrefixCache(Protocol):
         """
         ...
 
+    def make_room(self, num_pages: int) -> bool:
+        """Free host pages, least recently used first; False if there are too few."""
+        ...
+
+    def make_spare(self, num_pages: int) -> None:
+        """Send host pages to disk, least recently used first, until that many are free or will be.
+
+        Those that the device has as well are only dropped.
+        """
+        ...
+
+    def store_all(self) -> None:
+        """Send all host pages to disk, where they stay in memory, too: the latest used first."""
+        ...
+
+    def put_host(
+        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
+    ) -> list[int]:
+        """Take host pages with the tokens of `key` from page `start` on, and return the others.
+
+        Those that the tree has in any tier are not taken, and none if it lacks what is before them.
+        """
+        ...
+
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         """Drop every device page whose entry in `written_by` is at least `step`, and every host
         page that such a step's plan wrote. None may be locked. Returns the device pages."""
@@ -159,6 +183,20 @@ class NaiveCache:
 
     def evict(self, num_pages: int) -> list[int]:
         return []
+
+    def make_room(self, num_pages: int) -> bool:
+        return False
+
+    def make_spare(self, num_pages: int) -> None:
+        pass
+
+    def store_all(self) -> None:
+        pass
+
+    def put_host(
+        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
+    ) -> list[int]:
+        return list(host_pages)
 
     def drop_written_since(self, step: int, written_by: Sequence[int]) -> list[int]:
         return []

@@ -10,21 +10,29 @@ a namespace without cached pages takes no memory. Eviction ignores namespaces.
 With a host tier, evicted pages are copied to host memory, and their nodes stay in the tree below
 those with pages on the device. A node that is loaded again keeps its host pages until others need
 them, so that evicting it once more copies nothing. Each tier has its own leaves and evicts its own.
+
+With a disk, host memory keeps some pages free (`make_spare`): what it evicts for that goes to disk.
+What must make way at once is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from minisgl.kvcache.disk import DiskTier
 from minisgl.kvcache.host import HostTier
 from minisgl.kvcache.leaves import LeafQueue
 from minisgl.kvcache.prefix import TOKEN_BYTES, Match, Node
 
 
 class RadixCache:
-    def __init__(self, page_size: int, host: HostTier | None = None) -> None:
+    def __init__(
+        self, page_size: int, host: HostTier | None = None, disk: DiskTier | None = None
+    ) -> None:
+        """disk: behind host memory, without which there is none."""
         self._page_bytes = page_size * TOKEN_BYTES
         self._host = host
+        self._disk = disk
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
         self._num_nodes = 0
@@ -281,7 +289,7 @@ class RadixCache:
         """
         self._cut(node, at_most)
         pages = node.pages
-        if not node.host_pages and self._make_room(len(pages), host):
+        if not node.host_pages and self.make_room(len(pages)):
             node.host_pages = host.offload(pages)
         if not node.host_pages:
             self._forget(node)
@@ -302,18 +310,95 @@ class RadixCache:
         if node.num_pages > at_most:
             self._split(node, node.num_pages - at_most)
 
-    def _make_room(self, num_pages: int, host: HostTier) -> bool:
-        """Free host pages, least recently used first; False if there are too few."""
+    def make_room(self, num_pages: int) -> bool:
+        host = self._host
+        if host is None:
+            return False
         while host.num_free < num_pages:
             node = self._host_leaves.pop()
             if node is None:
                 return False
             self._cut(node, max(num_pages - host.num_free, host.piece))
-            host.free(node.host_pages)
-            node.host_pages = []
-            if not node.pages:
-                self._remove(node)
+            self._leave_host(node, host)
         return True
+
+    def make_spare(self, num_pages: int) -> None:
+        host, disk = self._host, self._disk
+        assert host is not None and disk is not None
+        while host.num_free + host.num_leaving < num_pages:
+            node = self._host_leaves.pop()
+            if node is None:
+                return
+            self._cut(node, host.piece)
+            if not node.pages and not self._write(node, host, disk):
+                self._let_go(node)  # until its offload is settled
+                return
+            self._leave_host(node, host)
+
+    def store_all(self) -> None:
+        host, disk = self._host, self._disk
+        assert host is not None and disk is not None
+        for node in sorted(self._nodes(), key=lambda node: -node.last_used):  # parents first
+            if node.host_pages:
+                self._write(node, host, disk)
+
+    def _write(self, node: Node, host: HostTier, disk: DiskTier) -> bool:
+        """Write the host pages of `node` to disk that are not there; False if it is too early."""
+        if any(host.written_by[page] > disk.settled for page in node.host_pages):
+            return False
+        namespace, key, start = self._place(node)
+        pairs = disk.missing(namespace, key, start, node.host_pages)
+        pairs = [pair for pair in pairs if not host.is_pinned(pair[1])]  # it is under way
+        for first in range(0, len(pairs), host.piece):
+            host.pin(disk.write(pairs[first : first + host.piece]).host_pages)
+        return True
+
+    def _place(self, node: Node) -> tuple[bytes, bytes, int]:
+        """The namespace of a node, the tokens up to its end, and the index of its first page."""
+        runs: list[bytes] = []
+        at = node
+        while at.parent is not None:
+            runs.append(at.key[: at.num_pages * self._page_bytes])
+            at = at.parent
+        tokens = b"".join(reversed(runs))
+        return at.key, tokens, len(tokens) // self._page_bytes - node.num_pages
+
+    def _leave_host(self, node: Node, host: HostTier) -> None:
+        """Take a node out of host memory."""
+        host.free(node.host_pages)
+        node.host_pages = []
+        if not node.pages:
+            self._remove(node)
+
+    def put_host(
+        self, namespace: bytes, key: bytes, start: int, host_pages: Sequence[int]
+    ) -> list[int]:
+        if not host_pages:
+            return []
+        self._clock += 1
+        root = self._roots.get(namespace)
+        if root is None:
+            if start:
+                return list(host_pages)
+            root = self._roots[namespace] = Node(key=namespace, pages=[], parent=None)
+        node, at, end = root, 0, start + len(host_pages)
+        while at < end:
+            child = self._child(node, key, at)
+            if child is None:
+                break
+            common = self._common_pages(child, key, at, end)
+            node = child if common == child.num_pages else self._split(child, common)
+            at += common
+        if at < start or at == end:
+            self._let_go(node)
+            return list(host_pages)
+        run = key[at * self._page_bytes : end * self._page_bytes]
+        added = Node(key=run, pages=[], parent=node, last_used=self._clock)
+        added.host_pages = list(host_pages[at - start :])
+        node.children[self._first_page(run, 0)] = added
+        self._num_nodes += 1
+        self._let_go(added)
+        return list(host_pages[: at - start])
 
     def _forget(self, node: Node) -> None:
         """Remove a node and those below it, which have no pages on the device."""

@@ -1,45 +1,54 @@
-"""The interface of a tier behind host memory: runs of pages in files, under keys.
+"""What the tiers above know of pages on disk: their keys, and transfers of them.
 
-A key names what the pages hold: `page_key` chains the tokens of each page to those before it, from
-a fingerprint of everything else that the numbers depend on (weights, dtype, scales, layout, rank).
+A key names what a page holds: `page_keys` hashes all tokens up to its end after a fingerprint of
+everything else that the numbers depend on (weights, dtype, scales, layout) and the namespace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
 KEY_BYTES = 32
 
 
-class PageStore(Protocol):
-    """Keeps pages by key. Safe to call from several threads, and never called from the event loop.
+class PageIndex(Protocol):
+    """Which pages are on disk. Thread-safe, and without I/O: the event loop asks it."""
 
-    No method raises for a broken disk: a page that cannot be written is not there, and one that
-    cannot be read is a miss.
+    def holds(self, key: bytes) -> bool:
+        """Whether a page is probably there: reading may find it gone or damaged."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Hold these pages no longer, whatever is on disk."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pages on their way between host memory and the disk, outside of the order of steps."""
+
+    id: int  # 1, 2, ...
+    writes: bool  # to the disk
+    keys: tuple[bytes, ...]
+    host_pages: tuple[int, ...]  # as many; nobody else writes them meanwhile
+
+
+def page_keys(
+    fingerprint: bytes, namespace: bytes, tokens: bytes, page_bytes: int, first: int, end: int
+) -> Iterator[bytes]:
+    """The keys of the pages `first` .. `end` - 1 of the packed `tokens`. O(tokens + pages).
+
+    page_bytes: bytes of the tokens of a page.
     """
-
-    def has(self, key: bytes) -> bool:
-        """Whether the pages are probably there: reading may still find them damaged."""
-        ...
-
-    def write(self, key: bytes, views: Sequence[memoryview]) -> None:
-        """Store the bytes of a run of pages, one view a page, under `key`."""
-        ...
-
-    def read(self, key: bytes, into: Sequence[memoryview]) -> bool:
-        """Fill the views with what `write` got; False if it is not there, or is not whole."""
-        ...
-
-
-def page_key(parent: bytes, namespace: bytes, tokens: bytes) -> bytes:
-    """The key of a run of pages with the packed `tokens` that follow those of `parent`.
-
-    parent: the key of the run before it, or the fingerprint for the first of a prompt.
-    """
-    digest = blake2b(digest_size=KEY_BYTES)
-    for part in (parent, namespace, tokens):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    chain = blake2b(digest_size=KEY_BYTES)
+    for part in (fingerprint, namespace):
+        chain.update(len(part).to_bytes(8, "little"))
+        chain.update(part)
+    view = memoryview(tokens)
+    chain.update(view[: first * page_bytes])
+    for page in range(first, end):
+        chain.update(view[page * page_bytes : (page + 1) * page_bytes])
+        yield chain.copy().digest()

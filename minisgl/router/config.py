@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from minisgl.config import check_at_least, check_types, option, refuse
 from minisgl.errors import one_of
-from minisgl.router.policies import CACHE, POLICIES
+from minisgl.router.policies import CACHE, POLICIES, ROLES
 
 GROUP = "Replicas"
 
@@ -24,6 +24,12 @@ class RouterConfig:
         "load is uneven), least-loaded or round-robin.",
         group=GROUP,
     )
+    roles: str = option(
+        "",
+        "What each replica does, as in prefill,decode: some compute prompts, and hand them over to "
+        "those that generate. Empty: all do both.",
+        group=GROUP,
+    )
     router_processes: int = option(
         1, "Number of processes that route, where one is not enough.", group=GROUP
     )
@@ -34,7 +40,23 @@ class RouterConfig:
         check_at_least(self, "router_processes", 1)
         if self.router_policy not in POLICIES:
             refuse(self, "router_policy", one_of(POLICIES))
+        if self.roles:
+            self._check_roles()
         if self.replicas == 1:
             for spec in fields(self):
                 if getattr(self, spec.name) != spec.default:
                     refuse(self, spec.name, "requires --replicas 2 or more")
+
+    @property
+    def role_of_each(self) -> tuple[str, ...]:
+        """The role of each replica; empty if they have none."""
+        return tuple(role.strip() for role in self.roles.split(",")) if self.roles else ()
+
+    def _check_roles(self) -> None:
+        roles = self.role_of_each
+        if not {*roles} <= {*ROLES}:
+            refuse(self, "roles", f"{one_of(ROLES)} for each replica, separated by commas")
+        if {*roles} != {*ROLES}:
+            refuse(self, "roles", "needs at least one replica for prefill and one for decode")
+        if self.replicas > 1 and len(roles) != self.replicas:
+            refuse(self, "roles", f"has {len(roles)}, and there are --replicas {self.replicas}")

@@ -8,12 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from minisgl.router.table import RouteTable
+from minisgl.router.policies import DECODE, PREFILL
+from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.router.upstream import Upstream, UpstreamLostError
 from minisgl.server.engine_state import NotReadyError
 
 MAX_IDLE = 256  # connections to a peer
+# Of a prompt that are new to the replica that answers, for another one to compute it: some 500
+# tokens, which no stream notices.
+MIN_PREFILL_BYTES = 2048
+# What becomes of prefills.
+DONE, FAILED = "done", "failed"
 MAX_ATTEMPTS, PAUSE_S = 500, 0.01  # to connect
 
 
@@ -75,16 +82,28 @@ class Replica(Peer):
 
     state: ReplicaState = field(default_factory=ReplicaState)
     num_open: int = 0  # requests
+    role: str = ""  # one of ROLES; empty: it does whole requests, as all others
+
+
+class Route(NamedTuple):
+    """The replicas through which a request goes."""
+
+    replica: Replica  # which answers
+    prefill: Replica | None = None  # which computes the prompt before that; None: `replica` does
 
 
 class Fleet:
     """All replicas, and the table by which requests are sent to them."""
 
-    def __init__(self, paths: Sequence[str], policy: str) -> None:
+    def __init__(self, paths: Sequence[str], policy: str, roles: Sequence[str] = ()) -> None:
+        """roles: of each replica, or none."""
         self.replicas = [Replica(index, path) for index, path in enumerate(paths)]
+        for replica, role in zip(self.replicas, roles, strict=False):
+            replica.role = role
         self.is_draining = False
         self.num_sent: Counter[int] = Counter()  # requests, by replica
         self.num_resent = 0
+        self.num_prefills: Counter[str] = Counter()  # by what became of them
         # Called with each key, and the index and the start of the replica that it was sent to.
         self.tell: Callable[[bytes, int, int], None] | None = None
         self._table: RouteTable[int] = RouteTable(policy)
@@ -117,21 +136,40 @@ class Fleet:
             raise NotReadyError(code, f"{why} (ready: 0 of {count} replicas).")
         return ready
 
-    def choose(self, key: bytes | None, avoided: Collection[Replica] = ()) -> Replica:
-        """The replica for a request, not one of `avoided` if there are others.
+    def choose(self, key: bytes | None, avoided: Collection[Replica] = ()) -> Route:
+        """The way of a request, not to one of `avoided` if there are others.
 
         key: None if the request neither reads nor fills a cache. Raises NotReadyError.
         """
         ready = self.check_ready()
-        candidates = [replica for replica in ready if replica not in avoided] or ready
+        ready = [replica for replica in ready if replica not in avoided] or ready
+        # Where no other is left, those for prefill do whole requests.
+        candidates = [replica for replica in ready if replica.role != PREFILL] or ready
         if key is None:
-            return min(candidates, key=lambda replica: replica.num_open)
+            return Route(min(candidates, key=lambda replica: replica.num_open))
+        chosen = self._best(key, candidates)
+        prefill = self._prefill_for(key, chosen) if chosen.role == DECODE else None
+        for replica in (chosen, prefill):
+            if replica is not None:
+                self._table.sent(key, replica.index)
+                if self.tell is not None:
+                    self.tell(key, replica.index, replica.state.start)
+        return Route(chosen, prefill)
+
+    def _best(self, key: bytes, candidates: Sequence[Replica]) -> Replica:
         loads = {replica.index: replica.num_open for replica in candidates}
-        chosen = self._table.choose(key, loads)
-        self._table.sent(key, chosen)
-        if self.tell is not None:
-            self.tell(key, chosen, self.replicas[chosen].state.start)
-        return self.replicas[chosen]
+        return self.replicas[self._table.choose(key, loads)]
+
+    def _prefill_for(self, key: bytes, replica: Replica) -> Replica | None:
+        """Who computes the prompt for `replica`; None if it was sent most of it before."""
+        known = self._table.matches(key, [replica.index])[replica.index]
+        if min(len(key), MAX_KEY_BYTES) - known < MIN_PREFILL_BYTES:
+            return None
+        candidates = [each for each in self.ready if each.role == PREFILL]
+        if candidates:
+            return self._best(key, candidates)
+        self.num_prefills[FAILED] += 1
+        return None
 
     def hear(self, key: bytes, index: int, start: int) -> None:
         """Note what another routing process has sent to a replica."""

@@ -17,13 +17,14 @@ from starlette.types import Receive, Scope, Send
 from minisgl.errors import MinisglError
 from minisgl.router.connection import connection_of
 from minisgl.router.failures import ReplicaLostError, last_events
-from minisgl.router.fleet import Fleet, Replica
+from minisgl.router.fleet import DONE, FAILED, Fleet, Replica
 from minisgl.router.keys import route_key
 from minisgl.router.upstream import Head, Headers, Upstream, UpstreamLostError
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import client_of
 from minisgl.server.bodies import read_bytes
 from minisgl.server.engine_state import NotReadyError
+from minisgl.server.handover import PREFILL, PREFILLED, Offered
 from minisgl.server.messages_api.paths import OVERLOADED
 from minisgl.server.request_ids import ANTHROPIC_HEADER, HEADER
 from minisgl.server.root_path import route_path
@@ -35,6 +36,7 @@ HOP_HEADERS = frozenset(
     (
         *(b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"),
         *(b"proxy-connection", b"expect", b"content-length", HEADER.encode()),
+        *(PREFILL, PREFILLED),
     )
 )
 OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date", ANTHROPIC_HEADER.encode()}
@@ -42,6 +44,8 @@ OWN_HEADERS = HOP_HEADERS - {b"content-length"} | {b"date", ANTHROPIC_HEADER.enc
 NOT_READY_CODES = frozenset(("loading", "draining", "dead", "stalled", None))
 # To send one request: one that ends its replica must not end all of them.
 MAX_ATTEMPTS = 3
+# For another replica to compute the prompt; then the one that answers does.
+PREFILL_S = 60.0
 
 
 class Forward:
@@ -86,19 +90,25 @@ class _Answer:
         error: MinisglError = ReplicaLostError()
         for attempt in range(MAX_ATTEMPTS):
             try:
-                replica = self._fleet.choose(key, avoided)
+                replica, prefill = self._fleet.choose(key, avoided)
             except NotReadyError as not_ready:
                 error = not_ready
                 break
             self._fleet.num_resent += attempt > 0
+            replica.num_open += 1
             try:
-                if await self._ask(replica, request):
+                asked = request
+                if prefill is not None and await self._prefill(prefill, request):
+                    asked = with_header(request, PREFILLED, b"%d" % prefill.index)
+                if self._leaving.done() or await self._ask(replica, asked):
                     return
             except UpstreamLostError:
                 if self._leaving.done():
                     return
                 if self._has_events:
                     break
+            finally:
+                replica.num_open -= 1
             avoided.append(replica)
         if self._has_begun:
             await self._end_with(error)
@@ -110,7 +120,6 @@ class _Answer:
 
     async def _ask(self, replica: Replica, request: bytes) -> bool:
         """Ask `replica`; returns whether it has answered, or raises UpstreamLostError."""
-        replica.num_open += 1
         self._fleet.num_sent[replica.index] += 1
         try:
             self._upstream = upstream = await replica.connect()
@@ -130,10 +139,34 @@ class _Answer:
             await self._send({"type": "http.response.body", "body": body})
             return True
         finally:
+            self._give_back(replica)
+
+    async def _prefill(self, replica: Replica, request: bytes) -> bool:
+        """Have `replica` compute the prompt and offer its pages; returns whether it has."""
+        outcome = FAILED
+        replica.num_open += 1
+        self._fleet.num_sent[replica.index] += 1
+        try:
+            async with asyncio.timeout(PREFILL_S):
+                self._upstream = upstream = await replica.connect()
+                asked = with_header(request, PREFILL, b"1")
+                head = await upstream.ask(asked, relays=False)
+                body = b"".join([piece async for piece in upstream.pieces()])
+                if head.status == 200 and msgspec.json.decode(body, type=Offered).offered:
+                    outcome = DONE
+        except (UpstreamLostError, TimeoutError, msgspec.MsgspecError):
+            pass
+        finally:
             replica.num_open -= 1
-            if self._upstream is not None:
-                replica.give_back(self._upstream)
-                self._upstream = None
+            self._give_back(replica)
+        if not self._leaving.done():
+            self._fleet.num_prefills[outcome] += 1
+        return outcome == DONE
+
+    def _give_back(self, replica: Replica) -> None:
+        if self._upstream is not None:
+            replica.give_back(self._upstream)
+            self._upstream = None
 
     def _stop(self, leaving: asyncio.Future[None]) -> None:
         """End the request on the replica, if it is still open when the client has left."""
@@ -180,6 +213,11 @@ def write_request(scope: Scope, body: bytes) -> bytes:
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), target)]
     lines += [b"%s: %s" % pair for pair in headers]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def with_header(request: bytes, name: bytes, value: bytes) -> bytes:
+    line, _, rest = request.partition(b"\r\n")
+    return b"%s\r\n%s: %s\r\n%s" % (line, name, value, rest)
 
 
 async def _until_left(receive: Receive) -> None:

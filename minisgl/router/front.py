@@ -38,6 +38,7 @@ class FrontSpec:
     server: ServerConfig
     policy: str
     replica_paths: tuple[str, ...]
+    roles: tuple[str, ...] = ()  # of the replicas, if they have any
     router_paths: tuple[str, ...] = ()  # of the private sockets of all, if there are several
     listener_fd: int = -1  # of a process of its own
 
@@ -70,7 +71,7 @@ class OwnFront:
     """Routes in this process."""
 
     def __init__(self, spec: FrontSpec, listener: socket.socket) -> None:
-        self._fleet = Fleet(spec.replica_paths, spec.policy)
+        self._fleet = Fleet(spec.replica_paths, spec.policy, spec.roles)
         routers = [Peer(index, path) for index, path in enumerate(spec.router_paths)]
         config = spec.server
         app = create_router_app(

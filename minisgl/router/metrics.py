@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from minisgl.router.fleet import Fleet
+from minisgl.router.fleet import DONE, FAILED, Fleet
 from minisgl.server.metrics import Answered
 
 
@@ -98,6 +98,15 @@ class RouterMetrics(Collector):
             ready.add_metric([name], replica.state.is_ready)
             starts.add_metric([name], replica.state.start)
         yield from (sent, ready, starts)
+        if any(replica.role for replica in fleet.replicas):
+            prefills = CounterMetricFamily(
+                "minisgl_router_prefills",
+                "Prompts that one replica should compute for another, by what became of them.",
+                labels=["result"],
+            )
+            for result in (DONE, FAILED):
+                prefills.add_metric([result], fleet.num_prefills[result])
+            yield prefills
         yield CounterMetricFamily(
             "minisgl_router_resent_requests",
             "Requests sent to another replica because one ended before it answered.",

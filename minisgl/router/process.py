@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
 from minisgl.router.front import FleetUpdate, Front, FrontProcesses, FrontSpec, OwnFront
@@ -33,6 +34,10 @@ from minisgl.server.welcome import Welcome, open_browser
 
 logger = logging.getLogger(__name__)
 
+# For the pages on their way between replicas, unless the user says how much.
+HOST_CACHE_GB = 16.0
+HOST_SHARE = 0.5  # of the machine's memory, for all replicas at most
+DEMO_NAME = "demo"  # by which a replica serves the demo model, as its folder is called
 MAX_PATH_BYTES = 80  # of the folder: paths of sockets have up to 107
 
 
@@ -49,7 +54,8 @@ class RouterProcess:
         self, engine: EngineConfig, server: ServerConfig, router: RouterConfig, commands: Commands
     ) -> None:
         """Raises ConfigError if this machine has too few GPUs."""
-        self._engine = engine
+        self._roles = router.role_of_each
+        self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = server
         self._router = router
         self._commands = commands
@@ -131,6 +137,7 @@ class RouterProcess:
                 server=self._server,
                 policy=self._router.router_policy,
                 replica_paths=tuple(replica_paths),
+                roles=self._roles,
                 router_paths=paths if several else (),
                 listener_fd=listener.fileno(),
             )
@@ -142,6 +149,7 @@ class RouterProcess:
 
     def _replica_specs(self, folder: Path) -> list[ReplicaSpec]:
         """The options of each replica: the user's, but for what concerns the address."""
+        pages_paths = [str(folder / f"pages-{index}.sock") for index in range(len(self._roles))]
         return [
             ReplicaSpec(
                 index=index,
@@ -157,6 +165,8 @@ class RouterProcess:
                     cors_origin=(),
                 ),
                 share=share,
+                role=self._roles[index] if self._roles else "",
+                pages_paths=tuple(pages_paths),
             )
             for index, share in enumerate(self._shares)
         ]
@@ -171,13 +181,27 @@ class RouterProcess:
                 logger.info("Replica %d is ready (%d of %d)", index, num_ready, len(states))
         was_announced = any(state.is_ready for state in before)
         if num_ready and not was_announced:
-            model = ", ".join(self._server.served_model_name) or self._engine.model or "the demo"
+            names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)
             welcome = Welcome(self._server, self._listener)
-            welcome.log(f"{model} with {len(states)} replicas", model)
+            welcome.log(f"{', '.join(names)} with {len(states)} replicas", names[0])
             if self._server.open and welcome.page is not None:
                 self._opening = asyncio.ensure_future(open_browser(welcome.page))
             if not self._engine.model:
                 log_demo_note()
+
+
+def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
+    """The options of engines that exchange pages, which they do through their host caches.
+
+    Raises ConfigError for what does not go together with it.
+    """
+    for name, value in (("--tp", engine.tp), ("--pp", engine.pp), ("--nnodes", engine.nnodes)):
+        if value > 1:
+            raise ConfigError(name, value, "replicas with --roles have one GPU each; allowed: 1")
+    if engine.host_cache:
+        return engine
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return replace(engine, host_cache=min(HOST_CACHE_GB, HOST_SHARE * memory / num_replicas))
 
 
 def _private_folder() -> Path:

@@ -7,11 +7,15 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import cast
 
 from minisgl.config import EngineConfig
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
+from minisgl.router.policies import DECODE
 from minisgl.router.replicas import ReplicaSpec
 from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
+from minisgl.server.handover import Handover, SharingEngine
 from minisgl.server.process import ServerProcess, start_engine
 from minisgl.server.served_engine import ServedEngine
 from minisgl.server.welcome import Welcome
@@ -37,6 +41,22 @@ class ReplicaProcess(ServerProcess):
 
     connection = RouterConnection
 
+    def __init__(
+        self, spec: ReplicaSpec, start: Callable[[EngineConfig], Awaitable[ServedEngine]]
+    ) -> None:
+        super().__init__(spec.engine, spec.server, start)
+        self._spec = spec
+
+    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
+        spec = self._spec
+        if spec.pages_paths:
+            path = spec.pages_paths[spec.index]
+            Path(path).unlink(missing_ok=True)  # of a replica that was killed
+            sharing = cast("SharingEngine", engine)
+            sharing.share_pages(path, always_load=spec.role == DECODE)
+            self._state.around = Handover(sharing, spec.pages_paths).around
+        super()._begin(engine, welcome)
+
     def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         pass
 
@@ -57,6 +77,6 @@ def run_replica(
     # The parent says nothing more: reading ends when it does.
     end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout)
     try:
-        return ReplicaProcess(spec.engine, spec.server, start).run()
+        return ReplicaProcess(spec, start).run()
     finally:
-        remove_sockets(spec.server.uds)
+        remove_sockets(spec.server.uds, *spec.pages_paths[spec.index : spec.index + 1])

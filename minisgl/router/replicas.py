@@ -44,6 +44,8 @@ class ReplicaSpec:
     engine: EngineConfig
     server: ServerConfig
     share: Share
+    role: str = ""  # where replicas divide the work
+    pages_paths: tuple[str, ...] = ()  # of the sockets through which they exchange KV pages
 
 
 class ReplicaStartError(MinisglError):

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -31,8 +31,11 @@ from minisgl.config import KVSpec
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule, Traffic
+from minisgl.kvcache.store import Transfer
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
+from minisgl.runner.disk_lane import DiskLane, Done
 from minisgl.runner.lanes import Lanes
+from minisgl.runner.page_files import PageFiles
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ PIECE_BYTES = 32 << 20
 # loads.
 NUM_STAGED = 8
 MEASURED_PIECES = 8
+# The assumed speed of a disk that cannot be measured, because this process may not write there.
+UNKNOWN_DISK_BYTES_PER_S = 1e9
 
 
 def staging_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
@@ -113,6 +118,10 @@ class Slabs:
             yield start, self._slabs[slab].result()[row : row + end - start]
             start = end
 
+    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The memory of host pages, in any order. Blocks as `runs` does."""
+        return [row.numpy().data for _, run in self.runs(host_pages) for row in run.unbind()]
+
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
         self._slabs.clear()
@@ -127,7 +136,10 @@ class _Stage:
 
 
 class HostCache:
-    """The host pages of one rank. One thread calls `queue`; any thread may read `traffic`."""
+    """The host pages of one rank, and the disk behind them.
+
+    One thread calls `queue` and `transfer`; any thread may read `traffic` and `views`.
+    """
 
     def __init__(
         self,
@@ -135,6 +147,7 @@ class HostCache:
         num_pages: int,
         lanes: Lanes,
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
+        store: PageFiles | None = None,
     ) -> None:
         """num_pages: in host memory."""
         self._lanes = lanes
@@ -154,6 +167,9 @@ class HostCache:
         self._under_way: deque[_Copied] = deque()
         self._traffic = HostTraffic.none()
         self._lock = threading.Lock()  # of the two before
+        self._disk: DiskLane | None = None
+        if store is not None:
+            self._disk = DiskLane(store, self.slabs.views, lanes.enter_thread)
 
     @property
     def page_bytes(self) -> int:
@@ -222,16 +238,28 @@ class HostCache:
 
         return fetch
 
-    def _offloads_to(self, host_pages: Sequence[int]) -> list[CopyMark]:
-        """The offloads under way that write one of `host_pages`."""
+    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
+        """Begin transfers to and from the disk, after all copies that were queued before.
+
+        `done` is called for each on any thread, whatever goes wrong, but not after `close`.
+        """
+        assert self._disk is not None, "nothing is transferred without a disk"
+        for transfer in transfers:
+            after = [copied.mark for copied in self._copies_of(transfer.host_pages)]
+            self._disk.queue(transfer, after, done)
+
+    def _copies_of(self, host_pages: Sequence[int]) -> list[_Copied]:
+        """The copies under way that read or write one of `host_pages`."""
         with self._lock:
             self._count_ended()
             return [
-                copied.mark
-                for copied in self._under_way
-                if copied.total is self._traffic.offloads
-                and not copied.host_pages.isdisjoint(host_pages)
+                copied for copied in self._under_way if not copied.host_pages.isdisjoint(host_pages)
             ]
+
+    def _offloads_to(self, host_pages: Sequence[int]) -> list[CopyMark]:
+        """The offloads under way that write one of `host_pages`."""
+        copies = self._copies_of(host_pages)
+        return [copied.mark for copied in copies if copied.total is self._traffic.offloads]
 
     def _note(self, mark: CopyMark, host_pages: Sequence[int], total: Traffic) -> None:
         with self._lock:
@@ -252,7 +280,21 @@ class HostCache:
     def traffic(self) -> HostTraffic:
         with self._lock:
             self._count_ended()
-            return self._traffic.since(HostTraffic.none())  # a copy
+            copied = self._traffic.since(HostTraffic.none())  # a copy
+        if self._disk is None:
+            return copied
+        return replace(copied, writes=self._disk.writes.total(), reads=self._disk.reads.total())
+
+    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of host pages, in their order, once no queued copy is under way to or from
+        them. Blocks until then."""
+        wanted = frozenset(host_pages)
+        with self._lock:
+            using = [each for each in self._under_way if not each.host_pages.isdisjoint(wanted)]
+        for copied in using:
+            copied.mark.wait()
+        arrays = [run.view(-1).numpy() for _, run in self.slabs.runs(host_pages)]
+        return [array.data for array in arrays]
 
     def measure(self, compute_s: float) -> LoadRule:
         """The rule by which loads pay if the tokens of a page are computed in `compute_s`.
@@ -266,6 +308,19 @@ class HostCache:
         load_s = busy_s / num_pages
         return LoadRule(load_s, compute_s, delay_s=max(0.0, alone_s - load_s))
 
+    def measure_disk(self, host: LoadRule) -> LoadRule:
+        """The rule by which reads from the disk pay, which are followed by loads under `host`.
+
+        Overwrites host pages, and blocks meanwhile; nothing may run.
+        """
+        assert self._disk is not None
+        read_s = alone_s = self.page_bytes / UNKNOWN_DISK_BYTES_PER_S
+        measured = self._disk.measure(self.slabs.num_pages)
+        if measured is not None:
+            read_s, alone_s = measured
+        delay_s = host.delay_s + max(0.0, alone_s - read_s)
+        return LoadRule(host.load_s + read_s, host.compute_s, delay_s)
+
     def _time_load(self, num_pages: int) -> tuple[float, float]:
         """Seconds from the call to the end of a load, and those in which the lane was busy."""
         distinct = min(self._piece, self.slabs.num_pages)
@@ -278,4 +333,6 @@ class HostCache:
 
     def close(self) -> None:
         """Free the host memory. No copy may be under way."""
+        if self._disk is not None:
+            self._disk.close()
         self.slabs.close()

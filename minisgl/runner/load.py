@@ -16,9 +16,11 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
 from minisgl.kvcache.copies import ALWAYS
+from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
+from minisgl.runner.disk_cache import model_fingerprint, open_store
 from minisgl.runner.graphs import graph_keys
 from minisgl.runner.host_cache import HostCache, staging_bytes
 from minisgl.runner.lanes import Lanes
@@ -30,6 +32,7 @@ from minisgl.runner.memory import (
     free_bytes,
     page_table_bytes,
 )
+from minisgl.runner.page_files import PageFiles
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.stage import Stage
 from minisgl.runner.stage_times import StageTimes
@@ -99,6 +102,11 @@ def load_runner(
     kv_specs = facts.kv_specs(config.kv_dtype)
     if config.num_host_pages:
         step_bytes += staging_bytes(kv_specs, config.page_size)
+    if config.disk_cache:
+        report("reading the disk cache", 0.0)
+        fingerprint = model_fingerprint(config, model_config, folder)
+        rank = pipeline.stage * config.tp + ranks.rank
+        build.disk = open_store(config, kv_specs, fingerprint, rank), fingerprint
     num_pages = config.num_pages or fit_num_pages(
         config,
         kv_specs,
@@ -178,6 +186,7 @@ class _Builder:
         stage: Stage,
     ) -> None:
         """facts: for this rank of its stage."""
+        self.disk: tuple[PageFiles, bytes] | None = None  # of the final runner, its fingerprint
         self._config = config
         self._ranks = ranks
         self._stage = stage
@@ -215,12 +224,17 @@ class _Builder:
         )
         host_cache: HostCache | None = None
         load_rule = ALWAYS
+        disk: Disk | None = None
         if prefill_s is not None and config.num_host_pages:
             assert report is not None
             report("pinning host memory", 0.0)
-            host_cache = HostCache(kv, config.num_host_pages, self._lanes)
+            store, fingerprint = self.disk or (None, b"")
+            host_cache = HostCache(kv, config.num_host_pages, self._lanes, store=store)
             self._lanes.synchronize()
             load_rule = host_cache.measure(prefill_s * config.page_size)
+            if store is not None:
+                report("timing the disk", 0.0)
+                disk = Disk(store, fingerprint, host_cache.measure_disk(load_rule))
         runner = ModelRunner(
             model=self._model,
             kv=kv,
@@ -233,6 +247,7 @@ class _Builder:
             stage=self._stage,
             host_cache=host_cache,
             load_rule=load_rule,
+            disk=disk,
         )
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()

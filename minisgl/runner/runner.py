@@ -32,10 +32,13 @@ from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
+from minisgl.kvcache.disk import Disk
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.transformer import CausalLM
 from minisgl.request import TokenLogprobs
 from minisgl.runner.copy_lanes import CopyMark
+from minisgl.runner.disk_lane import Done
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
@@ -122,14 +125,16 @@ class ModelRunner:
         stage: Stage | None = None,
         host_cache: HostCache | None = None,
         load_rule: LoadRule = ALWAYS,
+        disk: Disk | None = None,
     ) -> None:
         """captured_attention: for captured steps, whose chunks only the device knows. ranks: of
-        the stage. host_cache: carries out the copies of plans, with `load_rule` for whoever makes
-        them."""
+        the stage. host_cache: carries out the copies of plans, with `load_rule` and `disk` for
+        whoever makes them."""
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.lanes = lanes
         self.load_rule = load_rule
+        self.disk = disk
         self._host_cache = host_cache
         self._model = model
         self._kv = kv
@@ -412,9 +417,24 @@ class ModelRunner:
             mark.wait()
             yield load
 
+    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
+        """Begin transfers between host memory and the disk after the launched steps' copies.
+
+        Returns at once; `done` is called on any thread, unless the runner is closed before.
+        """
+        assert self._host_cache is not None, "there is no disk without a host cache"
+        self._worker.submit(self._host_cache.transfer, transfers, done)
+
     def traffic(self) -> HostTraffic | None:
         """The copies to and from host memory; None without a host cache."""
         return None if self._host_cache is None else self._host_cache.traffic()
+
+    def host_views(self, host_pages: Sequence[int]) -> list[memoryview]:
+        """The bytes of host pages, in their order, once every copy of launched plans to or from
+        them is done. Blocks until then; any thread may call it."""
+        assert self._host_cache is not None
+        self._worker.submit(lambda: None).result()  # after what is to be queued
+        return self._host_cache.views(host_pages)
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat, takewhile
+from itertools import chain, filterfalse, islice, repeat, takewhile
 
 from minisgl.errors import (
     ContextLengthError,
@@ -55,6 +55,7 @@ class SchedulerCounters:
     num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
     num_retractions: int = 0
     num_host_tokens: int = 0  # of the cached tokens, those loaded from host memory
+    num_disk_tokens: int = 0  # of the cached tokens, those read from disk
 
 
 @dataclass(slots=True)
@@ -104,6 +105,7 @@ class Scheduler:
         self._running: dict[str, Running] = {}  # by request id, in order of admission
         self._num_masked = 0  # running requests with a matcher
         self._loading: list[Running] = []  # wait for pages, in order of admission
+        self._fetching: dict[int, Waiting] = {}  # wait for pages from the disk, by transfer
         self._prefilling: list[Running] = []  # in order of admission
         self._num_stages = num_stages
         self._look_ahead = look_ahead
@@ -236,7 +238,7 @@ class Scheduler:
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
         group, lag = self._next_group(draft)
-        if not (group.rows or draft.chunks or draft.joins):
+        if not (group.rows or draft.chunks or draft.joins or self.kv.is_copying_out):
             self._hold_grants(draft)
             return None
 
@@ -472,6 +474,8 @@ class Scheduler:
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
+            if self.kv.has_disk and not waiting.sought and self._fetch(waiting):
+                continue
             running = self._start(waiting, reserved, draft)
             if running is None:
                 break
@@ -489,7 +493,7 @@ class Scheduler:
 
     @staticmethod
     def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
-        return takewhile(_ready, waiting)
+        return takewhile(_ready, filterfalse(_fetching, waiting))
 
     def _longest_prefix_first(self, waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
         def sort_key(waiting: Waiting) -> tuple[bool, int]:
@@ -500,7 +504,8 @@ class Scheduler:
             return waiting.num_passed < MAX_PASSED, -matched
 
         # Sorting is stable: in order of arrival among equals.
-        return sorted(filter(_ready, islice(waiting, window)), key=sort_key)
+        able = filterfalse(_fetching, islice(waiting, window))
+        return sorted(filter(_ready, able), key=sort_key)
 
     def _start(self, waiting: Waiting, reserved: float, draft: _Draft) -> Running | None:
         """Give a request a slot and pages for its known tokens; None if there are too few pages."""
@@ -522,10 +527,13 @@ class Scheduler:
         num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
-            request.num_host_tokens = lease.num_loaded * self.kv.page_size
+            num_fetched = min(waiting.num_fetched, lease.num_loaded)
+            request.num_disk_tokens = num_fetched * self.kv.page_size
+            request.num_host_tokens = (lease.num_loaded - num_fetched) * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
             self.counters.num_host_tokens += request.num_host_tokens
+            self.counters.num_disk_tokens += request.num_disk_tokens
         request.status = RequestStatus.RUNNING
         running = Running(
             request=request,
@@ -570,6 +578,41 @@ class Scheduler:
                 self._prefilling.append(running)
         self._loading = [running for running in self._loading if running.loading]
 
+    # -- pages from disk ---------------------------------------------------------------------------
+
+    def _fetch(self, waiting: Waiting) -> bool:
+        """Whether a request has to wait because the disk has more of its prefix."""
+        waiting.sought = True
+        request = waiting.request
+        if request.wants_prompt_logprobs:
+            return False
+        fetch = self.kv.fetch(waiting.pack(), len(request.token_ids), request.namespace)
+        if fetch:
+            self._fetching[fetch] = waiting
+            waiting.fetching = True
+        return bool(fetch)
+
+    def transferred(self, transfer: int, num_pages: int) -> None:
+        """Note the end of a transfer, of which every rank has done the first pages."""
+        num_fetched = self.kv.transferred(transfer, num_pages)
+        waiting = self._fetching.pop(transfer, None)
+        if waiting is not None:
+            waiting.num_fetched = num_fetched
+            waiting.fetching = False
+
+    def plan_offload(self) -> StepPlan | None:
+        """A plan that takes all unused pages off the device, into host memory, and computes
+        nothing; None if there are none. Nothing may be running."""
+        assert not self._running
+        self.kv.offload_all()
+        copies = self.kv.take_copies(self._step + 1)
+        if copies is None:
+            return None
+        self._step += 1
+        plan = StepPlan(step=self._step, decode_slots=(), epoch=self._epoch, copies=copies)
+        self._launched.append(Launched(plan.step, [], [], [], [], 1))
+        return plan
+
     # -- settling ----------------------------------------------------------------------------------
 
     def settle(self, result: StepResult) -> Settled:
@@ -579,6 +622,7 @@ class Scheduler:
         """
         launched = self._launched.popleft()
         assert launched.step == result.step, "steps are settled in the order of their launch"
+        self.kv.settled(launched.step)
         rows = launched.decoding
         if launched.sampling_chunks:
             rows = rows + launched.sampling_chunks
@@ -707,3 +751,7 @@ def _blind(running: Running) -> bool:
 
 def _ready(waiting: Waiting) -> bool:
     return waiting.ready
+
+
+def _fetching(waiting: Waiting) -> bool:
+    return waiting.fetching

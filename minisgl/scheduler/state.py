@@ -21,6 +21,9 @@ class Waiting:
     num_expected: int
     retracted: bool = False
     num_passed: int = 0  # number of times a later request was admitted first
+    sought: bool = False  # on disk
+    fetching: bool = False  # pages of its prefix are on their way from the disk
+    num_fetched: int = 0  # pages that came from there
     _key: bytes = b""
 
     @property

@@ -80,6 +80,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
     def events(self, delta: OutputDelta) -> bytes:
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_host_tokens = delta.num_host_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         events = b"" if self._started else self._opening()
         text = self._take(delta)
         if not self._plain:
@@ -114,6 +115,7 @@ class ChunkedChoice(ReplyChoice, Generic[LogprobsT]):
             self.num_output_tokens,
             self.num_reasoning_tokens,
             self.num_host_tokens,
+            self.num_disk_tokens,
         )
 
     @property
@@ -281,6 +283,7 @@ class ChunkedReply(Reply, Generic[ChoiceT]):
             sum(choice.num_output_tokens for choice in choices),
             sum(choice.num_reasoning_tokens for choice in choices),
             sum(choice.num_host_tokens for choice in firsts),
+            sum(choice.num_disk_tokens for choice in firsts),
         )
 
 
@@ -290,11 +293,14 @@ def usage_of(
     num_output_tokens: int,
     num_reasoning_tokens: int,
     num_host_tokens: int,
+    num_disk_tokens: int,
 ) -> Usage:
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_output_tokens,
         total_tokens=num_prompt_tokens + num_output_tokens,
-        prompt_tokens_details=PromptTokensDetails(num_cached_tokens, num_host_tokens),
+        prompt_tokens_details=PromptTokensDetails(
+            num_cached_tokens, num_host_tokens, num_disk_tokens
+        ),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=num_reasoning_tokens),
     )

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
+
+from starlette.types import ASGIApp, Scope
 
 from minisgl.engine.stats import EngineStats
 from minisgl.errors import EngineStoppedError, ModelNotFoundError
 from minisgl.server.config import ServerConfig
+from minisgl.server.replies import Reply
 from minisgl.server.served_engine import ServedEngine
 from minisgl.text.parsing.selection import AnswerFormat, choose_format
+
+# The application for a request, given its scope, its reply and what answers it.
+Around = Callable[[Scope, Reply, ASGIApp], ASGIApp]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +49,7 @@ class EngineState:
         self._draining = False
         self._loading = Loading("", 0.0)
         self._answer_format: AnswerFormat | None = None
+        self.around: Around | None = None  # see handover.py; None: the engine does whole requests
 
     def load(self, phase: str, fraction: float) -> None:
         """Report that `fraction` of a phase of loading is done, 0 to 1; 0 if that is unknown.

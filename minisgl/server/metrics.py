@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from minisgl.engine.stats import EngineStats, Histogram, HostStats
+from minisgl.engine.stats import EngineStats, Histogram, HostStats, TransferStats
 from minisgl.server.engine_state import EngineState, Loading
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -71,6 +71,8 @@ class Metrics(Collector):
             yield from _counters(stats)
             if stats.host is not None:
                 yield from _tiers(stats, stats.host)
+            if stats.transfers is not None:
+                yield from _transfers(stats.transfers)
             yield from _histograms(stats)
 
     def _info(self) -> Metric:
@@ -168,12 +170,15 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "Prompt tokens found in the prefix cache, by the tier that held them.",
         labels=["tier"],
     )
-    hits.add_metric(["device"], counters.num_cached_tokens - counters.num_host_tokens)
+    num_elsewhere = counters.num_host_tokens + counters.num_disk_tokens
+    hits.add_metric(["device"], counters.num_cached_tokens - num_elsewhere)
     hits.add_metric(["host"], counters.num_host_tokens)
+    if host.has_disk:
+        hits.add_metric(["disk"], counters.num_disk_tokens)
     yield hits
     moved = CounterMetricFamily(
         "minisgl_tier_copied_bytes",
-        "Bytes of KV copied between device and host memory, on one rank.",
+        "Bytes of KV copied between device, host memory and disk, on one rank.",
         labels=["direction"],
     )
     busy = CounterMetricFamily(
@@ -181,11 +186,39 @@ def _tiers(stats: EngineStats, host: HostStats) -> Iterator[Metric]:
         "Time in which such copies were under way, on one rank.",
         labels=["direction"],
     )
-    for direction, copies in (("offload", traffic.offloads), ("load", traffic.loads)):
+    directions = {"offload": traffic.offloads, "load": traffic.loads}
+    if host.has_disk:
+        directions |= {"write": traffic.writes, "read": traffic.reads}
+    for direction, copies in directions.items():
         moved.add_metric([direction], copies.num_bytes)
         busy.add_metric([direction], copies.seconds)
     yield moved
     yield busy
+
+
+def _transfers(stats: TransferStats) -> Iterator[Metric]:
+    """The prefixes that engines have sent each other."""
+    transfers = CounterMetricFamily(
+        "minisgl_kv_transfers",
+        "Prefixes sent to other engines, and received from them.",
+        labels=["direction"],
+    )
+    moved = CounterMetricFamily(
+        "minisgl_kv_transfer_bytes", "Bytes of KV in such transfers.", labels=["direction"]
+    )
+    busy = CounterMetricFamily(
+        "minisgl_kv_transfer_seconds", "Time that such transfers took.", labels=["direction"]
+    )
+    for direction, totals in (("sent", stats.sent), ("received", stats.received)):
+        transfers.add_metric([direction], totals.num_transfers)
+        moved.add_metric([direction], totals.num_bytes)
+        busy.add_metric([direction], totals.seconds)
+    yield from (transfers, moved, busy)
+    yield CounterMetricFamily(
+        "minisgl_kv_transfer_fallbacks",
+        "Prefixes that this engine computed because they did not come.",
+        stats.num_failed,
+    )
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:

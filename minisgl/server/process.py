@@ -159,11 +159,11 @@ class ServerProcess:
         gc.freeze()
         names = self._state.model_names()
         self._announce(welcome, names)
-        if not self._engine_config.model:
-            log_demo_note()
 
     def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         welcome.log(", ".join(names), names[0])
+        if not self._engine_config.model:
+            log_demo_note()
 
 
 def http_settings(

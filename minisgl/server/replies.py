@@ -23,7 +23,7 @@ class ReplyChoice(ABC):
         self.job = job
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
-        self.num_host_tokens = 0
+        self.num_host_tokens = self.num_disk_tokens = 0
         self.num_reasoning_tokens = 0
         self._started = False
         self._finish_reason: EndReason | None = None
@@ -57,6 +57,7 @@ class ReplyChoice(ABC):
         self.num_cached_tokens = delta.num_cached_tokens
         self.num_reasoning_tokens = delta.num_reasoning_tokens
         self.num_host_tokens = delta.num_host_tokens
+        self.num_disk_tokens = delta.num_disk_tokens
         if delta.finish_reason is not None:
             self._end(delta)
         started, self._started = self._started, True

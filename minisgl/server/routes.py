@@ -103,7 +103,7 @@ class Routes:
         for job in jobs[1:]:  # the prompt is reported once
             job.params = replace(job.params, prompt_logprobs=None)
         kind = ChatReply if plan.style is None else ParsedReply
-        return _answer(request, engine, body, model, kind, jobs, plan)
+        return self._answer(request, engine, body, model, kind, jobs, plan)
 
     async def completions(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
@@ -139,7 +139,7 @@ class Routes:
                     first.echo = await _text(engine, shown, ids)
                 for job in others:
                     job.echo = first.echo
-        return _answer(request, engine, body, model, CompletionReply, jobs, plan)
+        return self._answer(request, engine, body, model, CompletionReply, jobs, plan)
 
     async def responses(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
@@ -161,7 +161,9 @@ class Routes:
         reply = ResponsesReply(
             job, body, model=model, tokenizer=engine.tokenizer, id=reply_id(request.scope)
         )
-        return _response(request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD)
+        return self._response(
+            request, engine, reply, plan, stream=body.stream, limit_field=LIMIT_FIELD
+        )
 
     async def messages(self, request: Request) -> ASGIApp:
         engine = self._state.engine()
@@ -177,7 +179,9 @@ class Routes:
             thinking=body.shown_thinking,
         )
         reply = MessageReply(job, style, request_id(request.scope))
-        return _response(request, engine, reply, plan, stream=body.stream, limit_field="max_tokens")
+        return self._response(
+            request, engine, reply, plan, stream=body.stream, limit_field="max_tokens"
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         engine = self._state.engine()
@@ -322,44 +326,50 @@ class Routes:
         clamp = clamp or self._state.config.clamp_max_tokens
         return jobs_of(engine, body, prompts, tenant=tenant, clamp=clamp, plan=plan)
 
+    def _answer(
+        self,
+        request: Request,
+        engine: ServedEngine,
+        body: ChatRequest | CompletionRequest,
+        model: str,
+        kind: type[ChunkedReply[Any]],
+        jobs: Sequence[GenerationJob],
+        plan: AnswerPlan,
+    ) -> ASGIApp:
+        reply = kind(
+            jobs,
+            model=model,
+            tokenizer=engine.tokenizer,
+            include_usage=body.include_usage,
+            continuous_usage=body.continuous_usage,
+            id=reply_id(request.scope),
+        )
+        return self._response(
+            request, engine, reply, plan, stream=body.stream, limit_field=body.limit_field
+        )
 
-def _answer(
-    request: Request,
-    engine: ServedEngine,
-    body: ChatRequest | CompletionRequest,
-    model: str,
-    kind: type[ChunkedReply[Any]],
-    jobs: Sequence[GenerationJob],
-    plan: AnswerPlan,
-) -> ASGIApp:
-    reply = kind(
-        jobs,
-        model=model,
-        tokenizer=engine.tokenizer,
-        include_usage=body.include_usage,
-        continuous_usage=body.continuous_usage,
-        id=reply_id(request.scope),
-    )
-    return _response(request, engine, reply, plan, stream=body.stream, limit_field=body.limit_field)
-
-
-def _response(
-    request: Request,
-    engine: ServedEngine,
-    reply: Reply,
-    plan: AnswerPlan,
-    *,
-    stream: bool | None,
-    limit_field: str,
-) -> ASGIApp:
-    """The response that generates `reply`."""
-    answer = StreamedResponse if stream else WholeResponse
-    headers = []
-    if ignored := plan.ignored_keywords:
-        names = ", ".join(ignored)
-        logger.info("request %s: not enforced in its schema: %s", request_id(request.scope), names)
-        headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
-    return answer(engine, reply, limit_field=limit_field, headers=headers)
+    def _response(
+        self,
+        request: Request,
+        engine: ServedEngine,
+        reply: Reply,
+        plan: AnswerPlan,
+        *,
+        stream: bool | None,
+        limit_field: str,
+    ) -> ASGIApp:
+        """The response that generates `reply`."""
+        answer = StreamedResponse if stream else WholeResponse
+        headers = []
+        if ignored := plan.ignored_keywords:
+            names = ", ".join(ignored)
+            logger.info(
+                "request %s: not enforced in its schema: %s", request_id(request.scope), names
+            )
+            headers.append((IGNORED_HEADER.encode(), names.encode("ascii", "replace")))
+        app = answer(engine, reply, limit_field=limit_field, headers=headers)
+        around = self._state.around
+        return app if around is None else around(request.scope, reply, app)
 
 
 def _visible_text(tokenizer: ServedTokenizer, token_ids: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ class Error(Struct):
 class PromptTokensDetails(Struct, omit_defaults=True):
     cached_tokens: int  # found in the prefix cache, in any tier
     host_cached_tokens: int = 0  # of these, loaded from host memory; left out if there are none
+    disk_cached_tokens: int = 0  # of the cached tokens, those read from disk; left out likewise
 
 
 class CompletionTokensDetails(Struct):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minisgl.engine.stats import EngineStats
-from minisgl.kvcache.copies import Traffic
+from minisgl.kvcache.copies import HostTraffic, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,14 @@ class Interval:
         return (
             f"from host: {_ratio(num_loaded, num_prompt)}, host usage: {host.usage:.2f}, "
             f"loaded: {_rate(copied.loads)}, offloaded: {_rate(copied.offloads)}, "
+            f"{self._describe_disk(num_prompt, copied) if host.has_disk else ''}"
+        )
+
+    def _describe_disk(self, num_prompt: int, copied: HostTraffic) -> str:
+        num_read = self.after.counters.num_disk_tokens - self.before.counters.num_disk_tokens
+        return (
+            f"from disk: {_ratio(num_read, num_prompt)}, "
+            f"read: {_rate(copied.reads)}, written: {_rate(copied.writes)}, "
         )
 
 

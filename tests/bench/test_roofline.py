@@ -182,7 +182,7 @@ def test_fp8_is_measured_where_the_layers_multiply_it(
     model = facts(tmp_path, "Qwen3-14B", quantization)
 
     class Config:
-        device, dtype, tp = "cuda", "bfloat16", 2
+        device, dtype, num_ranks = "cuda", "bfloat16", 2
 
     peak: Any = engine_peak(Config, model)  # type: ignore[arg-type]
     assert peak == Peak(2.0, 4.0, 8.0 if asked else None)

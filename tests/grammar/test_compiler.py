@@ -85,6 +85,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "at /required: ",
     ),
     "overlap": ({"patternProperties": {"^a": {}, "a$": {"const": 1}}}, "at /patternProperties: "),
+    "rounded": (
+        {"items": {"enum": [1, {"a": [-(2**53) - 1]}]}},
+        "at /items/enum: integers beyond ±2**53 cannot be enforced exactly; use texts instead.",
+    ),
     "text": ('{"type": ', "is not valid JSON: "),
     "list": ("[1]", "must be an object, or its JSON text."),
     "false": (False, "is false, which no answer satisfies."),

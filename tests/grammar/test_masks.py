@@ -134,6 +134,7 @@ def _bounded(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
+EXACT_INTEGERS = st.integers(-(2**53), 2**53)
 SCALARS = (
     st.just({"type": "boolean"})
     | st.just({"type": "null"})
@@ -141,7 +142,7 @@ SCALARS = (
     | st.integers(-99, 99).map(
         lambda least: {"type": "integer", "minimum": least, "maximum": least + 37}
     )
-    | st.lists(st.text(max_size=5) | st.integers() | st.none(), min_size=1, max_size=4).map(
+    | st.lists(st.text(max_size=5) | EXACT_INTEGERS | st.none(), min_size=1, max_size=4).map(
         lambda values: {"enum": values}
     )
 )

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.store import page_key
 
 
 def make(
@@ -188,20 +187,6 @@ def test_namespaces_share_no_host_pages() -> None:
     lease = open_lease(kv, [1, 2, 3, 4], b"c")
     assert not lease.loads and lease.num_committed == 0
     kv.close(lease)
-
-
-def test_keys_of_pages_chain_and_keep_namespaces_apart() -> None:
-    tokens = pack_tokens([1, 2])
-    first = page_key(b"model", b"", tokens)
-    found = [
-        first,
-        page_key(b"other", b"", tokens),
-        page_key(b"model", b"salt", tokens),
-        page_key(first, b"", tokens),
-        page_key(b"model", b"", pack_tokens([1, 2, 3])),
-        page_key(b"model" + tokens[:1], b"", tokens[1:]),
-    ]
-    assert len(set(found)) == len(found) and first == page_key(b"model", b"", tokens)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-from support.http_server import free_port
 from support.processes import (
     children_of,
     replica_sockets,
@@ -23,6 +18,7 @@ from support.processes import (
 )
 from support.routing import front
 from support.serving import demo_engine, served
+from support.serving_processes import demo
 
 from minisgl.router.policies import ROUND_ROBIN
 
@@ -32,22 +28,6 @@ NUM_CONVERSATIONS, NUM_TURNS = 13, 5
 NUM_STREAMS = 64
 # Of each replica. All conversations need some 180, so that both have room for each of them once.
 NUM_PAGES = 130
-
-
-@contextlib.contextmanager
-def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "serve", "--port", str(port), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
-    try:
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 async def cached_share(url: str, salt: str) -> float:
@@ -118,3 +98,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
         process.terminate()
         assert await asyncio.to_thread(process.wait, 60) == 0
         await asyncio.to_thread(wait_until_nothing_is_left, tmp_path)
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert 'completions.create(model="demo", ' in log  # the name that the replicas answer to
+        assert log.count("This is the bundled demo model") == 1

@@ -46,7 +46,7 @@ def serving(
 def test_several_routing_processes_share_an_address_and_what_is_killed_comes_back(
     tmp_path: Path,
 ) -> None:
-    options = {"routers": 2, "api_key": ["k"]}
+    options = {"routers": 2, "api_key": ["k"], "served_model_name": ["first", "second"]}
     with serving(tmp_path, {"interval": 0.01}, **options) as (process, url):
         wait_for_ready(url, 2)
         folder = next(tmp_path.iterdir())
@@ -97,6 +97,8 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
         assert process.stderr is not None
         log = process.stderr.read()
         assert "Replica 1 has ended (exit code -9); starting it again in 1 s" in log
+        assert "Serving first, second with 2 replicas at http://" in log
+        assert 'completions.create(model="first", ' in log
         assert "Routing process 1 has ended (exit code -9)" in log
         assert "Traceback" not in log
         wait_until_nothing_is_left(tmp_path)

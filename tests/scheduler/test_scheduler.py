@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
-from support.fake_runner import FakeRunner, expected_output
+from support.fake_runner import FakeDisk, FakeRunner, expected_output
 from support.folders import ROOT
 
 from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
+from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -80,6 +81,7 @@ class Harness:
     look_ahead: bool = True
     num_host_pages: int = 0
     load_rule: LoadRule = ALWAYS
+    disk: FakeDisk | None = None
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Harness:
             cache_type=self.cache_type,
             num_host_pages=self.num_host_pages,
             load_rule=self.load_rule,
+            disk=None if self.disk is None else Disk(self.disk, b"model"),
         )
         self.scheduler = Scheduler(
             kv=kv,
@@ -103,6 +106,9 @@ class Harness:
             look_ahead=self.look_ahead,
         )
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
+        self.runner.disk = self.disk or self.runner.disk
+        self.runner.holds_transfers = True
+        self.disk_namespaces: dict[bytes, bytes] = {}
         self.in_flight: deque[StepResult] = deque()
         self.deferred: StepPlan | None = None
         self.masks = MaskFiller(50, (EOS,))
@@ -117,6 +123,7 @@ class Harness:
             return None
         retractions = self.scheduler.counters.num_retractions
         plan = self.scheduler.plan()
+        self.runner.transfer(self.scheduler.kv.take_transfers(), self.transferred)
         if self.scheduler.counters.num_retractions > retractions:
             assert plan is None or not plan.joins  # or the retracted pushes out another
         if plan is not None:
@@ -190,6 +197,20 @@ class Harness:
         self.scheduler.landed(load)
         self.scheduler.audit()
 
+    def transferred(self, transfer: int, num_pages: int) -> None:
+        self.scheduler.transferred(transfer, num_pages)
+        self.scheduler.audit()
+
+    def end_transfer(self, index: int = 0) -> None:
+        """Let the oldest transfer end, or another one."""
+        transfer, _ = self.runner.transfers[index]
+        for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
+            if transfer.writes:
+                self.disk_namespaces[key] = self.host_namespaces[host_page]
+            elif key in self.disk_namespaces:
+                self.host_namespaces[host_page] = self.disk_namespaces[key]
+        self.runner.end_transfer(index)
+
     def running_and_queued(self) -> list[Running | Waiting]:
         return [*self.scheduler._running.values(), *self.scheduler._queued.values()]
 
@@ -205,6 +226,9 @@ class Harness:
                 pass
             if not self.in_flight and self.runner.in_flight:
                 self.land()
+                continue
+            if not self.in_flight and self.runner.transfers:
+                self.end_transfer()
                 continue
             if not self.in_flight:
                 assert not self.scheduler.num_waiting and not self.scheduler.num_running
@@ -974,6 +998,80 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
     assert again.num_host_tokens > 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
+    """Two schedulers, one after the other, on one disk; some of its pages get lost."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    disk = FakeDisk()
+    namespaces: dict[bytes, bytes] = {}
+    for _ in range(2):
+        harness = Harness(
+            page_size=page_size,
+            num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
+            num_slots=rng.randint(1, 6),
+            max_prefill_length=rng.choice([3, 7, 64]),
+            policy=rng.choice(["fcfs", "lpm"]),
+            conservativeness=rng.choice([0.01, 0.1, 1.0]),
+            max_run=rng.choice([1, 1, 3]),
+            run_seed=seed,
+            num_host_pages=rng.choice([10, 20, 40]),
+            disk=disk,
+        )
+        harness.disk_namespaces = namespaces
+        waiting = random_requests(
+            random.Random(seed),
+            15,
+            longest=15,
+            num_clients=rng.choice([0, 2]),
+            num_prefixes=rng.randint(2, 5),
+        )
+        run_schedule(harness, waiting, rng)
+        for key in rng.sample(sorted(disk.pages), len(disk.pages) // 10):
+            del disk.pages[key]
+
+
+def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
+    disk, prompt = FakeDisk(), list(range(40))
+    first = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=disk)
+    first.run(make_request("first", prompt, 2, ignore_eos=True))
+    plan = first.scheduler.plan_offload()
+    assert plan is not None and plan.copies is not None and not plan.num_tokens
+    first.in_flight.append(first.runner.launch(plan))
+    first.check_namespaces(plan)
+    first.settle()
+    first.scheduler.kv.store_all()
+    first.runner.transfer(first.scheduler.kv.take_transfers(), first.transferred)
+    while first.runner.transfers:
+        first.end_transfer()
+    assert len(disk.pages) == 20
+
+    for policy in ("fcfs", "lpm"):
+        harness = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=disk, policy=policy)
+        harness.disk_namespaces = first.disk_namespaces
+        scheduler = harness.scheduler
+        again = make_request("again", prompt, 8, ignore_eos=True)
+        aborted = make_request("aborted", prompt, 8, ignore_eos=True)
+        salted = make_request("salted", prompt, 8, ignore_eos=True, cache_salt="salt")
+        for request in (again, aborted, salted):
+            scheduler.submit(request)
+        while not salted.finished:
+            assert harness.launch() is not None
+            harness.settle()
+            assert (again.num_output_tokens, scheduler.num_waiting) == (0, 2)
+        assert salted.num_cached_tokens == 0
+        assert harness.launch() is None and len(harness.runner.transfers) == 2
+        assert scheduler.cancel(aborted)
+        harness.end_transfer(1)
+        assert harness.launch() is None
+        harness.run()
+        check_output(salted)
+        check_output(again)
+        assert (again.num_disk_tokens, again.num_host_tokens) == (38, 0)
+        assert again.num_cached_tokens == scheduler.counters.num_disk_tokens == 38
+
+
 def test_a_plan_without_copies_says_nothing_of_them() -> None:
     harness = Harness(num_host_pages=100)
     harness.run(*random_requests(random.Random(0), 3))
@@ -999,6 +1097,8 @@ def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -
             assert harness.scheduler.cancel(request)
             harness.ended([request])
             disturbed.add(request)
+        elif 0.61 < move < 0.65 and harness.runner.transfers:
+            harness.end_transfer(rng.randrange(len(harness.runner.transfers)))
         elif 0.65 < move < 0.7 and harness.runner.in_flight:
             harness.land(rng.choice([*harness.runner.in_flight]))
         elif 0.7 < move < 0.7 + fail_rate and harness.in_flight:

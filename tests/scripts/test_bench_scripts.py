@@ -140,6 +140,16 @@ def test_a_benchmark_script_refuses_an_invalid_value(
     assert "Traceback" not in result.stderr
 
 
+def test_the_benchmark_of_a_restart_compares_both_engines() -> None:
+    lines = bench("bench_restart.py", "--num", 2, "--prefix", 64, "--host-cache", 0.01)
+    table = figures(lines)
+    assert list(table) == ["first", "second"]
+    for first, p50, *_ in table.values():
+        assert float(first) > 0 and float(p50) > 0
+    assert table["first"][2] == "0.0%"
+    assert any(line.endswith("GB on disk") for line in lines)
+
+
 def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:
     done = run_script("bench_grammar.py", "--vocab-size", 2000)
     assert (done.returncode, done.stderr) == (0, "")

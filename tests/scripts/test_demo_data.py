@@ -35,6 +35,8 @@ from minisgl.bench.online.config import LoadConfig
 from minisgl.bench.workload.config import WorkloadConfig
 from minisgl.config import EngineConfig, option_names
 from minisgl.models.hub import DEMO_FOLDER
+from minisgl.ray.config import RayConfig
+from minisgl.router.config import RouterConfig
 from minisgl.server.config import ServerConfig
 from minisgl.text.tokenizer import Tokenizer
 from minisgl_cli.chat.config import ChatConfig
@@ -45,6 +47,8 @@ BENCH_COMMANDS = ["bench", "bench serve"]
 TAKEN_BY: dict[Any, list[str]] = {
     EngineConfig: ENGINE_COMMANDS,
     ServerConfig: ["serve"],
+    RouterConfig: ["serve"],
+    RayConfig: ["serve"],
     ChatConfig: ["chat"],
     BenchConfig: BENCH_COMMANDS,
     LatencyConfig: ["bench latency"],

@@ -152,7 +152,7 @@ class Site:
         def found() -> bool:
             return [connection._phase for connection in connections] == [phase]
 
-        await until(found, 20)
+        await until(found)
         [connection] = connections
         assert isinstance(connection, ServerConnection)
         return connection
@@ -272,10 +272,10 @@ async def test_an_error_of_a_pipelined_request_is_sent_after_the_running_answer(
         client.post(json.dumps({"messages": HELLO, "stream": True}).encode())
         await until(lambda: len(engine.running) == 1)
         client.send(b"NONSENSE\r\n\r\n")
-        await until(lambda: bool(here.server.server_state.connections), 20)
+        await until(lambda: bool(here.server.server_state.connections))
         [connection] = here.server.server_state.connections
         assert isinstance(connection, ServerConnection)
-        await until(lambda: connection._is_deaf, 20)
+        await until(lambda: connection._is_deaf)
         engine.gate.set()
         streamed = await client.answer()
         assert streamed.status == 200 and streamed.body.endswith(b"data: [DONE]\n\n")
@@ -326,7 +326,7 @@ async def test_little_is_parsed_of_a_body_that_arrives_after_the_answer(head: by
         assert (await client.answer()).status == 401
         connection = await here.only(Phase.BODY)
         client.send(TINY * (MAX_UNREAD_BYTES // len(TINY) // 4))
-        await until(lambda: connection._num_unread > MAX_UNREAD_BYTES // 8, 20)
+        await until(lambda: connection._num_unread > MAX_UNREAD_BYTES // 8)
         await here.only(Phase.BODY)
         client.send(TINY * (MAX_UNREAD_BYTES // len(TINY)))
         assert await client.is_closed()
@@ -336,7 +336,7 @@ async def test_little_is_parsed_of_a_body_that_arrives_after_the_answer(head: by
         await client.writer.drain()
         assert connection._num_content_bytes == parsed
         here.pass_seconds(LINGER_SECONDS)
-        await until(lambda: not here.server.server_state.connections, 20)
+        await until(lambda: not here.server.server_state.connections)
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ async def test_a_body_that_arrives_slowly_but_steadily_is_accepted() -> None:
             arrived = connection._num_body_bytes + len(part)
             client.send(part)
             if start + window < len(body):
-                await until(partial(has_arrived, connection, arrived), 20)
+                await until(partial(has_arrived, connection, arrived))
                 here.pass_seconds(BODY_SECONDS)
         assert (await client.answer()).status == 200
 
@@ -473,7 +473,7 @@ async def test_a_refused_client_that_stays_connected_is_disconnected() -> None:
         await here.only(Phase.LINGER)
         client.send(b"x")
         here.pass_seconds(LINGER_SECONDS)
-        await until(lambda: not here.server.server_state.connections, 20)
+        await until(lambda: not here.server.server_state.connections)
 
 
 # -- readers -------------------------------------------------------------------------------------
@@ -538,7 +538,7 @@ async def test_a_client_that_reads_slowly_gets_a_long_stream() -> None:
         head = POST + LAST + b"content-length: %d\r\n\r\n" % len(body)
         with reader_that_sends(here.port, head + body) as client:
             connection = await here.only(Phase.ANSWER)
-            await until(lambda: connection.flow.write_paused, 20)
+            await until(lambda: connection.flow.write_paused)
             [answer] = await read_slowly(here, client)
     *events, end = answer.body.split(b"\n\n")[:-1]
     deltas = [json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"] for event in events]
@@ -558,7 +558,7 @@ async def test_a_client_that_reads_slowly_gets_all_answers_to_pipelined_requests
         asked = (LARGE_GET + b"\r\n") * (MAX_PIPELINED - 1) + last
         with reader_that_sends(here.port, asked) as client:
             connection = await here.only(Phase.ANSWER)
-            await until(lambda: connection.flow.write_paused, 20)
+            await until(lambda: connection.flow.write_paused)
             answers = await read_slowly(here, client)
     assert [answer.status for answer in answers] == [200] * (MAX_PIPELINED - 1) + [status]
     assert len({answer.body for answer in answers[:-1]}) == 1
@@ -643,11 +643,11 @@ async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     async with site() as here:
         with reader_of(here.port):
             connection = await here.only(Phase.ANSWER)
-            await until(lambda: connection.flow.write_paused, 20)
+            await until(lambda: connection.flow.write_paused)
             here.pass_seconds(READ_SECONDS - FEW)
             await here.only(Phase.ANSWER)
             here.pass_seconds(1 + FEW)
-            await until(lambda: not here.server.server_state.connections, 20)
+            await until(lambda: not here.server.server_state.connections)
 
 
 async def test_clients_that_read_nothing_are_disconnected_to_make_room() -> None:
@@ -655,11 +655,11 @@ async def test_clients_that_read_nothing_are_disconnected_to_make_room() -> None
     engine.gate.clear()
     async with site(engine, max_open=3) as here, here.client() as busy:
         busy.post(json.dumps({"messages": HELLO, "stream": True}).encode())
-        await until(lambda: len(engine.running) == 1, 20)
+        await until(lambda: len(engine.running) == 1)
         # The second one has all its requests answered, in the buffer.
         with reader_of(here.port), reader_of(here.port, 1):
-            await until(lambda: len(here.server.server_state.connections) == 3, 20)
-            await until(lambda: num_unread(here) == 2, 20)
+            await until(lambda: len(here.server.server_state.connections) == 3)
+            await until(lambda: num_unread(here) == 2)
             here.pass_seconds(STUCK_SECONDS + 1)
             for _ in range(4):
                 async with here.client() as new:
@@ -699,7 +699,7 @@ async def test_a_half_closed_client_gets_its_answer() -> None:
     async with site(engine) as here, here.client() as client, here.client() as other:
         client.post()
         client.writer.write_eof()
-        await until(lambda: len(engine.running) == 1, 20)
+        await until(lambda: len(engine.running) == 1)
         other.send(GET, b"\r\n")
         other.writer.write_eof()
         assert (await other.answer()).status == 200
@@ -716,9 +716,9 @@ async def test_a_disconnect_is_distinguished_from_a_half_close() -> None:
     async with site(engine) as here:
         async with here.client() as client:
             client.post()
-            await until(lambda: len(engine.running) == 1, 20)
-        await until(lambda: not engine.running, 20)
-        await until(lambda: not here.server.server_state.connections, 20)
+            await until(lambda: len(engine.running) == 1)
+        await until(lambda: not engine.running)
+        await until(lambda: not here.server.server_state.connections)
 
 
 def test_a_server_process_answers_half_closed_clients() -> None:
@@ -786,7 +786,7 @@ async def test_announced_bodies_reserve_no_memory_and_small_ones_are_accepted() 
         for _ in range(3):
             waiting = await stack.enter_async_context(here.client())
             waiting.post(LARGE, sent=10)
-        await until(lambda: len(here.server.server_state.connections) == 3, 20)
+        await until(lambda: len(here.server.server_state.connections) == 3)
         async with here.client() as client:
             client.post(LARGE)
             assert (await client.answer()).status == 200
@@ -801,7 +801,7 @@ async def test_the_slowest_body_is_dropped_to_make_room_for_faster_ones() -> Non
     async with site() as here, here.client() as slow, here.client() as fast:
         here.app.state.bodies = budget = BodyBudget(len(LARGE), lambda: now)
         slow.send(CHUNKED, half)
-        await until(lambda: budget.num_free == len(LARGE) // 2, 20)
+        await until(lambda: budget.num_free == len(LARGE) // 2)
         now = 60.0
         async with here.client() as small:
             small.post()
@@ -817,14 +817,14 @@ async def test_the_slowest_body_is_dropped_to_make_room_for_faster_ones() -> Non
         async with here.client() as first, here.client() as second:
             now = 100.0
             first.send(CHUNKED, half)
-            await until(lambda: budget.num_free == len(LARGE) // 2, 20)
+            await until(lambda: budget.num_free == len(LARGE) // 2)
             second.post(LARGE, sent=SMALL_BODY_BYTES + 1)
-            await until(lambda: budget.num_free < len(LARGE) // 2, 20)
+            await until(lambda: budget.num_free < len(LARGE) // 2)
             now = 101.0
             second.send(LARGE[SMALL_BODY_BYTES + 1 :])
             assert (await first.answer()).status == 429
             assert (await second.answer()).status == 200
-        await until(lambda: budget.num_free == len(LARGE), 20)
+        await until(lambda: budget.num_free == len(LARGE))
 
 
 async def test_the_body_of_a_disconnected_client_is_not_counted() -> None:
@@ -832,8 +832,8 @@ async def test_the_body_of_a_disconnected_client_is_not_counted() -> None:
         here.app.state.bodies = budget = BodyBudget(len(LARGE))
         async with here.client() as other:
             other.send(CHUNKED, chunk(LARGE))
-            await until(lambda: budget.num_free == 0, 20)
-        await until(lambda: budget.num_free == len(LARGE), 20)
+            await until(lambda: budget.num_free == 0)
+        await until(lambda: budget.num_free == len(LARGE))
 
 
 # -- all connections together ---------------------------------------------------------------------
@@ -848,13 +848,13 @@ async def test_silent_connections_are_closed_to_make_room_and_busy_ones_stay() -
         async def opened() -> Client:
             before = set(connections)
             client = await stack.enter_async_context(here.client())
-            await until(lambda: bool(set(connections) - before), 20)
+            await until(lambda: bool(set(connections) - before))
             return client
 
         busy = [await opened() for _ in range(2)]
         for client in busy:
             client.post(json.dumps({"messages": HELLO, "stream": True}).encode())
-        await until(lambda: len(engine.running) == 2, 20)
+        await until(lambda: len(engine.running) == 2)
         idle = await opened()
         idle.send(GET, b"\r\n")
         await idle.answer()
@@ -868,7 +868,7 @@ async def test_silent_connections_are_closed_to_make_room_and_busy_ones_stay() -
         assert await idle.is_closed()
         for client in new:
             client.post()
-        await until(lambda: len(engine.running) == 4, 20)
+        await until(lambda: len(engine.running) == 4)
 
         late = await stack.enter_async_context(here.client())
         assert await late.is_closed()

@@ -124,7 +124,7 @@ def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for_health(url, 200, seconds=60)
+        wait_for_health(url, 200)
         yield process, url
     finally:
         process.kill()

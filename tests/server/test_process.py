@@ -42,6 +42,7 @@ SCRIPTED_SERVER = SUPPORT / "scripted_server.py"
 CHAT = "/v1/chat/completions"
 ORIGIN = "https://example.org"
 ENDLESS = {"messages": HELLO, "ignore_eos": True}
+SOON_S = 20.0  # less than the drain timeout
 
 
 def test_the_process_parses_http_with_httptools() -> None:
@@ -78,11 +79,11 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(tiny_model: 
         running(*command) as process,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
-        wait_for_health(url, 503, seconds=60)
+        wait_for_health(url, 503)
         loading = client.get("/metrics")
         assert loading.status_code == 200
         assert "minisgl_info{" in loading.text
-        wait_for_health(url, 200, seconds=60)
+        wait_for_health(url, 200)
         assert client.get("/version").json()["version"]
         assert error_of(client.post(CHAT, json={"messages": HELLO}))["code"] == "invalid_api_key"
         key = {"authorization": "Bearer secret", "origin": ORIGIN}
@@ -91,7 +92,7 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(tiny_model: 
         assert answer.headers["access-control-allow-origin"] == ORIGIN
         metrics = client.get("/metrics").text.splitlines()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=20)
+        _, log = process.communicate(timeout=SOON_S)
     assert process.returncode == 0
     num_prompt = answer.json()["usage"]["prompt_tokens"]
     for line in (
@@ -162,14 +163,14 @@ def test_no_child_process_outlives_the_server(tiny_model: Path, number: signal.S
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     with session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
-        wait_for_health(url, 200, seconds=60)
+        wait_for_health(url, 200)
         asked = {**ENDLESS, "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=asked, timeout=30) as stream:
             lines = stream.iter_lines()  # once that is gone, the client has left
             next(lines)
             assert process.pid in members(process.pid)
             process.send_signal(number)
-            process.communicate(timeout=20)
+            process.communicate(timeout=SOON_S)
         assert process.returncode == (-number if number == signal.SIGKILL else 0)
         wait_for_nobody(process.pid)
 
@@ -177,7 +178,7 @@ def test_no_child_process_outlives_the_server(tiny_model: Path, number: signal.S
 def test_a_server_that_cannot_start_leaves_no_process() -> None:
     arguments = (json.dumps({"load_error": "no such weights"}), json.dumps({"port": 0}))
     with session(str(FAKE_SERVER), *arguments) as process:
-        process.communicate(timeout=20)
+        process.communicate(timeout=SOON_S)
         assert process.returncode == 1
         wait_for_nobody(process.pid)
 
@@ -198,7 +199,7 @@ def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
         wait_for_health(url, 503)
         wait_for_health(url, 200)
         process.send_signal(number)
-        _, log = process.communicate(timeout=5)
+        _, log = process.communicate(timeout=SOON_S)
     assert process.returncode == 0
     assert f"Serving fake at {url}" in log
     assert f"curl {url}/v1/chat/completions" in log
@@ -206,7 +207,7 @@ def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
 
 
 def test_a_process_drains_before_it_exits() -> None:
-    with serving_process({"interval": 0.02, "answer_length": 40}) as (process, url):
+    with serving_process({"interval": 0.02, "answer_length": 100}) as (process, url):
         wait_for_health(url, 200)
         lines = stream_lines(url)
         next(lines)
@@ -216,7 +217,7 @@ def test_a_process_drains_before_it_exits() -> None:
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
         assert [*lines][-1] == "data: [DONE]"
-        assert process.wait(5) == 0
+        assert process.wait(SOON_S) == 0
 
 
 def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
@@ -228,7 +229,7 @@ def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
         *_, error, done = lines
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["type"] == "service_unavailable"
-        assert process.wait(5) == 0
+        assert process.wait(SOON_S) == 0
 
 
 def test_a_second_signal_exits_at_once() -> None:
@@ -239,7 +240,7 @@ def test_a_second_signal_exits_at_once() -> None:
         process.send_signal(signal.SIGINT)
         wait_for_health(url, 503)
         process.send_signal(signal.SIGINT)
-        assert process.wait(2) == -signal.SIGINT
+        assert process.wait(SOON_S) == -signal.SIGINT
         with pytest.raises(httpx.TransportError):
             list(lines)
 
@@ -248,21 +249,21 @@ def test_a_signal_while_loading_exits_at_once() -> None:
     with serving_process({"load_seconds": 60}) as (process, url):
         wait_for_health(url, 503)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(2) == 0
+        assert process.wait(SOON_S) == 0
 
 
 def test_a_dead_engine_ends_the_streams_and_the_process() -> None:
-    with serving_process({"interval": 0.02, "fail_after": 1.0}) as (process, url):
+    with serving_process({"interval": 0.02, "dies_at": 10}) as (process, url):
         wait_for_health(url, 200)
         *_, error, done = stream_lines(url)
         assert done == "data: [DONE]"
         assert "the device is gone" in error
-        assert process.wait(5) == 1
+        assert process.wait(SOON_S) == 1
 
 
 def test_a_failed_load_ends_the_process() -> None:
     with serving_process({"load_error": "no such weights"}) as (process, _):
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=SOON_S)
     assert process.returncode == 1
     assert log.strip().endswith("no such weights")
 
@@ -292,14 +293,14 @@ def test_minisgl_serve_serves_a_model(
     (tmp_path / "keys").write_text("# of the team\nsecret-4\n")
     options += ("--api-key", "secret-5", "--api-key-file", str(tmp_path / "keys"))
     with running(*serve(tiny_model, port, *options)) as process:
-        wait_for_health(url, 200, seconds=60)
+        wait_for_health(url, 200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             check_answers(client)
         for key, status in (*((f"secret-{n}", 200) for n in range(2, 6)), ("#", 401)):
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=10)
+        _, log = process.communicate(timeout=SOON_S)
     assert process.returncode == 0
     assert f"Serving tiny, t at {url}" in log
     assert '-H "Authorization: Bearer $MINISGL_API_KEY"' in log

@@ -357,7 +357,7 @@ async def test_a_client_that_disconnects_in_mid_stream_is_aborted() -> None:
         )
         await anext(aiter(stream))
         await stream.close()
-        assert await until(lambda: not engine.running) < 0.1
+        await until(lambda: not engine.running)
     assert len(engine.aborted) == 2
 
 
@@ -370,7 +370,7 @@ async def test_a_client_that_disconnects_before_the_first_token_is_aborted(strea
         asking = asyncio.ensure_future(client.post("/v1/chat/completions", json=asked))
         await until(lambda: bool(engine.running))
         asking.cancel()
-        assert await until(lambda: not engine.running) < 0.1
+        await until(lambda: not engine.running)
     assert len(engine.aborted) == 1
 
 
@@ -387,7 +387,7 @@ async def test_a_client_that_disconnects_during_a_blocked_send_is_aborted() -> N
             )
             await until(lambda: bool(engine.running))
             await asyncio.sleep(0.5)  # by now the buffers are full
-        assert await until(lambda: not engine.running) < 0.1
+        await until(lambda: not engine.running)
     assert len(engine.aborted) == 1
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from support.fake_runner import FakeDisk
 from support.gated_runner import Gated, gated_server
 
 from minisgl.server.stats_log import Interval
 
+USAGE = {"include_usage": True}
 KEYS = ("key-of-a", "key-of-b")
 PAGE = 4
 PROMPT = [4 + place % 30 for place in range(60)]
@@ -99,3 +101,39 @@ async def test_keys_and_salts_share_no_prefix_in_host_memory() -> None:
         assert (await ask(gated, PROMPT, cache_salt="pepper"))["host_cached_tokens"] > 0
         assert (await ask(gated, PROMPT))["host_cached_tokens"] > 0
         assert (await ask(gated, PROMPT, KEYS[1]))["host_cached_tokens"] > 0
+
+
+async def test_usage_metrics_and_the_log_say_what_came_from_disk_after_a_restart() -> None:
+    disk = FakeDisk()
+    async with gated_server(api_key=KEYS, disk=disk, **FEW) as gated:
+        await ask(gated, PROMPT)
+        await ask(gated, PROMPT, cache_salt="pepper")
+    assert len(disk.pages) >= 2 * len(PROMPT) // PAGE
+    # The keys have changed their places, and there is one more.
+    async with gated_server(api_key=("new-key", *KEYS[::-1]), disk=disk, **FEW) as gated:
+        before = gated.engine.stats()
+        nothing = {"cached_tokens": 0}
+        for key in ("new-key", KEYS[1]):
+            assert await ask(gated, PROMPT, key) == nothing
+        assert await ask(gated, PROMPT, cache_salt="salt") == nothing
+        from_disk = {"cached_tokens": 56, "disk_cached_tokens": 56}
+        assert await ask(gated, PROMPT, stream=True, stream_options=USAGE) == from_disk
+        assert await ask(gated, PROMPT, cache_salt="pepper") == from_disk
+        async with httpx.AsyncClient() as client:
+            metrics = await client.get(f"http://127.0.0.1:{gated.port}/metrics")
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(metrics.text)
+            for sample in family.samples
+        }
+        assert samples["minisgl_tier_hit_tokens_total", "disk"] == 2 * 56
+        assert samples["minisgl_tier_hit_tokens_total", "device"] == 0
+        num_written, num_read = gated.runner.num_transferred
+        for direction, count in (("write", num_written), ("read", num_read)):
+            assert samples["minisgl_tier_copied_bytes_total", direction] == 1000 * count
+            assert samples["minisgl_tier_copy_seconds_total", direction] == count / 1000
+        assert num_read == 2 * 56 // PAGE
+        stats = gated.engine.stats()
+        share = 2 * 56 / stats.counters.num_prompt_tokens
+        line = Interval(before, stats, 5.0).describe()
+        assert f"from disk: {share:.2f}, read: 0.0 GB at 0.0 GB/s, written: " in line

@@ -124,6 +124,9 @@ class FakeStream:
                 self._end(delta)
                 return
             self._items.put_nowait(delta)
+            if index + 1 == engine.dies_at:
+                engine.fail(RuntimeError("the device is gone"))
+                return
 
     def _delta(self, count: int, *, last: bool) -> OutputDelta:
         """The one with token number `count`."""
@@ -167,11 +170,14 @@ class FakeEngine:
         max_seq_len: int = 1000,
         max_queued: int = 1000,
         repeat: int = 1,
+        dies_at: int | None = None,
     ) -> None:
+        """dies_at: the number of tokens after which the first answer is the last."""
         self.interval = interval
         self.answer_length = answer_length
         self.max_queued = max_queued
         self.repeat = repeat  # of each token's text
+        self.dies_at = dies_at
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
@@ -268,17 +274,12 @@ def main() -> int:
     behaviour = json.loads(sys.argv[1])
     load_seconds = behaviour.pop("load_seconds", 0)
     load_error = behaviour.pop("load_error", None)
-    fail_after = behaviour.pop("fail_after", None)
 
     async def start(config: EngineConfig) -> FakeEngine:
         await asyncio.sleep(load_seconds)
         if load_error:
             raise MinisglError(load_error)
-        engine = FakeEngine(**behaviour)
-        if fail_after is not None:
-            error = RuntimeError("the device is gone")
-            asyncio.get_running_loop().call_later(fail_after, engine.fail, error)
-        return engine
+        return FakeEngine(**behaviour)
 
     logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stderr)
     try:

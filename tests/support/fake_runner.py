@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
@@ -72,6 +73,20 @@ class _Slot:
     last_token: int = -1
 
 
+class FakeDisk:
+    """The index of a disk, and what its pages hold. Several runners may share one."""
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, list[int]] = {}
+        self.forgotten: set[bytes] = set()
+
+    def holds(self, key: bytes) -> bool:
+        return key in self.pages and key not in self.forgotten
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self.forgotten.update(keys)
+
+
 class FakeRunner:
     """Executes plans at launch, in order; `collect` hands the result over later.
 
@@ -99,6 +114,10 @@ class FakeRunner:
         self.in_flight: dict[int, Load] = {}  # loads
         self._loads_of: dict[int, tuple[Load, ...]] = {}  # by step
         self.num_copied = [0, 0]  # pages that were offloaded, and loaded
+        self.disk = FakeDisk()
+        self.transfers: list[tuple[Transfer, Callable[[int, int], None]]] = []  # under way
+        self.holds_transfers = False  # until `end_transfer`
+        self.num_transferred = [0, 0]  # pages that were written, and read
         self._forwarded: tuple[StepPlan, list[_Slot], StepResult] | None = None
 
     def launch(self, plan: StepPlan, masks: MaskRows | None = None) -> StepResult:
@@ -214,10 +233,35 @@ class FakeRunner:
             self.land(load.id)
             yield load.id
 
+    def transfer(self, transfers: Sequence[Transfer], done: Callable[[int, int], None]) -> None:
+        self.transfers += [(transfer, done) for transfer in transfers]
+        while self.transfers and not self.holds_transfers:
+            self.end_transfer()
+
+    def end_transfer(self, index: int = 0) -> None:
+        """Do a transfer that is under way."""
+        transfer, done = self.transfers.pop(index)
+        num_pages = 0
+        for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
+            if transfer.writes:
+                self.disk.pages[key] = self._host[host_page]
+                self.disk.forgotten.discard(key)
+            elif key not in self.disk.pages:
+                break
+            else:
+                self._host[host_page] = self.disk.pages[key]
+            num_pages += 1
+        self.num_transferred[not transfer.writes] += num_pages
+        done(transfer.id, num_pages)
+
     def traffic(self) -> HostTraffic:
         """A page has 1,000 bytes, and takes a millisecond."""
-        offloads, loads = (Traffic(num, 1000 * num, num / 1000) for num in self.num_copied)
-        return HostTraffic(offloads, loads)
+        return HostTraffic(
+            *(
+                Traffic(num, 1000 * num, num / 1000)
+                for num in (*self.num_copied, *self.num_transferred)
+            )
+        )
 
     def may_compile(self) -> bool:
         return False

@@ -8,15 +8,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import ASGIApp
-from support.fake_runner import FakeRunner, expected_output
+from support.fake_runner import FakeDisk, FakeRunner, expected_output
 
 from minisgl.config import Capacity, EngineConfig, resolve
 from minisgl.engine import AsyncEngine
 from minisgl.engine.startup import Loaded
+from minisgl.kvcache.disk import Disk
 from minisgl.matcher import MaskRows
 from minisgl.models.generation import GenerationDefaults
 from minisgl.models.hub import DEMO_FOLDER
@@ -104,17 +105,21 @@ async def gated_server(
     overlap: bool = True,
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     api_key: tuple[str, ...] = (),
+    disk: FakeDisk | None = None,
     **options: Any,
 ) -> AsyncIterator[Gated]:
-    """A server whose engine is audited at the end."""
+    """A server whose engine is audited at the end. disk: behind its host cache."""
     facts = read_model_config(DEMO_FOLDER).facts()
     runner = GatedRunner()
+    runner.disk = disk or runner.disk
     options = {"device": "cpu", "num_pages": 4000, "page_size": runner.page_size, **options}
     config = resolve(EngineConfig(**options), facts, device_facts(facts), overlap=overlap)
     capacity = Capacity.of(config, config.num_pages)
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     defaults = GenerationDefaults(frozenset({EOS}))
     loaded = Loaded(runner, config, capacity, facts, tokenizer, defaults, "gated")
+    if disk is not None:
+        loaded = replace(loaded, disk=Disk(disk, b"model"))
     async with AsyncEngine(loaded) as engine, served(engine, wrap, api_key) as (server, port):
         yield Gated(engine, runner, server, port)
 

@@ -96,9 +96,11 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     defaults = GenerationDefaults(frozenset())
     if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
-        return Loaded(alone, config, alone.capacity, facts, None, defaults, "test")
+        return Loaded(alone, config, alone.capacity, facts, None, defaults, "test", disk=alone.disk)
     runner = load_ranks(config, model_config, folder)
-    return Loaded(runner, config, runner.capacity, facts, None, defaults, "test", runner)
+    return Loaded(
+        runner, config, runner.capacity, facts, None, defaults, "test", runner, disk=runner.disk
+    )
 
 
 async def complete(

@@ -41,6 +41,7 @@ class StreamedRequest:
     num_prompt_tokens: int
     num_cached_tokens: int | None  # of the prompt; None if the server does not report it
     num_host_tokens: int | None = None  # of these, loaded from host memory; None: as above
+    num_disk_tokens: int | None = None  # of the cached ones, read from disk; None: as above
     num_output_tokens: int
     structured: bool = False  # the output followed a schema
     counted: bool = True  # by the server; else by the schedule and the events
@@ -63,6 +64,7 @@ class StreamedRequest:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens or 0,
             num_host_tokens=self.num_host_tokens or 0,
+            num_disk_tokens=self.num_disk_tokens or 0,
             num_output_tokens=self.num_output_tokens,
             structured=self.structured,
         )
@@ -266,6 +268,7 @@ class _Run:
             num_prompt_tokens=len(asked.prompt) if num_prompt_tokens is None else num_prompt_tokens,
             num_cached_tokens=usage.cached_tokens,
             num_host_tokens=usage.host_cached_tokens,
+            num_disk_tokens=usage.disk_cached_tokens,
             num_output_tokens=len(times) if num_output_tokens is None else num_output_tokens,
             structured=asked.structured,
             counted=num_output_tokens is not None,

@@ -61,6 +61,7 @@ class Figures:
     requests_per_s: float
     cache_hit_rate: float | None  # of the prompt tokens
     host_hit_rate: float = 0.0  # of the prompt tokens, those loaded from host memory
+    disk_hit_rate: float = 0.0  # of the prompt tokens, those read from disk
     graph_share: float | None  # of the steps, those that ran as a CUDA graph
     ttft_s: Distribution
     tpot_s: Distribution | None  # None if no output has two tokens
@@ -101,6 +102,7 @@ class Figures:
             requests_per_s=len(requests) / elapsed_s,
             cache_hit_rate=num_cached_tokens / num_prompt_tokens,
             host_hit_rate=sum(request.num_host_tokens for request in requests) / num_prompt_tokens,
+            disk_hit_rate=sum(request.num_disk_tokens for request in requests) / num_prompt_tokens,
             graph_share=None,
             ttft_s=Distribution.of([request.ttft_s for request in requests]),
             tpot_s=Distribution.of(tpots_s) if tpots_s else None,

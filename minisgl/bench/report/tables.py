@@ -103,6 +103,7 @@ def _totals(figures: Figures) -> Table:
         "prompt tokens": f"{figures.num_prompt_tokens:,}",
         "of them cached": _known(figures.cache_hit_rate, ".1%"),
         "of them from host memory": figures.host_hit_rate and f"{figures.host_hit_rate:.1%}",
+        "of them from disk": figures.disk_hit_rate and f"{figures.disk_hit_rate:.1%}",
         "output tokens": f"{figures.num_output_tokens:,}",
         "steps": _known(figures.num_steps, ","),
         "of them as CUDA graphs": _known(figures.graph_share, ".1%"),

@@ -1,7 +1,8 @@
 """Carries messages between rank 0 and the other ranks.
 
-    rank 0   ── plans, close ─────────────▶  rank
+    rank 0   ── plans, transfers, close ──▶  rank
              ◀── RankReady, RankFailed ────
+             ◀── RankTransferred ──────────
              ◀── heartbeats ───────────────
 
 `Channel` is rank 0's end for all other ranks; `RankEnd` is the end of one of them. Ranks on one
@@ -43,7 +44,15 @@ class RankFailed:
     message: str
 
 
-Message = RankReady | RankFailed
+@dataclass(frozen=True, slots=True)
+class RankTransferred:
+    """Sent at the end of a transfer between host memory and the disk."""
+
+    transfer: int
+    num_pages: int  # from the first on, that are done
+
+
+Message = RankReady | RankFailed | RankTransferred
 
 
 class RankEnd(Protocol):

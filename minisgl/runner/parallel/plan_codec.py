@@ -9,14 +9,17 @@ turns, all this is in comparison with the plan as many steps before as there are
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
+from minisgl.kvcache.store import Transfer
 from minisgl.scheduler.plan import SlotJoin, StepPlan
 
 AGAIN = b"\0"
 SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
+TRANSFER = b"\3"  # begins a message with transfers
 
 # (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
@@ -61,6 +64,15 @@ def _last_plans(num_stages: int) -> deque[StepPlan]:
 def _without_text(join: SlotJoin) -> SlotJoin:
     """Remove the stop strings, which other ranks do not need and which may be invalid UTF-8."""
     return replace(join, params=replace(join.params, stop=())) if join.params.stop else join
+
+
+def encode_transfers(transfers: Sequence[Transfer]) -> bytes:
+    return TRANSFER + msgspec.msgpack.encode(list(transfers))
+
+
+def decode_transfers(data: bytes) -> list[Transfer]:
+    """data: a message that begins with TRANSFER."""
+    return msgspec.msgpack.decode(data[len(TRANSFER) :], type=list[Transfer])
 
 
 class PlanDecoder:

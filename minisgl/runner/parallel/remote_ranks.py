@@ -7,17 +7,18 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import replace
 
 from minisgl.errors import EngineStoppedError, MinisglError
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
-from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel
+from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankTransferred
 from minisgl.runner.parallel.launcher import Launcher
 from minisgl.runner.parallel.mask_ring import StepMasks
-from minisgl.runner.parallel.plan_codec import SAMPLE
+from minisgl.runner.parallel.plan_codec import SAMPLE, encode_transfers
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
 from minisgl.scheduler.plan import StepPlan
@@ -50,6 +51,8 @@ class RemoteRanks:
         ranks: those to start. elsewhere: those that other nodes start, which are only watched.
         may_hang: steps of this process may never end without the ranks; it then has to exit."""
         self.lost: Future[None] = Future()  # fails with the reason once the ranks cannot go on
+        # Called when a rank has ended a transfer, with its id and the number of pages.
+        self.transferred: Callable[[int, int], None] = lambda transfer, num_pages: None
         self.may_hang = may_hang
         self._specs = [launcher.placed(replace(own, rank=rank)) for rank in ranks]
         self._rendezvous = own.rendezvous
@@ -94,6 +97,10 @@ class RemoteRanks:
     def send_sampling(self, masks: StepMasks) -> None:
         """Let the sampling of the deferred plan that was sent last follow, as `send` does."""
         self._send(SAMPLE, masks)
+
+    def send_transfers(self, transfers: Sequence[Transfer]) -> None:
+        """Let every rank begin transfers, as `send` does."""
+        self._send(encode_transfers(transfers), None)
 
     def masks(self, plan: StepPlan) -> MaskRows:
         """Memory for the masks of a plan, which every rank finds there."""
@@ -184,6 +191,9 @@ class RemoteRanks:
             wakers = self._launcher.wakers()
             while not self._ending:
                 for rank, message in self._channel.receive(HEARTBEAT_S, wakers):
+                    if isinstance(message, RankTransferred):
+                        self.transferred(message.transfer, message.num_pages)
+                        continue
                     with self._changed:
                         self._watch.heard(rank, message)
                         self._changed.notify_all()

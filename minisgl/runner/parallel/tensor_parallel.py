@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
@@ -29,8 +29,10 @@ from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.kvcache.copies import HostTraffic
+from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
+from minisgl.runner.disk_lane import Done
 from minisgl.runner.load import Report
 from minisgl.runner.nodes.agreement import facts_of
 from minisgl.runner.nodes.gathering import gather_nodes
@@ -41,6 +43,7 @@ from minisgl.runner.parallel.mask_ring import MaskRing, StepMasks
 from minisgl.runner.parallel.plan_codec import PlanEncoder
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
+from minisgl.runner.parallel.transfers import Transfers
 from minisgl.runner.parallel.worker import RankSpec, join_and_load
 from minisgl.runner.runner import ModelRunner, StepHandle
 from minisgl.scheduler.plan import StepPlan, StepResult
@@ -180,6 +183,9 @@ class TensorParallelRunner:
         """own, pipeline: the runner of rank 0, and its place in the pipeline."""
         self.capacity = own.capacity
         self.load_rule = own.load_rule
+        self.disk = own.disk
+        self._transfers = Transfers(1 + len(others.silence))
+        others.transferred = self._transfers.ended
         self.others = others
         self._own = own
         self._pipeline = pipeline
@@ -227,6 +233,11 @@ class TensorParallelRunner:
     def loads(self, handle: StepHandle) -> Iterator[int]:
         """As of rank 0: the others await each load on their own device."""
         return self._own.loads(handle)
+
+    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
+        self._transfers.begin(transfers, done)
+        self.others.send_transfers(transfers)
+        self._own.transfer(transfers, self._transfers.ended)
 
     def traffic(self) -> HostTraffic | None:
         """The copies of rank 0; those of the others are as many."""

@@ -26,8 +26,14 @@ from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import MinisglError, without_words
 from minisgl.models.config import ModelConfig
 from minisgl.runner.load import Report, load_runner, rank_device
-from minisgl.runner.parallel.channel import HEARTBEAT_S, RankEnd, RankFailed, RankReady
-from minisgl.runner.parallel.plan_codec import SAMPLE, PlanDecoder
+from minisgl.runner.parallel.channel import (
+    HEARTBEAT_S,
+    RankEnd,
+    RankFailed,
+    RankReady,
+    RankTransferred,
+)
+from minisgl.runner.parallel.plan_codec import SAMPLE, TRANSFER, PlanDecoder, decode_transfers
 from minisgl.runner.parallel.rendezvous import Rendezvous
 from minisgl.runner.runner import ModelRunner, StepHandle
 from minisgl.scheduler.plan import StepPlan
@@ -135,11 +141,20 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
             except BaseException as error:
                 exit_with(end, error)
 
+    reporting = threading.Lock()
+
+    def transferred(transfer: int, num_pages: int) -> None:
+        with reporting, contextlib.suppress(OSError):  # rank 0 has died
+            end.report(RankTransferred(transfer, num_pages))
+
     collector = threading.Thread(target=collect, name="minisgl-collector", daemon=True)
     collector.start()
     decoder = PlanDecoder(num_stages)
     deferred: tuple[StepPlan, StepHandle] | None = None
     while (data := end.receive()) is not None:
+        if data.startswith(TRANSFER):
+            runner.transfer(decode_transfers(data), transferred)
+            continue
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
             plan, handle = deferred

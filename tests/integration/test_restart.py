@@ -1,0 +1,144 @@
+"""The whole engine with a disk behind its host tier, started twice: the tokens are those of
+transformers, and the second engine finds what the first has computed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import functools
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fp8_kv import fp8_case
+from support.parity import Case, batch, count_excused, greedy, load_engine
+from support.slow_lanes import SlowLane
+from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError
+from minisgl.kvcache.copies import LoadRule
+from minisgl.runner import load
+from minisgl.runner.host_cache import HostCache
+from minisgl.runner.page_files import PageFiles
+
+HOST_GB = 0.01
+
+
+@pytest.fixture(autouse=True)
+def reads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a model as small as these they never do."""
+    monkeypatch.setattr(HostCache, "measure_disk", lambda self, host: LoadRule(0.0, 1.0))
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
+
+
+def serve(case: Case, folder: Path, rounds: int = 1, **options: Any) -> int:
+    """Runs the case's prompts on an engine of its own; returns the prompt tokens from disk."""
+
+    async def run() -> int:
+        everything = {**EVERYTHING, "host_cache": HOST_GB, "disk_cache": str(folder), **options}
+        async with AsyncEngine(load_engine(case.folder, **everything)) as engine:
+            for _ in range(rounds):
+                params = [greedy(NUM_TOKENS)] * len(case.prompts)
+                outputs = await batch(engine, case.prompts, params)
+                await count_excused(engine, case, outputs)
+                engine.audit()
+            counters = engine.stats().counters
+            assert counters.num_host_tokens + counters.num_disk_tokens <= counters.num_cached_tokens
+            return counters.num_disk_tokens
+
+    return asyncio.run(run())
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def test_a_restarted_engine_finds_its_prefixes(tmp_path: Path) -> None:
+    case, folder = short_case_of("llama3"), tmp_path / "kv"
+    assert serve(case, folder) == 0
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in files(folder))
+    written = files(folder)
+    assert serve(case, folder) > 0
+    assert set(written) <= set(files(folder))
+    # One that keeps nothing in memory for long takes it from there, too.
+    page_gb = load_engine(case.folder).model.kv_bytes_per_token("float32") * 4e-9
+    assert serve(case, folder, rounds=2, host_cache=20 * page_gb) > 0
+    assert serve(case, folder, page_size=8, num_pages=16) == 0  # other pages
+
+
+@pytest.mark.usefixtures("slow")
+def test_pages_in_fp8_on_slow_lanes_outlive_the_engine(tmp_path: Path) -> None:
+    case = shortened(fp8_case("llama3", scaled=True))
+    assert serve(case, tmp_path) == 0
+    assert serve(case, tmp_path) > 0
+
+
+def test_each_of_two_ranks_finds_its_part(tmp_path: Path) -> None:
+    case = short_case_of("llama3")
+    assert serve(case, tmp_path, tp=2) == 0
+    assert serve(case, tmp_path, tp=2) > 0
+    assert len({file.name[:32] for file in files(tmp_path)}) == 2
+
+
+def test_another_checkpoint_of_the_same_sizes_finds_nothing(tmp_path: Path) -> None:
+    """As after a fine-tune that took the place of its base."""
+    case, folder = short_case_of("llama3"), tmp_path / "kv"
+    copy = dataclasses.replace(case, folder=tmp_path / "model")
+    shutil.copytree(case.folder, copy.folder)
+    assert serve(copy, folder) == 0
+    (path,) = copy.folder.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # in the last tensor, and almost nothing
+    path.write_bytes(content)
+    assert serve(copy, folder) == 0
+    shutil.copy(case.folder / path.name, path)
+    assert serve(copy, folder) > 0
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="it holds what prompts leave"):
+        serve(short_case_of("llama3"), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the folder cannot be used"):
+        serve(short_case_of("llama3"), tmp_path / "file")
+
+
+def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = short_case_of("llama3")
+    serve(case, tmp_path)
+    for place, file in enumerate(files(tmp_path)):
+        content = bytearray(file.read_bytes())
+        content[-1 - place] ^= 1
+        file.write_bytes(content)
+    damaged = files(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        serve(case, tmp_path)
+    assert "damaged" in caplog.text
+    assert not set(damaged) <= set(files(tmp_path))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_a_disk_that_cannot_be_written_is_one_line_in_the_log(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = short_case_of("llama3")
+
+    def refuse(self: PageFiles, name: str, parts: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(PageFiles, "_write_file", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert serve(case, tmp_path, rounds=2) == 0
+    assert caplog.text.count("The disk cache cannot write files") == 1
+    assert errno.errorcode[code] in caplog.text and not files(tmp_path)

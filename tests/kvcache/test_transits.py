@@ -1,0 +1,125 @@
+"""Prefixes that leave for other engines, and prefixes of theirs: who owns each host page."""
+
+from __future__ import annotations
+
+import random
+
+from minisgl.kvcache.manager import KVCacheManager, Transit
+from minisgl.kvcache.prefix import pack_tokens
+
+PAGE = 4
+
+
+def manager(num_pages: int = 20, num_host_pages: int = 12) -> KVCacheManager:
+    return KVCacheManager(
+        num_pages=num_pages, page_size=PAGE, cache_type="radix", num_host_pages=num_host_pages
+    )
+
+
+def compute(kv: KVCacheManager, tokens: list[int], step: int = 1) -> None:
+    """Leave the full pages of `tokens` in the cache, written by `step`."""
+    key = pack_tokens(tokens)
+    lease = kv.acquire(key, len(tokens))
+    assert kv.reserve(lease, len(tokens)) is not None
+    kv.close(lease, key, len(tokens), step)
+
+
+def test_a_copy_that_leaves_locks_nothing_and_an_adopted_one_is_loaded() -> None:
+    sender, receiver = manager(), manager()
+    tokens = [*range(13)]
+    key = pack_tokens(tokens)
+    compute(sender, tokens)
+    transit = sender.copy_out(key, len(tokens))
+    assert transit is not None and len(transit.host_pages) == 3
+    assert sender.is_copying_out and not sender.is_written(transit, 1)
+    assert sender.num_available == 19, "nothing is locked"
+    copies = sender.take_copies(2)
+    assert copies is not None and [host for _, host in copies.offloads] == [*transit.host_pages]
+    assert not sender.is_copying_out and sender.is_written(transit, 2)
+    sender.audit(2)
+    sender.drop(transit)
+    sender.audit(2)
+    assert sender.num_host == 0
+
+    expected = receiver.expect(3)
+    assert expected is not None and receiver.match(key, len(tokens)) == 0
+    receiver.audit(0)
+    receiver.adopt(expected, key, 0, 3)
+    receiver.audit(0)
+    assert receiver.match(key, len(tokens)) == 12
+    lease = receiver.acquire(key, len(tokens))
+    assert receiver.reserve(lease, len(tokens)) is not None
+    loads = receiver.take_copies(1)
+    assert loads is not None and list(loads.loads[0].host_pages) == [*expected.host_pages]
+
+
+def test_pages_that_came_twice_or_have_lost_their_prefix_are_freed() -> None:
+    kv = manager()
+    key = pack_tokens([*range(17)])
+    first, second, orphan = kv.expect(2), kv.expect(4), kv.expect(2)
+    assert first is not None and second is not None and orphan is not None
+    kv.adopt(first, key, 0, 2)
+    kv.adopt(second, key, 0, 3)  # one of its four pages did not come
+    assert kv.match(key, 17) == 12 and kv.num_host == 5
+    kv.adopt(orphan, pack_tokens([*range(100, 117)]), 2, 2)
+    assert kv.num_host == 3
+    kv.audit(0)
+    assert kv.expect(10) is not None, "adopted pages make room for others"
+    assert kv.expect(3) is None
+    kv.audit(0)
+
+
+def test_a_failed_step_takes_the_copies_that_it_was_to_make() -> None:
+    kv = manager()
+    compute(kv, [*range(13)])
+    written, unplanned = (kv.copy_out(pack_tokens([*range(13)]), 13) for _ in range(2))
+    assert written is not None and unplanned is not None
+    kv.take_copies(2)
+    late = kv.copy_out(pack_tokens([*range(13)]), 13)
+    assert late is not None
+    kv.drop_written_since(3)
+    assert late.failed and not written.failed
+    kv.drop_written_since(2)
+    assert written.failed and unplanned.failed and kv.num_host == 0
+    kv.drop(written)  # has no effect
+    kv.audit(2)
+
+
+def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> None:
+    rng = random.Random(0)
+    kv = manager(num_pages=14, num_host_pages=16)
+    prompts = [[rng.randrange(2) for _ in range(rng.randint(5, 30))] for _ in range(30)]
+    leaving: list[Transit] = []
+    coming: list[tuple[Transit, list[int], int]] = []
+    num_adopted = 0
+    for step in range(1, 600):
+        tokens = rng.choice(prompts)
+        key, most = pack_tokens(tokens), (len(tokens) - 1) // PAGE
+        action = rng.randrange(5)
+        if action == 0:
+            lease = kv.acquire(key, len(tokens))
+            got = kv.reserve(lease, len(tokens))
+            copies = kv.take_copies(step)
+            for load in copies.loads if copies is not None else ():
+                kv.landed(load.id)
+            kv.take_copies(step)
+            kv.close(lease, *((key, len(tokens), step) if got is not None else ()))
+        elif action == 1 and (transit := kv.copy_out(key, len(tokens))) is not None:
+            leaving.append(transit)
+            kv.take_copies(step)
+        elif action == 2 and leaving:
+            kv.drop(leaving.pop(rng.randrange(len(leaving))))
+        elif action == 3:
+            first = kv.match(key, len(tokens)) // PAGE
+            if most > first and (transit := kv.expect(most - first)) is not None:
+                coming.append((transit, tokens, first))
+        elif coming:
+            transit, tokens, first = coming.pop(rng.randrange(len(coming)))
+            if rng.random() < 0.2:
+                kv.drop(transit)
+            else:
+                num_pages = rng.randint(0, len(transit.host_pages))
+                kv.adopt(transit, pack_tokens(tokens), first, num_pages)
+                num_adopted += num_pages > 0
+        kv.audit(step)
+    assert num_adopted > 20

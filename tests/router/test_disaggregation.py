@@ -1,0 +1,173 @@
+"""`serve --roles`: prompts computed by one engine and continued by another, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.processes import (
+    children_of,
+    replica_sockets,
+    wait_for_ready,
+    wait_until_nothing_is_left,
+)
+from support.serving_processes import demo
+
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.router.config import RouterConfig
+from minisgl.router.process import with_pages_shared
+
+PATH = "/v1/completions"
+NUM_TOKENS = 600  # of a prompt, whose text in a body is long enough for a transfer
+PREFILLS = "minisgl_router_prefills_total"
+TRANSFERS = "minisgl_kv_transfers_total"
+BYTES, SECONDS = "minisgl_kv_transfer_bytes_total", "minisgl_kv_transfer_seconds_total"
+FALLBACKS = "minisgl_kv_transfer_fallbacks_total"
+
+
+def prompt(seed: int, shared: int = 0) -> list[int]:
+    """Token ids, of which the first `shared` are those of all seeds."""
+    own = random.Random(seed)
+    every = random.Random(0)
+    return [every.randrange(300, 2000) for _ in range(shared)] + [
+        own.randrange(300, 2000) for _ in range(NUM_TOKENS - shared)
+    ]
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    token_ids: list[int],
+    headers: dict[str, str] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    body = {"prompt": token_ids, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+    answer = await client.post(PATH, json={**body, "return_token_ids": True}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def host_tokens(answer: dict[str, Any]) -> int:
+    count: int = answer["usage"]["prompt_tokens_details"].get("host_cached_tokens", 0)
+    return count
+
+
+async def counted(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """The samples of /metrics by name and the values of their labels but that of the router."""
+    page = (await client.get("/metrics")).text
+    return {
+        (sample.name, *(v for k, v in sample.labels.items() if k != "router")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_loses_no_request(
+    tmp_path: Path,
+) -> None:
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300")
+    with demo(tmp_path, *options) as (process, url):
+        await asyncio.to_thread(wait_for_ready, url, 2)
+        decode = httpx.AsyncHTTPTransport(uds=replica_sockets(tmp_path)[1])
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            httpx.AsyncClient(base_url="http://localhost", transport=decode, timeout=60) as alone,
+        ):
+            prompts = [prompt(seed, shared=100 * (seed % 2)) for seed in range(1, 7)]
+            wholes = [tokens_of(await ask(alone, each, cache_salt="whole")) for each in prompts]
+
+            # All APIs hand over alike; what the client sees says what came from another engine.
+            first = await asyncio.gather(*(ask(client, each) for each in prompts[:3]))
+            assert [tokens_of(each) for each in first] == wholes[:3]
+            assert all(host_tokens(each) > NUM_TOKENS - 16 - 240 for each in first), [
+                e["usage"] for e in first
+            ]
+            chat = {"messages": [{"role": "user", "content": "the " * 600}], "max_tokens": 4}
+            assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
+            seen = await counted(client)
+            assert seen[PREFILLS, "done"] == seen[TRANSFERS, "0", "sent"] == 4
+            assert seen[TRANSFERS, "1", "received"] == 4
+            assert seen[BYTES, "0", "sent"] == seen[BYTES, "1", "received"] > 0
+            assert seen[SECONDS, "0", "sent"] > 0 and seen[SECONDS, "1", "received"] > 0
+            assert seen[PREFILLS, "failed"] == seen[FALLBACKS, "1"] == 0
+
+            # A next turn goes straight to the replica that has the conversation; keys of clients
+            # do not open the replicas' own ways.
+            turn = [*prompts[0], *wholes[0][0], 5, 6, 7]
+            answer = await ask(client, turn, headers={"x-minisgl-prefill": "1"})
+            assert len(tokens_of(answer)[0]) == 8
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= NUM_TOKENS - 16
+            assert (await counted(client))[PREFILLS, "done"] == 4
+
+            # A transfer that fails: nobody has offered this.
+            answer = await ask(alone, prompts[3], headers={"x-minisgl-prefilled": "0"})
+            assert tokens_of(answer) == wholes[3] and host_tokens(answer) == 0
+            assert (await counted(client))[FALLBACKS, "1"] == 1
+
+            asked = [asyncio.ensure_future(ask(client, each)) for each in prompts[4:]]
+            running = ("minisgl_running_requests", "0")
+            while not (await counted(client))[running]:  # noqa: ASYNC110 - asks a server
+                await asyncio.sleep(0)
+            killed = next(pid for pid, part in children_of(tmp_path).items() if part[-1] == "0")
+            os.kill(killed, signal.SIGKILL)
+            assert [tokens_of(each) for each in await asyncio.gather(*asked)] == wholes[4:]
+            assert tokens_of(await ask(client, prompts[3], cache_salt="new")) == wholes[3]
+            assert (await counted(client))[PREFILLS, "failed"] >= 2
+            await asyncio.to_thread(wait_for_ready, url, 2)
+            again = await ask(client, prompts[3], cache_salt="again")
+            assert tokens_of(again) == wholes[3] and host_tokens(again) >= NUM_TOKENS - 16
+
+            # Without an engine for decode the other one does whole requests.
+            killed = next(pid for pid, part in children_of(tmp_path).items() if part[-1] == "1")
+            os.kill(killed, signal.SIGKILL)
+            assert tokens_of(await ask(client, prompts[0])) == wholes[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        wait_until_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"roles": "prefill,guess"}, "prefill or decode"),
+        ({"roles": "decode,decode"}, "at least one replica for prefill"),
+        ({"roles": "prefill,decode", "replicas": 3}, "has 2, and there are --replicas 3"),
+        ({"roles": "prefill,decode", "replicas": 1}, "requires --replicas 2"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        RouterConfig(**{"replicas": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tp": 2}, "--tp"),
+        ({"pp": 2}, "--pp"),
+    ],
+)
+def test_engines_that_cannot_exchange_pages_are_refused(
+    options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{reason}.*one GPU each"):
+        with_pages_shared(EngineConfig(device="cpu", **options), 2)
+
+
+def test_pages_travel_through_a_host_cache_that_fits_the_machine() -> None:
+    assert with_pages_shared(EngineConfig(host_cache=3.0), 2).host_cache == 3.0
+    chosen = with_pages_shared(EngineConfig(), 2).host_cache
+    assert 0 < chosen <= 16
+    assert with_pages_shared(EngineConfig(), 100).host_cache < chosen
