@@ -585,14 +585,15 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     expect(page.locator(".body .text")).to_have_text("Hello!")
 
 
-def test_the_second_view_sums_over_replicas(page: Page, engine: PageEngine) -> None:
+def test_the_second_view_sums_over_replicas(
+    page: Page, server: Served[PageEngine], engine: PageEngine
+) -> None:
     def two(route: Route) -> None:
-        current = route.fetch().body()
-        idle.append(current)
-        body = join_pages({"0": idle[0], "1": current}, "replica")
+        pages.append(route.fetch().body())
+        body = join_pages({"0": pages[0], "1": pages[-1]}, "replica")
         route.fulfill(content_type="text/plain", body=body)
 
-    idle: list[bytes] = []
+    pages: list[bytes] = []
     page.route("**/metrics", two)
     engine.num_running = 3
     page.get_by_role("link", name="Server at work").click()
@@ -600,7 +601,9 @@ def test_the_second_view_sums_over_replicas(page: Page, engine: PageEngine) -> N
     requests = page.locator(".card").filter(has_text="Requests").first
     expect(requests.locator("dd").first).to_have_text("6")
     expect(page.locator(".card").filter(has_text="KV cache").locator("dd")).to_have_text("76 %")
-    asked = page.request.post("/v1/completions", data={"prompt": "hello", "max_tokens": 1})
+    asked = page.request.post(
+        f"{server.url}/v1/completions", data={"prompt": "hello", "max_tokens": 1}
+    )
     assert asked.ok
     first = page.locator(".card").filter(has_text="first token")
     expect(first.locator("dd").first).to_have_text(re.compile("ms$"))
