@@ -178,10 +178,14 @@ def run_front() -> int:
         asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         runner.run(_serve(spec, listener))
-    own = spec.router_paths[spec.index]
-    remove_sockets(own, own + TOLD)
+    remove_sockets(*own_sockets(spec))
     sys.stderr.flush()
     os._exit(0)  # the lifeline is still being read
+
+
+def own_sockets(spec: FrontSpec) -> tuple[str, str]:
+    own = spec.router_paths[spec.index]
+    return own, own + TOLD
 
 
 async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
@@ -200,7 +204,7 @@ async def _serve(spec: FrontSpec, listener: socket.socket) -> None:
 
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    end_with_parent(listen, CLOSE_S)
+    end_with_parent(listen, CLOSE_S, own_sockets(spec))
     serving = asyncio.ensure_future(front.serve())
     await stopping.wait()
     await front.close()

@@ -69,15 +69,19 @@ def _read(size: int) -> bytes | None:
     return data
 
 
-def end_with_parent(listen: Callable[[], object], patience_s: float) -> None:
+def end_with_parent(
+    listen: Callable[[], object], patience_s: float, sockets: Sequence[str]
+) -> None:
     """Call `listen` in a thread until it returns None, and end this process then.
 
-    patience_s: how long a clean end may take.
+    patience_s: how long a clean end may take. sockets: of this process, in the private folder.
     """
 
     def watch() -> None:
         while listen() is not None:
             pass
+        # A process that is draining already is killed by the signal.
+        _remove(sockets)
         os.kill(os.getpid(), signal.SIGTERM)
         # The thread does not keep the process alive.
         threading.Event().wait(patience_s + ORPHAN_SECONDS)
@@ -89,8 +93,12 @@ def end_with_parent(listen: Callable[[], object], patience_s: float) -> None:
 
 def remove_sockets(*paths: str) -> None:
     """Remove what this process has in the private folder; without a parent the folder, too."""
+    _remove(paths, with_folder=os.getppid() != PARENT)
+
+
+def _remove(paths: Sequence[str], *, with_folder: bool = True) -> None:
     with contextlib.suppress(OSError):
         for path in paths:
             Path(path).unlink(missing_ok=True)
-        if os.getppid() != PARENT:  # fails while others have files there
+        if with_folder:  # fails while others have files there
             Path(paths[0]).parent.rmdir()

@@ -75,8 +75,9 @@ def run_replica(
     if spec.share.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, spec.share.cores)
     # The parent says nothing more: reading ends when it does.
-    end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout)
+    sockets = (spec.server.uds, *spec.pages_paths[spec.index : spec.index + 1])
+    end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout, sockets)
     try:
         return ReplicaProcess(spec, start).run()
     finally:
-        remove_sockets(spec.server.uds, *spec.pages_paths[spec.index : spec.index + 1])
+        remove_sockets(*sockets)

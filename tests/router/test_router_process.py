@@ -121,3 +121,22 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         wait_until_nothing_is_left(tmp_path)
+
+
+def test_a_second_signal_while_requests_run_leaves_nothing(tmp_path: Path) -> None:
+    asked = {"messages": HELLO, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with (
+        serving(tmp_path, {"interval": 0.1, "max_seq_len": 4000}) as (process, url),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        wait_for_ready(url, 2)
+        with client.stream("POST", CHAT, json=asked) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health").status_code == 200:
+                pass
+            next(lines)  # a replica that drains answers on
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == -signal.SIGINT
+        wait_until_nothing_is_left(tmp_path)
