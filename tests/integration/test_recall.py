@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0)
 LONG = sorted(
     (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
     key=lambda case: -sum(len(message["content"]) for message in case.messages),
-)[:8]
+)[:5]
 MAX_TOKENS = 2048
 
 
@@ -75,10 +75,10 @@ def test_facts_are_recalled_after_retraction() -> None:
     prompts = [tokenizer.chat(case.messages) for case in LONG]
     running_on = [
         SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        for most in (min(200, MAX_TOKENS - len(prompt)) for prompt in prompts)
+        for most in (min(120, MAX_TOKENS - len(prompt)) for prompt in prompts)
     ]
     # Room for three of the long chats, and for little of what they go on to say.
-    num_pages = (sum(sorted(map(len, prompts))[-3:]) + 150) // 4
+    num_pages = (sum(sorted(map(len, prompts))[-3:]) + 100) // 4
     with loaded(page_size=4, num_pages=num_pages, schedule_conservativeness=0.02) as llm:
         outputs = llm.generate(prompts, running_on)
         assert llm.engine.stats().counters.num_retractions > 0
@@ -87,7 +87,7 @@ def test_facts_are_recalled_after_retraction() -> None:
 
 
 def test_facts_are_recalled_over_many_turns() -> None:
-    """Live, with the model's own words in front of each question, and then all of it cold."""
+    """Live, with the model's own words in front of each question, and then cold."""
     chat = remembering(World(random.Random(11)), 1500).exchanges
     messages: list[dict[str, str]] = []
     prompts: list[list[int]] = []
@@ -109,8 +109,9 @@ def test_facts_are_recalled_over_many_turns() -> None:
     ]
     assert len(prompts[-1]) > 1000 and len(recalled) > 4
     assert all(right == text for right, text in recalled)
+    some = slice(len(prompts) % 4 - 1, None, 4)  # the last one is among them
     with loaded(cache_type="naive", page_size=1) as llm:
-        assert [output.text for output in llm.generate(prompts, GREEDY)] == said
+        assert [output.text for output in llm.generate(prompts[some], GREEDY)] == said[some]
 
 
 def test_a_wrong_page_changes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
