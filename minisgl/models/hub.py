@@ -5,16 +5,7 @@ from __future__ import annotations
 import reprlib
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-
-from minisgl.errors import CheckpointError, DownloadError, ModelNotFoundError
+from minisgl.errors import CheckpointError, ModelNotFoundError
 from minisgl.models.config_reader import CONFIG_FILE, read_json
 
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "assets" / "demo"
@@ -27,10 +18,6 @@ DEMO_NOTE = (
     "This is the bundled demo model, small and with few skills; --model takes a real one, as a "
     "folder or a Hugging Face id."
 )
-
-_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer*"]
-# Other formats of the same weights: subfolders, and Mistral's consolidated file.
-_IGNORED = ["*/*", "consolidated*"]
 
 
 def locate_model(name: str, *, load_format: str = "auto") -> Path:
@@ -53,7 +40,10 @@ def locate_model(name: str, *, load_format: str = "auto") -> Path:
         raise ModelNotFoundError(f"{name} is a file; --model takes the folder that holds it.")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"There is no folder {name}.")
-    return _download(name, with_weights=load_format != "dummy")
+    # Loads the Hub's client, which takes longer than reading a small model.
+    from minisgl.models.download import download
+
+    return download(name, with_weights=load_format != "dummy")
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -91,42 +81,3 @@ def _is_file_name(name: object) -> bool:
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     return name.isprintable() and not any(separator in name for separator in "/\\")
-
-
-def _download(name: str, *, with_weights: bool) -> Path:
-    wanted = [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES
-    try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=_IGNORED))
-    except HFValidationError as error:
-        raise ModelNotFoundError(
-            f"{name} is neither a folder nor a Hugging Face id (owner/model)."
-        ) from error
-    except GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"{name} is gated: accept its terms at https://huggingface.co/{name}, then set "
-            "HF_TOKEN or run `hf auth login`."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelNotFoundError(
-            f"{name} is neither a folder nor a public model on Hugging Face; for a private one set "
-            "HF_TOKEN or run `hf auth login`."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        # In offline mode another attempt would fail in the same way.
-        kind = ModelNotFoundError if constants.HF_HUB_OFFLINE else DownloadError
-        raise kind(
-            f"{name} is no folder, it is not (wholly) in the local cache, and Hugging Face cannot "
-            "be reached; give a local folder, or go online. Without --model the demo model runs."
-        ) from error
-    except Exception as error:  # the Hub's client lets errors of its HTTP library pass
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        kind = ModelNotFoundError if _is_final(error) else DownloadError
-        raise kind(f"{name} cannot be downloaded: {reason}") from error
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether another attempt would fail in the same way."""
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        status: int = error.response.status_code
-        return 400 <= status < 500 and status not in (408, 429)
-    return isinstance(error, PermissionError)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import huggingface_hub
 import pytest
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -20,7 +19,7 @@ from minisgl.errors import (
     DownloadError,
     ModelNotFoundError,
 )
-from minisgl.models import hub
+from minisgl.models import download, hub
 from minisgl.models.hub import locate_model
 
 
@@ -51,7 +50,7 @@ def test_an_empty_name_locates_the_bundled_model(
 def test_an_uncached_model_offline_is_an_error_that_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(download.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelNotFoundError, match="go online") as raised:
         locate_model("minisgl-tests/no-such-model")
     assert "\n" not in str(raised.value)
@@ -69,7 +68,7 @@ def test_a_download_fetches_only_the_needed_files(
         asked.update(options, name=name)
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
     assert locate_model("Qwen/Qwen3-0.6B", load_format=load_format) == tmp_path
     wanted = ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"]
     weights = ["model.safetensors.index.json", "model-00001-of-00002.safetensors"]
@@ -106,8 +105,8 @@ def test_a_download_that_may_succeed_later_has_another_exit_code(
     def snapshot_download(name: str, **options: Any) -> str:
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(download.constants, "HF_HUB_OFFLINE", False)
     kind = DownloadError if exit_code == 1 else ModelNotFoundError
     with pytest.raises(kind, match=r"^Qwen/Qwen3-0\.6B .*\S$") as caught:
         locate_model("Qwen/Qwen3-0.6B")

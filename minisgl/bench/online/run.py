@@ -200,8 +200,8 @@ class _Run:
     async def _until_due(self, asked: ScheduledRequest) -> float:
         """Wait for the due time and the parent. Returns the later one, by time.perf_counter."""
         due = self._began + asked.due_s
-        # A timer of uvloop may end up to a millisecond early.
-        while (wait_s := due - time.perf_counter()) > 0:
+        # Again, because a timer of uvloop may end up to a millisecond early.
+        while (wait_s := due - time.perf_counter()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(wait_s)
         if asked.parent is None:
             return due
