@@ -20,7 +20,7 @@ from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -80,6 +80,7 @@ class Harness:
     num_stages: int = 1
     look_ahead: bool = True
     num_host_pages: int = 0
+    offloads_per_plan: int | None = None
     load_rule: LoadRule = ALWAYS
     disk: FakeDisk | None = None
     endings: dict[str, int] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Harness:
             page_size=self.page_size,
             cache_type=self.cache_type,
             num_host_pages=self.num_host_pages,
+            offloads_per_plan=self.offloads_per_plan,
             load_rule=self.load_rule,
             disk=None if self.disk is None else Disk(self.disk, b"model"),
         )
@@ -134,6 +136,7 @@ class Harness:
             self.plans.append(plan)
             self.check_namespaces(plan)
             self.check_lag(plan)
+            self.check_offloads(plan)
         self.scheduler.audit()
         return plan
 
@@ -168,6 +171,17 @@ class Harness:
         assert all(self.sampled[slot] <= plan.step - plan.lag for slot in plan.decode_slots)
         sampling = [chunk.slot for chunk in plan.chunks if chunk.samples]
         self.sampled |= dict.fromkeys((*plan.decode_slots, *sampling), plan.step)
+
+    def check_offloads(self, plan: StepPlan) -> None:
+        """A plan with decode rows offloads no more than it may, but for the rows' own pages."""
+        if self.offloads_per_plan is None or plan.copies is None or not plan.decode_slots:
+            return
+        joined = {join.slot for join in plan.joins}
+        granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
+        num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        most = self.offloads_per_plan + num_computed // self.page_size
+        piece = max(1, self.num_pages // MIN_PIECES)
+        assert len(plan.copies.offloads) <= max(most, granted + piece)
 
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
@@ -946,6 +960,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         max_run=rng.choice([1, 1, 3]),
         run_seed=seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
+        offloads_per_plan=rng.choice([None, 1, 2, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
     )
     waiting = random_requests(
@@ -1017,6 +1032,7 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
             max_run=rng.choice([1, 1, 3]),
             run_seed=seed,
             num_host_pages=rng.choice([10, 20, 40]),
+            offloads_per_plan=rng.choice([None, 1, 4]),
             disk=disk,
         )
         harness.disk_namespaces = namespaces
