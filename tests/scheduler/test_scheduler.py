@@ -1094,6 +1094,81 @@ def test_a_plan_without_copies_says_nothing_of_them() -> None:
     assert all(plan.copies is None for plan in harness.plans)  # the device has room for all
 
 
+def test_a_working_set_inside_the_device_copies_nothing() -> None:
+    harness = Harness(num_pages=80, page_size=2, num_host_pages=100, offloads_per_plan=2)
+    prompts = [list(range(n, n + 9)) for n in range(0, 120, 10)]
+    for turn in range(3):
+        harness.run(*(make_request(f"{turn}-{p[0]}", p, 2, ignore_eos=True) for p in prompts))
+    assert all(plan.copies is None for plan in harness.plans)
+
+
+def filled(**options: Any) -> Harness:
+    """With a prompt of 20 pages in host memory, and more than 35 uncopied pages on the device,
+    while a request decodes."""
+    harness = Harness(
+        page_size=2,
+        num_pages=41,
+        num_host_pages=200,
+        max_prefill_length=64,
+        conservativeness=0.01,
+        **options,
+    )
+    wanted = make_request("first", list(range(40)), 2, ignore_eos=True)
+    harness.run(wanted, make_request("evicts", [3] * 70, 1))
+    decodes = make_request("decodes", [9], 60, ignore_eos=True)
+    harness.scheduler.submit(decodes)
+    harness.launch()
+    harness.settle()
+    return harness
+
+
+@pytest.mark.parametrize("offloads_per_plan", [None, 3])
+def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
+    offloads_per_plan: int | None,
+) -> None:
+    harness = filled(offloads_per_plan=offloads_per_plan)
+    again = make_request("again", list(range(40)), 4, ignore_eos=True)
+    harness.scheduler.submit(again)
+    sizes, waits = list[int](), 0
+    while harness.scheduler._queued:
+        plan = harness.launch()
+        assert plan is not None and plan.decode_slots  # nobody else waits
+        waits += not plan.joins
+        sizes.append(0 if plan.copies is None else len(plan.copies.offloads))
+        harness.settle()
+    if offloads_per_plan is None:
+        assert waits == 0 and sizes[0] > 10
+    else:
+        assert 3 < waits < 10 and max(sizes) == 3
+    harness.run()
+    check_output(again)
+    assert again.num_host_tokens > 20
+
+
+def test_a_request_that_computes_as_much_as_it_displaces_joins_at_once() -> None:
+    harness = filled(offloads_per_plan=3)
+    other = make_request("other", list(range(60, 90)), 4, ignore_eos=True)
+    harness.scheduler.submit(other)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None and plan.decode_slots
+    assert plan.joins and 3 < len(plan.copies.offloads) <= 3 + 15
+    harness.run()
+    check_output(other)
+
+
+def test_a_request_joins_at_once_where_nobody_decodes() -> None:
+    harness = filled(offloads_per_plan=3)
+    [decodes] = harness.scheduler._running.values()
+    harness.scheduler.cancel(decodes.request)
+    again = make_request("again", list(range(40)), 4, ignore_eos=True)
+    harness.scheduler.submit(again)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None
+    assert plan.joins and len(plan.copies.offloads) > 10
+    harness.run()
+    check_output(again)
+
+
 def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
     """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
