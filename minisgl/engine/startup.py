@@ -27,6 +27,7 @@ from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
+from minisgl.runner.host_cache import offloads_per_plan
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.nodes.worker_node import work
 from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
@@ -50,6 +51,7 @@ class Loaded(Generic[Handle]):
     ranks: Ranks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
+    offloads_per_plan: int | None = None  # with a host cache
     disk: Disk | None = None
     fingerprint: bytes = b""  # of the numbers in the KV cache
 
@@ -128,6 +130,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         name,
         ranks,
         load_rule=runner.load_rule,
+        offloads_per_plan=_offloads_per_plan(resolved, prepared.facts),
         disk=runner.disk,
         fingerprint=fingerprint(folder, resolved, config.quantization),
     )
@@ -153,6 +156,13 @@ def _prepare(config: EngineConfig) -> _Prepared:
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     return _Prepared(folder, model_config, facts, resolved)
+
+
+def _offloads_per_plan(config: ResolvedConfig, facts: ModelFacts) -> int | None:
+    if not config.num_host_pages:
+        return None
+    layers = facts.on_rank(config.tp).kv_specs(config.kv_dtype)
+    return offloads_per_plan(layers, config.page_size, config.num_host_pages)
 
 
 def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:

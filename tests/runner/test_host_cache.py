@@ -17,7 +17,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.runner import host_cache
 from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
 from minisgl.runner.facts import device_facts, memory_bytes
-from minisgl.runner.host_cache import HostCache, Slabs, staging_bytes
+from minisgl.runner.host_cache import HostCache, Slabs, offloads_per_plan, staging_bytes
 from minisgl.runner.lanes import Lanes
 
 CPU = torch.device("cpu")
@@ -56,13 +56,13 @@ def test_a_load_waits_for_the_offload_of_its_own_pages_only() -> None:
     gates[1].set()
     write(kv, 1, 5.0)
     cache.queue(Copies(offloads=((1, 3),)))
-    cache.queue(Copies(loads=(Load(1, (3,), (2,)),)))[1].wait()
+    cache.queue(Copies(loads=(Load(1, (3,), (2,)),)))()[1].wait()
     assert holds(kv, 2, 5.0)
     gates[0].clear()  # the lane of offloads stands still
     cache.queue(Copies(offloads=((1, 4),)))
-    cache.queue(Copies(loads=(Load(2, (3,), (6,)),)))[2].wait()
+    cache.queue(Copies(loads=(Load(2, (3,), (6,)),)))()[2].wait()
     assert holds(kv, 6, 5.0)
-    blocked = cache.queue(Copies(loads=(Load(3, (4,), (7,)),)))[3]
+    blocked = cache.queue(Copies(loads=(Load(3, (4,), (7,)),)))()[3]
     assert not blocked.is_reached()
     gates[0].set()
     blocked.wait()
@@ -71,7 +71,7 @@ def test_a_load_waits_for_the_offload_of_its_own_pages_only() -> None:
 
 def test_awaiting_a_load_that_never_began_does_nothing() -> None:
     cache = HostCache(cache_of(CPU), 10, Lanes(CPU))
-    assert cache.queue(Copies(awaits=(7,))) == {}
+    assert cache.queue(Copies(awaits=(7,)))() == {}
 
 
 def test_a_thread_allocates_slabs_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,12 @@ def test_gigabytes_become_pages_over_all_ranks() -> None:
     assert resolved() == 0
     assert resolved(host_cache=0.1) == int(0.1e9) // page
     layers = facts.kv_specs("float32")
-    assert staging_bytes(layers, 16) <= 9 * host_cache.PIECE_BYTES
+    assert 300 << 20 < staging_bytes(layers, 16, 10**9) <= 5 * host_cache.PIECE_BYTES
+    for num_host_pages in (10, 23, 1000):
+        staged = staging_bytes(layers, 16, num_host_pages) // page
+        assert staged <= num_host_pages
+        assert offloads_per_plan(layers, 16, num_host_pages) == staged * 2 // 5
+    assert offloads_per_plan(layers, 16, 1) == 2
 
 
 @pytest.mark.parametrize(
