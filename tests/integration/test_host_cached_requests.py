@@ -24,7 +24,7 @@ from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, short
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
-from minisgl.runner import load
+from minisgl.runner import host_cache, load
 from minisgl.runner.host_cache import HostCache
 
 HOST_GB = 0.01  # more than all prompts need; the device has 30 pages of 4 tokens
@@ -67,7 +67,11 @@ def test_loaded_prefixes_give_the_reference_tokens() -> None:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "num_pages": 40}], ids=str)
-def test_slow_lanes_change_no_token(options: dict[str, Any]) -> None:
+def test_slow_lanes_and_small_pieces_change_no_token(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans beside decode rows offload two pages at most, and requests wait for them."""
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", 1)
     check_rounds(short_case_of("llama3"), **options)
 
 
