@@ -131,7 +131,7 @@ class PrefixCache(Protocol):
     def make_spare(self, num_pages: int) -> None:
         """Send host pages to disk, least recently used first, until that many are free or will be.
 
-        Those that the device has as well are only dropped.
+        Those that the device has as well are only dropped, but for what was copied ahead.
         """
         ...
 

@@ -36,7 +36,7 @@ class RadixCache:
         self._disk = disk
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
-        self._num_ahead = 0  # device pages of nodes that are ahead
+        self._num_ahead = 0  # of these, pages of nodes that are ahead
         self._num_nodes = 0
         self._clock = 0
         self._leaves = LeafQueue(_is_device_leaf)
@@ -349,11 +349,13 @@ class RadixCache:
             self._let_go(node)
 
     def _make_room_ahead(self, num_pages: int) -> bool:
-        """As `make_room`, but of pages that the device has not: it evicts the others before those
-        that they would make room for."""
+        """As `make_room`, but drops neither copies that the device is to evict sooner than what
+        they would make room for, nor what the disk can have: `make_spare` writes that."""
         host = self._host
         assert host is not None
         while host.num_free < num_pages:
+            if self._disk is not None:
+                return False
             node = self._host_leaves.pop()
             if node is None:
                 return False
@@ -572,7 +574,8 @@ def _is_device_leaf(node: Node) -> bool:
 
 
 def _is_bare_leaf(node: Node) -> bool:
-    """Whether `node` may be copied ahead: so are its children on the device, which it outlives."""
+    """Whether `node` may be copied ahead: its children on the device, which go before it, have
+    copies."""
     return node.parent is not None and not node.num_users and node.is_bare and not node.num_bare
 
 
