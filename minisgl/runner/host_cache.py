@@ -44,7 +44,7 @@ PIECE_BYTES = 64 << 20
 # so that one finds room while the other's travel. Then there is one for loads.
 NUM_STAGED = 4
 # A DMA of a load is no larger, because what a step uploads may have to wait for it.
-LOAD_BYTES = 16 << 20
+LOAD_BYTES = 8 << 20
 MEASURED_PIECES = 8
 # The assumed speed of a disk that cannot be measured, because this process may not write there.
 UNKNOWN_DISK_BYTES_PER_S = 1e9
@@ -154,7 +154,7 @@ class _Staged(NamedTuple):
         return self.start < end and start < self.end
 
 
-class _Ring:
+class Ring:
     """A buffer on the device for pieces of offloads, one after the other."""
 
     def __init__(self, packed: Tensor) -> None:
@@ -205,7 +205,7 @@ class HostCache:
             shape = (num_pieces * self._piece, page_bytes)
             return torch.empty(shape, dtype=torch.uint8, device=lanes.device)
 
-        self._ring = _Ring(buffer(NUM_STAGED))
+        self._ring = Ring(buffer(NUM_STAGED))
         self._arriving = buffer(1)  # a piece of a load
         self._down, self._up = make_lane(lanes), make_lane(lanes)
         self._loads: dict[int, CopyMark] = {}  # that no plan has awaited

@@ -22,7 +22,7 @@ from minisgl.runner.host_cache import PIECE_BYTES, SLAB_BYTES
 LOAD_BYTES = 1 << 30
 UPLOAD_BYTES = 4 << 10
 UPLOAD_EVERY_S = 0.001
-DMA_MB = (1, 4, 16, 64, 256)
+DMA_MB = (1, 4, 8, 16, 64, 256)
 NUM_SLABS = 4
 
 
