@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
+from minisgl.kvcache.host import HostTier
 from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.radix import RadixCache
 
 
 def make(
@@ -230,6 +232,31 @@ def test_children_are_copied_before_their_parents_and_are_no_obstacle() -> None:
     kv.reserve(lease, 4)
     assert len(set(expected) & set(lease.pages)) == 4
     kv.close(lease)
+
+
+def test_copying_ahead_visits_only_what_it_copies() -> None:
+    """However many prefixes there are, all with the same first page."""
+
+    def visits(num_prompts: int) -> int:
+        cache, count = RadixCache(1, HostTier(5000)), 0
+        for index in range(num_prompts):
+            key = pack_tokens([0, index, 1, 2])
+            match = cache.acquire(key, 4)
+            cache.insert(match.node, key, len(match.pages), range(4 * index, 4 * index + 3))
+            cache.release(match.node)
+        is_fresh = cache._bare._is_fresh
+
+        def counting(entry: tuple[int, int, Node]) -> bool:
+            nonlocal count
+            count += 1
+            return is_fresh(entry)
+
+        cache._bare._is_fresh = counting  # type: ignore[method-assign]
+        cache.copy_ahead(20, 20)
+        assert cache._num_ahead == 20
+        return count
+
+    assert visits(10) == visits(1000)
 
 
 def test_nothing_is_copied_while_the_device_has_room() -> None:
