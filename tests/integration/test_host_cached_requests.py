@@ -41,6 +41,7 @@ def check_rounds(case: Case, **options: Any) -> None:
 
     async def run() -> None:
         loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
+        assert loaded.offloads_per_plan
         async with AsyncEngine(loaded) as engine:
             for _ in range(2):
                 params = [greedy(NUM_TOKENS)] * len(case.prompts)
