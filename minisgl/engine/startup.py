@@ -51,9 +51,17 @@ class Loaded(Generic[Handle]):
     ranks: Ranks | None = None  # None for a single rank
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
-    offloads_per_plan: int | None = None  # with a host cache
     disk: Disk | None = None
     fingerprint: bytes = b""  # of the numbers in the KV cache
+
+    @property
+    def offloads_per_plan(self) -> int | None:
+        """Number of pages that a plan may offload beside decode rows; None without a host cache."""
+        config = self.config
+        if not config.num_host_pages:
+            return None
+        layers = self.model.on_rank(config.tp).kv_specs(config.kv_dtype)
+        return offloads_per_plan(layers, config.page_size, config.num_host_pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,6 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         name,
         ranks,
         load_rule=runner.load_rule,
-        offloads_per_plan=_offloads_per_plan(resolved, prepared.facts),
         disk=runner.disk,
         fingerprint=fingerprint(folder, resolved, config.quantization),
     )
@@ -156,13 +163,6 @@ def _prepare(config: EngineConfig) -> _Prepared:
     on_rank = facts.on_rank(config.tp) if facts.can_divide(config.tp) else facts
     resolved = resolve(config, facts, device_facts(on_rank), overlap=overlap_enabled())
     return _Prepared(folder, model_config, facts, resolved)
-
-
-def _offloads_per_plan(config: ResolvedConfig, facts: ModelFacts) -> int | None:
-    if not config.num_host_pages:
-        return None
-    layers = facts.on_rank(config.tp).kv_specs(config.kv_dtype)
-    return offloads_per_plan(layers, config.page_size, config.num_host_pages)
 
 
 def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:
