@@ -100,6 +100,7 @@ class AsyncEngine:
                 page_size=self.capacity.page_size,
                 cache_type=self.config.cache_type,
                 num_host_pages=self.config.num_host_pages,
+                offloads_per_plan=loaded.offloads_per_plan,
                 load_rule=loaded.load_rule,
                 disk=loaded.disk,
             ),

@@ -27,6 +27,7 @@ from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
+from minisgl.runner.host_cache import offloads_per_plan
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.nodes.worker_node import work
 from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
@@ -52,6 +53,15 @@ class Loaded(Generic[Handle]):
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
     fingerprint: bytes = b""  # of the numbers in the KV cache
+
+    @property
+    def offloads_per_plan(self) -> int | None:
+        """Number of pages that a plan may offload beside decode rows; None without a host cache."""
+        config = self.config
+        if not config.num_host_pages:
+            return None
+        layers = self.model.on_rank(config.tp).kv_specs(config.kv_dtype)
+        return offloads_per_plan(layers, config.page_size, config.num_host_pages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,11 @@ class HostTier:
     def is_pinned(self, host_page: int) -> bool:
         return host_page in self._pinned
 
+    @property
+    def num_planned(self) -> int:
+        """Number of pages that the next plan copies here."""
+        return len(self._offloads)
+
     def is_planned(self, host_page: int) -> bool:
         """Whether the next plan writes `host_page`."""
         return host_page in self._offloads

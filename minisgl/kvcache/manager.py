@@ -34,6 +34,9 @@ MIN_PIECES = 32  # number of pieces that a cache has at least
 # With a disk, one host page in so many is kept free, for what the device evicts while pages are
 # written.
 SPARE_PART = 8
+# While less than one device page in so many is free, what will be evicted next is copied ahead, so
+# that as many pages are free or cost nothing to evict.
+AHEAD_PART = 16
 
 
 class PageAllocator:
@@ -108,10 +111,14 @@ class KVCacheManager:
         page_size: int,
         cache_type: str,
         num_host_pages: int = 0,
+        offloads_per_plan: int | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
     ) -> None:
-        """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it."""
+        """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
+        offloads_per_plan: number of pages that travel there beside a decode step without disturbing
+        it. None: any, and none are copied ahead.
+        """
         self.page_size = page_size
         self.num_pages = num_pages
         self._allocator = PageAllocator(num_pages)
@@ -123,6 +130,7 @@ class KVCacheManager:
         if disk is not None:
             self._disk = DiskTier(disk, page_size * TOKEN_BYTES)
         self._spare = -(-num_host_pages // SPARE_PART)
+        self._offloads_per_plan = offloads_per_plan
         self._cache: PrefixCache = NaiveCache()
         if cache_type == "radix":
             self._cache = RadixCache(page_size, self._host, self._disk)
@@ -190,8 +198,15 @@ class KVCacheManager:
     def _max_match(self, num_tokens: int) -> int:
         return (num_tokens - 1) // self.page_size
 
-    def reserve(self, lease: Lease, num_tokens: int) -> Sequence[int] | None:
-        """Grow the lease to hold `num_tokens`; returns the new pages, None if there are too few."""
+    def reserve(
+        self, lease: Lease, num_tokens: int, *, num_beside: int | None = None
+    ) -> Sequence[int] | None:
+        """Grow the lease to hold `num_tokens`; returns the new pages, None if there are too few.
+
+        num_beside: if the next plan has decode rows, which are not to wait for copies: number of
+        tokens of prompts that it computes beside them. There are too few pages, too, if more would
+        have to be offloaded than it can carry; it carries what it can, for a later call.
+        """
         count = -(-num_tokens // self.page_size) - len(lease.pages)
         if count <= 0:
             return ()
@@ -201,12 +216,27 @@ class KVCacheManager:
                 self._hurry()
                 if missing > self._cache.num_evictable:
                     return None
-            self._allocator.free(self._cache.evict(missing))
+            max_offloads = self._max_offloads(missing, num_beside)
+            self._allocator.free(self._cache.evict(missing, max_offloads))
+            if count > self._allocator.num_free:
+                return None
         pages = self._allocator.allocate(count)
         lease.pages += pages
         if lease.num_to_load:
             self._load(lease)
         return pages
+
+    def _max_offloads(self, missing: int, num_beside: int | None) -> int | None:
+        """How many pages the next plan may offload to provide `missing` ones; None: any number.
+
+        Where host memory pays, a page is copied in a fraction of the time in which it is computed.
+        So a plan may offload as many pages as it computes.
+        """
+        if self._host is None or self._offloads_per_plan is None or num_beside is None:
+            return None
+        most = self._offloads_per_plan + num_beside // self.page_size
+        suffices = self._host.num_planned + missing <= most
+        return most if suffices else self._offloads_per_plan
 
     def _load(self, lease: Lease) -> None:
         """Begin to load the end of the lease's match into its first new pages."""
@@ -250,6 +280,10 @@ class KVCacheManager:
             return None
         if self._disk is not None and self._host.num_free < self._spare:
             self._cache.make_spare(self._spare)
+        if self._offloads_per_plan is not None:
+            missing = self.num_pages // AHEAD_PART - self._allocator.num_free
+            if missing > 0:
+                self._cache.copy_ahead(missing, self._offloads_per_plan)
         offloads = self._host.take_offloads(step)
         self.is_copying_out = False
         if not (offloads or self._new_loads or self._awaits):

@@ -31,11 +31,18 @@ class Node:
     last_used: int = 0
     num_resident: int = 0  # children with pages on the device
     host_pages: list[int] = field(default_factory=list)
+    num_bare: int = 0  # children with pages on the device only
+    is_ahead: bool = False  # copied to host memory before its eviction, and not used since
     load: int = 0  # the load that fills `pages`; 0: they are filled
 
     @property
     def num_pages(self) -> int:
         return len(self.pages) or len(self.host_pages)
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it has pages on the device only."""
+        return bool(self.pages) and not self.host_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +107,20 @@ class PrefixCache(Protocol):
         """
         ...
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int, max_offloads: int | None = None) -> list[int]:
         """Take at least `num_pages` pages off the device, least recently used first.
 
-        Returns them; those that host memory has room for are copied there by the next plan. The
-        caller must have checked `num_evictable`.
+        Returns them; those that host memory has room for are copied there by the next plan, unless
+        it has copies. The caller must have checked `num_evictable`. With `max_offloads` they may be
+        fewer: the next plan is to copy no more pages than that, whoever has it copy them.
+        """
+        ...
+
+    def copy_ahead(self, num_pages: int, max_offloads: int) -> None:
+        """Let the next plan copy pages to host memory that `evict` would return next, until there
+        are `num_pages` that were copied ahead of their eviction. They stay on the device.
+
+        max_offloads: as for `evict`.
         """
         ...
 
@@ -115,7 +131,7 @@ class PrefixCache(Protocol):
     def make_spare(self, num_pages: int) -> None:
         """Send host pages to disk, least recently used first, until that many are free or will be.
 
-        Those that the device has as well are only dropped.
+        Those that the device has as well are only dropped, but for what was copied ahead.
         """
         ...
 
@@ -181,8 +197,11 @@ class NaiveCache:
     def insert(self, node: Node, key: bytes, start: int, pages: Sequence[int]) -> list[int]:
         return list(pages)
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int, max_offloads: int | None = None) -> list[int]:
         return []
+
+    def copy_ahead(self, num_pages: int, max_offloads: int) -> None:
+        pass
 
     def make_room(self, num_pages: int) -> bool:
         return False

@@ -10,6 +10,7 @@ a namespace without cached pages takes no memory. Eviction ignores namespaces.
 With a host tier, evicted pages are copied to host memory, and their nodes stay in the tree below
 those with pages on the device. A node that is loaded again keeps its host pages until others need
 them, so that evicting it once more copies nothing. Each tier has its own leaves and evicts its own.
+Nodes that will be evicted soon may be copied ahead (`copy_ahead`), children before parents.
 
 With a disk, host memory keeps some pages free (`make_spare`): what it evicts for that goes to disk.
 What must make way at once is dropped.
@@ -35,10 +36,12 @@ class RadixCache:
         self._disk = disk
         self._roots: dict[bytes, Node] = {}  # by namespace, which is also the key of the root
         self._num_evictable = 0
+        self._num_ahead = 0  # of these, pages of nodes that are ahead
         self._num_nodes = 0
         self._clock = 0
         self._leaves = LeafQueue(_is_device_leaf)
         self._host_leaves = LeafQueue(_is_host_leaf)
+        self._bare = LeafQueue(_is_bare_leaf)  # whom to copy ahead
 
     @property
     def num_evictable(self) -> int:
@@ -171,8 +174,7 @@ class RadixCache:
     def _give(self, node: Node, pages: Sequence[int]) -> None:
         """Make `node` resident on the device."""
         assert node.parent is not None
-        node.pages = list(pages)
-        node.parent.num_resident += 1
+        self._place_at(node, list(pages), node.host_pages)
         if not node.num_users:
             self._num_evictable += len(pages)
 
@@ -191,6 +193,8 @@ class RadixCache:
             last_used=node.last_used,
             num_resident=1 if node.pages else 0,
             host_pages=node.host_pages[:num_pages],
+            num_bare=1 if node.is_bare else 0,
+            is_ahead=node.is_ahead,
             load=node.load,
         )
         node.parent.children[self._first_page(upper.key, 0)] = upper
@@ -235,6 +239,7 @@ class RadixCache:
             if at.num_users > 1:
                 return
             self._num_evictable -= len(at.pages)
+            self._set_ahead(at, False)
             at = at.parent
 
     def release(self, node: Node) -> None:
@@ -263,15 +268,23 @@ class RadixCache:
             self._leaves.offer(node, self._num_nodes)
         if _is_host_leaf(node):
             self._host_leaves.offer(node, self._num_nodes)
+        if self._host is not None and _is_bare_leaf(node):
+            self._bare.offer(node, self._num_nodes)
 
-    def evict(self, num_pages: int) -> list[int]:
+    def evict(self, num_pages: int, max_offloads: int | None = None) -> list[int]:
         evicted: list[int] = []
         while len(evicted) < num_pages:
             node = self._leaves.pop()
             assert node is not None, "the caller has checked that there are enough"
             wanted = num_pages - len(evicted)
             if self._host is not None:
-                evicted += self._demote(node, max(wanted, self._host.piece), self._host)
+                at_most = max(wanted, self._host.piece)
+                if max_offloads is not None and node.is_bare:
+                    at_most = min(at_most, max_offloads - self._host.num_planned)
+                    if at_most <= 0:
+                        self._let_go(node)
+                        break
+                evicted += self._demote(node, at_most, self._host)
             elif len(node.pages) > wanted:  # evicting the tail is enough
                 evicted += node.pages[-wanted:]
                 del node.pages[-wanted:]
@@ -289,21 +302,69 @@ class RadixCache:
         """
         self._cut(node, at_most)
         pages = node.pages
-        if not node.host_pages and self.make_room(len(pages)):
-            node.host_pages = host.offload(pages)
-        if not node.host_pages:
-            self._forget(node)
-            return pages
+        if node.is_bare:
+            if not self.make_room(len(pages)):
+                self._forget(node)
+                return pages
+            self._place_at(node, pages, host.offload(pages))
         self._leave_device(node)
         return pages
 
     def _leave_device(self, node: Node) -> None:
         """Take a node off the device that stays in host memory."""
-        assert node.parent is not None
-        node.pages = []
-        node.parent.num_resident -= 1
+        self._place_at(node, [], node.host_pages)
         self._let_go(node)
-        self._let_go(node.parent)
+
+    def _place_at(self, node: Node, pages: list[int], host_pages: list[int]) -> None:
+        """Note where the pages of `node` are; its parent may lose its own if it has none left."""
+        parent = node.parent
+        assert parent is not None
+        was_resident, was_bare = bool(node.pages), node.is_bare
+        if not (pages and host_pages):
+            self._set_ahead(node, False)
+        node.pages, node.host_pages = pages, host_pages
+        parent.num_resident += bool(pages) - was_resident
+        parent.num_bare += node.is_bare - was_bare
+        if was_resident > bool(pages) or was_bare > node.is_bare:
+            self._let_go(parent)
+
+    def _set_ahead(self, node: Node, is_ahead: bool) -> None:
+        self._num_ahead += (is_ahead - node.is_ahead) * len(node.pages)
+        node.is_ahead = is_ahead
+
+    def copy_ahead(self, num_pages: int, max_offloads: int) -> None:
+        host = self._host
+        assert host is not None
+        while self._num_ahead < num_pages:
+            room = max_offloads - host.num_planned
+            node = self._bare.pop() if room > 0 else None
+            if node is None:
+                return
+            self._cut(node, min(room, max(num_pages - self._num_ahead, host.piece)))
+            if not self._make_room_ahead(len(node.pages)):
+                self._let_go(node)
+                return
+            self._place_at(node, node.pages, host.offload(node.pages))
+            self._set_ahead(node, True)
+            self._let_go(node)
+
+    def _make_room_ahead(self, num_pages: int) -> bool:
+        """As `make_room`, but drops neither copies that the device is to evict sooner than what
+        they would make room for, nor what the disk can have: `make_spare` writes that."""
+        host = self._host
+        assert host is not None
+        while host.num_free < num_pages:
+            if self._disk is not None:
+                return False
+            node = self._host_leaves.pop()
+            if node is None:
+                return False
+            if node.pages:
+                self._let_go(node)
+                return False
+            self._cut(node, max(num_pages - host.num_free, host.piece))
+            self._leave_host(node, host)
+        return True
 
     def _cut(self, node: Node, at_most: int) -> None:
         """Split `node` so that it has at most `at_most` pages."""
@@ -328,6 +389,9 @@ class RadixCache:
         while host.num_free + host.num_leaving < num_pages:
             node = self._host_leaves.pop()
             if node is None:
+                return
+            if node.is_ahead:
+                self._let_go(node)  # until the device has evicted it
                 return
             self._cut(node, host.piece)
             if not node.pages and not self._write(node, host, disk):
@@ -366,8 +430,10 @@ class RadixCache:
     def _leave_host(self, node: Node, host: HostTier) -> None:
         """Take a node out of host memory."""
         host.free(node.host_pages)
-        node.host_pages = []
-        if not node.pages:
+        self._place_at(node, node.pages, [])
+        if node.pages:
+            self._let_go(node)
+        else:
             self._remove(node)
 
     def put_host(
@@ -413,9 +479,8 @@ class RadixCache:
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
+        self._place_at(node, [], [])
         del parent.children[self._first_page(node.key, 0)]
-        if node.pages:
-            parent.num_resident -= 1
         node.parent = None
         self._num_nodes -= 1
         self._let_go(parent)
@@ -430,7 +495,8 @@ class RadixCache:
             if copied_late:
                 assert self._host is not None and not node.load, "a dropped page is loaded from"
                 self._host.free(node.host_pages)
-                node.host_pages = []
+                self._place_at(node, node.pages, [])
+                self._let_go(node)
             if late:
                 assert not node.num_users and not node.num_resident, "a dropped page is still used"
                 dropped += late
@@ -466,8 +532,9 @@ class RadixCache:
             users[node] = users.get(node, 0) + 1
         nodes = [*self._roots.values(), *self._nodes()]
         assert set(users) <= set(nodes), "a lease ends outside the tree"
-        evictable = 0
+        evictable = ahead = 0
         offered, host_offered = self._leaves.nodes(), self._host_leaves.nodes()
+        bare_offered = self._bare.nodes()
         for node in reversed(nodes):
             num_users = users.get(node, 0) + sum(
                 1 for child in node.children.values() if child.num_users
@@ -484,11 +551,19 @@ class RadixCache:
             assert not node.load or (node.num_users and node.host_pages), "a load has no lock"
             resident = sum(1 for child in node.children.values() if child.pages)
             assert node.num_resident == resident and (node.pages or not resident)
+            bare = sum(1 for child in node.children.values() if child.is_bare)
+            assert node.num_bare == bare, "the number of children without copies is wrong"
+            if node.is_ahead:
+                ahead += len(node.pages)
+                assert node.pages and node.host_pages and not num_users, "it was copied in vain"
             if not num_users:
                 evictable += len(node.pages)
                 assert not _is_device_leaf(node) or node in offered, "a leaf cannot be evicted"
                 assert not _is_host_leaf(node) or node in host_offered, "host pages are stuck"
+                if self._host is not None and _is_bare_leaf(node):
+                    assert node in bare_offered, "a leaf cannot be copied ahead"
         assert evictable == self._num_evictable, "the number of evictable pages is wrong"
+        assert ahead == self._num_ahead, "the number of pages copied ahead is wrong"
         assert len(nodes) - len(self._roots) == self._num_nodes
 
 
@@ -496,6 +571,12 @@ def _is_device_leaf(node: Node) -> bool:
     """Whether the device may evict the pages of `node`."""
     in_tree = node.parent is not None
     return in_tree and not node.num_users and bool(node.pages) and not node.num_resident
+
+
+def _is_bare_leaf(node: Node) -> bool:
+    """Whether `node` may be copied ahead: its children on the device, which go before it, have
+    copies."""
+    return node.parent is not None and not node.num_users and node.is_bare and not node.num_bare
 
 
 def _is_host_leaf(node: Node) -> bool:

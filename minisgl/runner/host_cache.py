@@ -13,14 +13,13 @@ it is done, because that may still use the pages.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -30,9 +29,9 @@ from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule, Traffic
+from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.store import Transfer
-from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
+from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
 from minisgl.runner.disk_lane import DiskLane, Done
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.page_files import PageFiles
@@ -40,23 +39,36 @@ from minisgl.runner.page_files import PageFiles
 logger = logging.getLogger(__name__)
 
 SLAB_BYTES = 1 << 30  # a power of two, to which torch rounds pinned memory
-PIECE_BYTES = 32 << 20
-# Pieces that may wait for their DMA to the host before the compute lane must. Then there is one for
-# loads.
-NUM_STAGED = 8
+PIECE_BYTES = 64 << 20
+# Pieces that may wait for their DMA to the host before the compute lane must: those of two plans,
+# so that one finds room while the other's travel. Then there is one for loads.
+NUM_STAGED = 4
+# A DMA of a load is no larger, because what a step uploads may have to wait for it.
+LOAD_BYTES = 8 << 20
 MEASURED_PIECES = 8
 # The assumed speed of a disk that cannot be measured, because this process may not write there.
 UNKNOWN_DISK_BYTES_PER_S = 1e9
 
 
-def staging_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
+def staging_bytes(layers: Sequence[KVSpec], page_size: int, num_host_pages: int) -> int:
     """Bytes of device memory that a host cache needs for its pieces."""
-    page_bytes = sum(spec.bytes_per_token for spec in layers) * page_size
-    return (NUM_STAGED + 1) * _pages_per_piece(page_bytes) * page_bytes
+    page_bytes = _page_bytes(layers, page_size)
+    return (NUM_STAGED + 1) * _pages_per_piece(page_bytes, num_host_pages) * page_bytes
 
 
-def _pages_per_piece(page_bytes: int) -> int:
-    return max(1, PIECE_BYTES // page_bytes)
+def offloads_per_plan(layers: Sequence[KVSpec], page_size: int, num_host_pages: int) -> int:
+    """Number of pages that a plan may offload without the compute lane waiting for it: half of
+    what can be staged, which takes less time than a decode step of a model that is worth it."""
+    return NUM_STAGED // 2 * _pages_per_piece(_page_bytes(layers, page_size), num_host_pages)
+
+
+def _page_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
+    return sum(spec.bytes_per_token for spec in layers) * page_size
+
+
+def _pages_per_piece(page_bytes: int, num_host_pages: int) -> int:
+    """No more than that all pieces together are as large as host memory."""
+    return max(1, min(PIECE_BYTES // page_bytes, num_host_pages // (NUM_STAGED + 1)))
 
 
 class _Copied(NamedTuple):
@@ -64,7 +76,11 @@ class _Copied(NamedTuple):
 
     mark: CopyMark
     host_pages: frozenset[int]
-    total: Traffic  # to which they will be added
+
+
+def _marks(lane: Iterable[_Copied], host_pages: Sequence[int]) -> list[CopyMark]:
+    """The ends of the copies that use one of `host_pages`."""
+    return [copied.mark for copied in lane if not copied.host_pages.isdisjoint(host_pages)]
 
 
 class Slabs:
@@ -127,12 +143,40 @@ class Slabs:
         self._slabs.clear()
 
 
-@dataclass(slots=True)
-class _Stage:
-    """Room for a piece of an offload on the device."""
+class _Staged(NamedTuple):
+    """A piece of an offload in its buffer."""
 
-    packed: Tensor  # [pages per piece, page_bytes] uint8
-    copied: CopyMark | None = None  # its last piece
+    start: int  # its rows
+    end: int
+    copied: CopyMark
+
+    def overlaps(self, start: int, end: int) -> bool:
+        return self.start < end and start < self.end
+
+
+class Ring:
+    """A buffer on the device for pieces of offloads, one after the other."""
+
+    def __init__(self, packed: Tensor) -> None:
+        """packed: [pages, page_bytes] uint8."""
+        self._packed = packed
+        self._pieces: deque[_Staged] = deque()  # in the order of their copies
+        self._end = 0  # of the last one
+
+    def take(self, num_pages: int) -> tuple[Tensor, CopyMark | None]:
+        """Rows for a piece, and the copy that must be done before they are written."""
+        start = self._end if self._end + num_pages <= len(self._packed) else 0
+        self._end = start + num_pages
+        while self._pieces and self._pieces[0].copied.is_reached():
+            self._pieces.popleft()
+        last: CopyMark | None = None
+        while any(piece.overlaps(start, self._end) for piece in self._pieces):
+            last = self._pieces.popleft().copied
+        return self._packed[start : self._end], last
+
+    def leave(self, num_pages: int, copied: CopyMark) -> None:
+        """Note the copy of the rows that were taken last."""
+        self._pieces.append(_Staged(self._end - num_pages, self._end, copied))
 
 
 class HostCache:
@@ -153,20 +197,22 @@ class HostCache:
         self._lanes = lanes
         self._planes = Planes.of([plane for layer in kv for plane in (layer.k, layer.v)])
         page_bytes = self._planes.page_bytes
-        self._piece = _pages_per_piece(page_bytes)
+        self._piece = _pages_per_piece(page_bytes, num_pages)
+        self._load_pages = max(1, LOAD_BYTES // page_bytes)
         self.slabs = Slabs(num_pages, page_bytes, lanes)
 
-        def stage() -> Tensor:
-            return torch.empty((self._piece, page_bytes), dtype=torch.uint8, device=lanes.device)
+        def buffer(num_pieces: int) -> Tensor:
+            shape = (num_pieces * self._piece, page_bytes)
+            return torch.empty(shape, dtype=torch.uint8, device=lanes.device)
 
-        self._stages = [_Stage(stage()) for _ in range(NUM_STAGED)]
-        self._next_stage = itertools.cycle(self._stages)
-        self._arriving = stage()  # a piece of a load
+        self._ring = Ring(buffer(NUM_STAGED))
+        self._arriving = buffer(1)  # a piece of a load
         self._down, self._up = make_lane(lanes), make_lane(lanes)
         self._loads: dict[int, CopyMark] = {}  # that no plan has awaited
-        self._under_way: deque[_Copied] = deque()
+        self._offloading: deque[_Copied] = deque()  # in the order of their lane
+        self._loading: deque[_Copied] = deque()
         self._traffic = HostTraffic.none()
-        self._lock = threading.Lock()  # of the two before
+        self._lock = threading.Lock()  # of the three before
         self._disk: DiskLane | None = None
         if store is not None:
             self._disk = DiskLane(store, self.slabs.views, lanes.enter_thread)
@@ -175,10 +221,12 @@ class HostCache:
     def page_bytes(self) -> int:
         return self._planes.page_bytes
 
-    def queue(self, copies: Copies) -> dict[int, CopyMark]:
+    def queue(self, copies: Copies) -> Callable[[], dict[int, CopyMark]]:
         """Queue the copies of a plan, before its step, on the compute lane.
 
-        Returns the ends of its loads by id.
+        Returns what queues its loads, and returns their ends by id. It is to be called after the
+        step has been queued, which so does not wait for dozens of launches: a millisecond for a
+        prefix of a gigabyte, for which a thread would not pay.
         """
         for load_id in copies.awaits:
             mark = self._loads.pop(load_id, None)
@@ -186,22 +234,29 @@ class HostCache:
                 self._up.hold_compute(mark)
         if copies.offloads:
             self._offload(copies.offloads)
-        marks = {load.id: self._load(load) for load in copies.loads}
-        self._loads |= marks
-        return marks
+        if not copies.loads:
+            return dict
+        before = self._lanes.mark()
+
+        def load() -> dict[int, CopyMark]:
+            marks = {load.id: self._load(load, before) for load in copies.loads}
+            self._loads |= marks
+            return marks
+
+        return load
 
     def _offload(self, pairs: Sequence[tuple[int, int]]) -> None:
         pairs = sorted(pairs, key=lambda pair: pair[1])
         (pages,) = self._lanes.upload([[page for page, _ in pairs]])
         for start in range(0, len(pairs), self._piece):
             host_pages = [host_page for _, host_page in pairs[start : start + self._piece]]
-            stage = next(self._next_stage)
-            if stage.copied is not None:
-                self._down.hold_compute(stage.copied)
-            gather_pages(self._planes, pages[start : start + len(host_pages)], stage.packed)
-            send = self._sending(host_pages, stage.packed)
-            stage.copied = self._down.queue(send, [self._lanes.mark()])
-            self._note(stage.copied, host_pages, self._traffic.offloads)
+            packed, last = self._ring.take(len(host_pages))
+            if last is not None:
+                self._down.hold_compute(last)
+            gather_pages(self._planes, pages[start : start + len(host_pages)], packed)
+            copied = self._down.queue(self._sending(host_pages, packed), [self._lanes.mark()])
+            self._ring.leave(len(host_pages), copied)
+            self._note(self._offloading, copied, host_pages)
 
     def _sending(self, host_pages: Sequence[int], packed: Tensor) -> Callable[[], None]:
         runs = list(self.slabs.runs(host_pages))
@@ -212,13 +267,15 @@ class HostCache:
 
         return send
 
-    def _load(self, load: Load) -> CopyMark:
+    def _load(self, load: Load, before: Mark) -> CopyMark:
+        """before: the place of the load's plan."""
         pairs = sorted(zip(load.host_pages, load.pages, strict=True))
         host_pages = [host_page for host_page, _ in pairs]
-        after = [self._lanes.mark(), *self._offloads_to(host_pages)]
+        with self._lock:
+            after = [before, *_marks(self._offloading, host_pages)]
         pages = torch.tensor([page for _, page in pairs], dtype=torch.int64)
         mark = self._up.queue(self._fetching(host_pages, pages), after)
-        self._note(mark, host_pages, self._traffic.loads)
+        self._note(self._loading, mark, host_pages)
         return mark
 
     def _fetching(self, host_pages: Sequence[int], pages: Tensor) -> Callable[[], None]:
@@ -232,7 +289,12 @@ class HostCache:
                 targets = pages.pin_memory().to(self._lanes.device, non_blocking=True)
             for start, runs in zip(starts, pieces, strict=True):
                 for first, run in runs:
-                    self._arriving[first : first + len(run)].copy_(run, non_blocking=True)
+                    for some, part in zip(
+                        self._arriving[first : first + len(run)].split(self._load_pages),
+                        run.split(self._load_pages),
+                        strict=True,
+                    ):
+                        some.copy_(part, non_blocking=True)
                 some = targets[start : start + self._piece]
                 scatter_pages(self._planes, some, self._arriving)
 
@@ -245,37 +307,32 @@ class HostCache:
         """
         assert self._disk is not None, "nothing is transferred without a disk"
         for transfer in transfers:
-            after = [copied.mark for copied in self._copies_of(transfer.host_pages)]
-            self._disk.queue(transfer, after, done)
+            self._disk.queue(transfer, self._copies_of(transfer.host_pages), done)
 
-    def _copies_of(self, host_pages: Sequence[int]) -> list[_Copied]:
-        """The copies under way that read or write one of `host_pages`."""
+    def _copies_of(self, host_pages: Sequence[int]) -> list[CopyMark]:
+        """The ends of the copies under way that read or write one of `host_pages`."""
         with self._lock:
             self._count_ended()
             return [
-                copied for copied in self._under_way if not copied.host_pages.isdisjoint(host_pages)
+                *_marks(self._offloading, host_pages),
+                *_marks(self._loading, host_pages),
             ]
 
-    def _offloads_to(self, host_pages: Sequence[int]) -> list[CopyMark]:
-        """The offloads under way that write one of `host_pages`."""
-        copies = self._copies_of(host_pages)
-        return [copied.mark for copied in copies if copied.total is self._traffic.offloads]
-
-    def _note(self, mark: CopyMark, host_pages: Sequence[int], total: Traffic) -> None:
+    def _note(self, lane: deque[_Copied], mark: CopyMark, host_pages: Sequence[int]) -> None:
         with self._lock:
-            self._under_way.append(_Copied(mark, frozenset(host_pages), total))
+            lane.append(_Copied(mark, frozenset(host_pages)))
             self._count_ended()
 
     def _count_ended(self) -> None:
-        left: deque[_Copied] = deque()
-        for copied in self._under_way:
-            if not copied.mark.is_reached():
-                left.append(copied)
-                continue
-            copied.total.num_pages += len(copied.host_pages)
-            copied.total.num_bytes += len(copied.host_pages) * self.page_bytes
-            copied.total.seconds += copied.mark.seconds()
-        self._under_way = left
+        for lane, total in (
+            (self._offloading, self._traffic.offloads),
+            (self._loading, self._traffic.loads),
+        ):
+            while lane and lane[0].mark.is_reached():
+                copied = lane.popleft()
+                total.num_pages += len(copied.host_pages)
+                total.num_bytes += len(copied.host_pages) * self.page_bytes
+                total.seconds += copied.mark.seconds()
 
     def traffic(self) -> HostTraffic:
         with self._lock:
@@ -288,11 +345,8 @@ class HostCache:
     def views(self, host_pages: Sequence[int]) -> list[memoryview]:
         """The bytes of host pages, in their order, once no queued copy is under way to or from
         them. Blocks until then."""
-        wanted = frozenset(host_pages)
-        with self._lock:
-            using = [each for each in self._under_way if not each.host_pages.isdisjoint(wanted)]
-        for copied in using:
-            copied.mark.wait()
+        for mark in self._copies_of(host_pages):
+            mark.wait()
         arrays = [run.view(-1).numpy() for _, run in self.slabs.runs(host_pages)]
         return [array.data for array in arrays]
 

@@ -101,7 +101,7 @@ def load_runner(
     del trial
     kv_specs = facts.kv_specs(config.kv_dtype)
     if config.num_host_pages:
-        step_bytes += staging_bytes(kv_specs, config.page_size)
+        step_bytes += staging_bytes(kv_specs, config.page_size, config.num_host_pages)
     if config.disk_cache:
         report("reading the disk cache", 0.0)
         fingerprint = model_fingerprint(config, model_config, folder)

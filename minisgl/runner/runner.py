@@ -474,7 +474,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _queue(self, plan: StepPlan) -> _Queued:
         with self.lanes.compute(f"step {plan.step}: {plan.num_tokens} tokens"):
-            loads = self._copy(plan)
+            load = self._copy(plan)
             features, captured, shape, chunks = self._begin(plan)
             ring_entry = self._outputs.open() if captured or plan.num_samples else 0
             scored: list[_Scored] = []
@@ -487,7 +487,7 @@ class ModelRunner:
             else:
                 captured.replay()
             self._stage.return_tokens(plan, self._tables.state.last_tokens)
-        return self._queued(plan, shape, features, ring_entry, scored, captured, loads)
+        return self._queued(plan, shape, features, ring_entry, scored, captured, load())
 
     @torch.inference_mode()
     def _queue_rows(self, plan: StepPlan) -> _Queued:
@@ -507,15 +507,15 @@ class ModelRunner:
     @torch.inference_mode()
     def _queue_forward(self, plan: StepPlan) -> _Forwarded:
         with self.lanes.compute(f"forward of step {plan.step}: {plan.num_tokens} tokens"):
-            loads = self._copy(plan)
+            load = self._copy(plan)
             features, captured, shape, chunks = self._begin(plan)
             if captured is not None:
                 captured.replay()
-                return _Forwarded(plan, shape, features, captured, None, None, [], loads)
+                return _Forwarded(plan, shape, features, captured, None, None, [], load())
             num_chunk_samples = plan.num_samples - len(plan.decode_slots)
             hidden, logits, samples = self._forward(shape, chunks, num_chunk_samples, plan)
             scored = self._score_prompts(plan, hidden)
-        return _Forwarded(plan, shape, features, None, logits, samples, scored, loads)
+        return _Forwarded(plan, shape, features, None, logits, samples, scored, load())
 
     @torch.inference_mode()
     def _queue_sampling(self, half: _Forwarded, masks: MaskRows) -> _Queued:
@@ -533,10 +533,11 @@ class ModelRunner:
             plan, half.shape, half.features, ring_entry, half.scored, captured, half.loads
         )
 
-    def _copy(self, plan: StepPlan) -> dict[int, CopyMark]:
-        """Queue what the plan copies between the tiers; returns the ends of its loads."""
+    def _copy(self, plan: StepPlan) -> Callable[[], dict[int, CopyMark]]:
+        """Queue what the plan copies between the tiers, before its step; returns what queues its
+        loads after it, and returns their ends."""
         if plan.copies is None:
-            return {}
+            return dict
         assert self._host_cache is not None, "plans copy nothing without a host cache"
         return self._host_cache.queue(plan.copies)
 

@@ -24,7 +24,7 @@ from minisgl.errors import (
     MinisglError,
     QueueFullError,
 )
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.manager import KVCacheManager, Lease
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import FinishReason, Request, RequestStatus
 from minisgl.scheduler.admission import NewTokenRatio
@@ -520,7 +520,8 @@ class Scheduler:
             if wanted > self.kv.num_available * self.kv.page_size:
                 self.kv.close(lease)
                 return None
-        if self.kv.reserve(lease, num_known) is None:
+        num_beside = self._num_beside_rows(lease, num_known, draft)
+        if self.kv.reserve(lease, num_known, num_beside=num_beside) is None:
             self.kv.close(lease)
             return None
 
@@ -563,6 +564,16 @@ class Scheduler:
         )
         draft.grants.append(PageGrant(running.slot, 0, tuple(lease.pages)))
         return running
+
+    def _num_beside_rows(self, lease: Lease, num_known: int, draft: _Draft) -> int | None:
+        """Number of tokens of prompts that the plan computes beside decode rows if a request joins
+        it; None if nobody decodes."""
+        if not any(running.decoding for running in self._running.values()):
+            return None
+        left = draft.budget
+        if not (lease.num_to_load or self.kv.is_loading(lease)):
+            left -= min(left, num_known - lease.num_committed * self.kv.page_size)
+        return self._max_prefill_length - left
 
     # -- pages from host memory --------------------------------------------------------------------
 

@@ -10,7 +10,9 @@ compiled the kernels. FOLDER needs no more than a config.json (see scripts/tools
 measures the gain of a host cache instead: conversations with prefixes of 8,192 tokens come back in
 turns, 64 tokens in and 64 out, to a KV cache with room for a third of them; without the host cache
 and with it. It also compares the copies with plain ones of pinned memory, shows what they cost
-running streams, and what the host cache costs where all prefixes stay on the device.
+running streams (alone, beside turns whose prefixes are on the device, beside loads, and beside
+loads that displace what has no copy), and what the host cache costs where all prefixes stay on the
+device.
 """
 
 from __future__ import annotations

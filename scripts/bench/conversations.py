@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -23,8 +25,10 @@ from minisgl.bench.run_info import describe, freeze_memory, start_bench_engine
 from minisgl.bench.script import engine_config
 from minisgl.bench.workload.requests import make_offline_request, random_tokens
 from minisgl.engine import AsyncEngine
-from minisgl.kvcache.copies import HostTraffic, Traffic
+from minisgl.kvcache.copies import HostTraffic
 from minisgl.runner.host_cache import PIECE_BYTES
+from minisgl.scheduler.plan import StepPlan
+from minisgl.scheduler.scheduler import Scheduler
 
 SHARE = 3  # the device has room for one in so many conversations
 ROUNDS = 2  # measured, after one that warms up
@@ -70,7 +74,10 @@ class Itl:
     alone: Distribution
     beside_hits: Distribution  # while turns come whose prefixes are on the device
     beside_loads: Distribution  # while turns come whose prefixes are in host memory
-    loads: Traffic  # meanwhile
+    # The same while the device is full of prefixes that have no copies.
+    beside_both: Distribution
+    traffic: HostTraffic  # meanwhile
+    most_offloaded: int  # pages, by a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +138,14 @@ class Conversations:
         alone = await self._itl_beside([])
         await self.rounds(inside, 1)
         beside_hits = await self._itl_beside(inside)
-        before = self._traffic()
         beside_loads = await self._itl_beside([*outside, *inside])
-        loads = self._traffic().since(before).loads
-        return Itl(alone, beside_hits, beside_loads, loads)
+        fresh = [self._tokens(self._arguments.prefix) for _ in self.prefixes[::SHARE]]
+        await self.rounds(fresh, 1)
+        before = self._traffic()
+        with offloads_per_plan() as sizes:
+            beside_both = await self._itl_beside([*outside, *inside])
+        traffic = self._traffic().since(before)
+        return Itl(alone, beside_hits, beside_loads, beside_both, traffic, max(sizes, default=0))
 
     async def _itl_beside(self, prefixes: Sequence[list[int]]) -> Distribution:
         """ITL of `--at-once` streams, while turns of one token come at a fixed rate."""
@@ -154,6 +165,22 @@ class Conversations:
         return Distribution.of(
             [gap for stream in times for gap in gaps(stream, stream[1], stream[-1])]
         )
+
+
+@contextlib.contextmanager
+def offloads_per_plan() -> Iterator[list[int]]:
+    """Collect how many pages each plan with decode rows offloads."""
+    sizes: list[int] = []
+    plan = Scheduler.plan
+
+    def planned(scheduler: Scheduler) -> StepPlan | None:
+        found = plan(scheduler)
+        if found is not None and found.decode_slots and found.copies is not None:
+            sizes.append(len(found.copies.offloads))
+        return found
+
+    with mock.patch.object(Scheduler, "plan", planned):
+        yield sizes
 
 
 def pages_for(arguments: argparse.Namespace, page_size: int) -> int:
@@ -252,7 +279,8 @@ def print_conversations(
     for name, traffic, limit in (
         ("offloads of the first round", with_host.filling.traffic.offloads, down),
         ("loads", with_host.outside.traffic.loads, up),
-        ("loads beside streams", itl.loads, up),
+        ("loads beside streams", itl.traffic.loads, up),
+        ("offloads beside streams", itl.traffic.offloads, down),
     ):
         rate = traffic.num_bytes / traffic.seconds if traffic.seconds else 0.0
         copies.add_row(
@@ -263,6 +291,12 @@ def print_conversations(
             f"{rate / limit:.1%}",
         )
     console.print(copies)
+    offloads = itl.traffic.offloads
+    page_mb = offloads.num_bytes / max(1, offloads.num_pages) / 1e6
+    console.print(
+        f"beside streams a plan offloaded at most {itl.most_offloaded:,} pages, "
+        f"{itl.most_offloaded * page_mb:,.2f} MB"
+    )
     streams = Table("ITL of streams, ms")
     for heading in ("p50", "p99", "p99 / alone", "p99 / beside hits"):
         streams.add_column(heading, justify="right")
@@ -270,6 +304,7 @@ def print_conversations(
         ("alone", itl.alone),
         ("beside hits", itl.beside_hits),
         ("beside loads", itl.beside_loads),
+        ("beside loads and offloads", itl.beside_both),
     ):
         streams.add_row(
             name,

@@ -24,7 +24,7 @@ from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, short
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import StepError
-from minisgl.runner import load
+from minisgl.runner import host_cache, load
 from minisgl.runner.host_cache import HostCache
 
 HOST_GB = 0.01  # more than all prompts need; the device has 30 pages of 4 tokens
@@ -35,12 +35,13 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load, "HostCache", functools.partial(HostCache, make_lane=SlowLane))
 
 
-def check_rounds(case: Case, **options: Any) -> None:
+def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options: Any) -> None:
     """The case's prompts in two rounds: before the second they have fallen out of the device's
-    cache, some of them while they were retracted."""
+    cache, some of them while they were retracted. offloads_per_plan: what is expected, if any."""
 
     async def run() -> None:
         loaded = load_engine(case.folder, **{**EVERYTHING, "host_cache": HOST_GB, **options})
+        assert offloads_per_plan in (None, loaded.offloads_per_plan)
         async with AsyncEngine(loaded) as engine:
             for _ in range(2):
                 params = [greedy(NUM_TOKENS)] * len(case.prompts)
@@ -67,8 +68,12 @@ def test_loaded_prefixes_give_the_reference_tokens() -> None:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("options", [{}, {"overlap": False, "num_pages": 40}], ids=str)
-def test_slow_lanes_change_no_token(options: dict[str, Any]) -> None:
-    check_rounds(short_case_of("llama3"), **options)
+def test_slow_lanes_and_small_pieces_change_no_token(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans beside decode rows offload two pages at most, and requests wait for them."""
+    monkeypatch.setattr(host_cache, "PIECE_BYTES", 1)
+    check_rounds(short_case_of("llama3"), offloads_per_plan=2, **options)
 
 
 @pytest.mark.usefixtures("slow")

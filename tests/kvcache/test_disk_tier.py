@@ -20,12 +20,14 @@ def make(
     num_host_pages: int = 50,
     rule: LoadRule = ALWAYS,
     page_size: int = 1,
+    offloads_per_plan: int | None = None,
 ) -> KVCacheManager:
     return KVCacheManager(
         num_pages=num_pages,
         page_size=page_size,
         cache_type="radix",
         num_host_pages=num_host_pages,
+        offloads_per_plan=offloads_per_plan,
         disk=Disk(store, b"model", rule),
     )
 
@@ -128,6 +130,25 @@ def test_only_settled_pages_are_written() -> None:
     kv.audit(4)
 
 
+def test_copies_made_ahead_are_written_once_the_device_has_evicted_their_pages() -> None:
+    store = MemoryStore()
+    kv = make(store, num_pages=33, num_host_pages=2, offloads_per_plan=8)
+    run(kv, [1, 2], 1)
+    run(kv, list(range(10, 40)), 2)
+    assert kv.num_host == 2  # which leaves none of the pages that are to be free
+    for step in (3, 4, 5):
+        assert not kv.take_copies(step) and not kv.take_transfers()
+        kv.settled(step)
+        kv.audit(step)
+    lease = kv.acquire(b"", 1)
+    kv.reserve(lease, 2)
+    kv.take_copies(6)
+    carry_out(kv, store)
+    assert set(keys([1, 2])) & set(store.pages)
+    kv.close(lease)
+    kv.audit(6)
+
+
 def test_pages_that_are_written_wait_for_that_before_they_are_free() -> None:
     store = MemoryStore()
     kv = make(store, num_pages=5, num_host_pages=8)
@@ -205,13 +226,23 @@ def test_everything_can_be_written_at_the_end() -> None:
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.data(), st.integers(1, 2), st.integers(8, 24), st.integers(2, 30))
+@given(
+    st.data(),
+    st.integers(1, 2),
+    st.integers(8, 40),
+    st.integers(2, 30),
+    st.sampled_from([None, 1, 4]),
+)
 def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
-    data: st.DataObject, page_size: int, num_pages: int, num_host_pages: int
+    data: st.DataObject,
+    page_size: int,
+    num_pages: int,
+    num_host_pages: int,
+    offloads_per_plan: int | None,
 ) -> None:
     """Beside the audit: every page holds what its tokens say, as copies and transfers move it."""
     store = MemoryStore()
-    kv = make(store, num_pages, num_host_pages, page_size=page_size)
+    kv = make(store, num_pages, num_host_pages, ALWAYS, page_size, offloads_per_plan)
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=7 * page_size)
     namespaces = st.sampled_from([b"", b"a"])
     device: dict[int, bytes] = {}  # what each page holds: the key that it should have
@@ -263,3 +294,16 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
                 store.write(transfer.keys, [memoryview(b"page") for _ in transfer.keys])
             kv.transferred(transfer.id, num_done)
         kv.audit(step)
+    for lease in leases:
+        kv.close(lease)
+    for transfer in transfers:
+        kv.transferred(transfer.id, 0)
+    kv.settled(1 << 40)
+    for _ in range(100):
+        if kv.take_copies(1 << 29) is None:
+            break
+        for transfer in kv.take_transfers():
+            kv.transferred(transfer.id, 0)
+    else:
+        raise AssertionError("it copies for ever")
+    kv.audit(1 << 30)

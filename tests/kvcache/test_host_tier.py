@@ -7,18 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
+from minisgl.kvcache.host import HostTier
 from minisgl.kvcache.manager import KVCacheManager, Lease
-from minisgl.kvcache.prefix import pack_tokens
+from minisgl.kvcache.prefix import Node, pack_tokens
+from minisgl.kvcache.radix import RadixCache
 
 
 def make(
-    num_pages: int = 9, num_host_pages: int = 50, rule: LoadRule = ALWAYS, page_size: int = 1
+    num_pages: int = 9,
+    num_host_pages: int = 50,
+    rule: LoadRule = ALWAYS,
+    page_size: int = 1,
+    offloads_per_plan: int | None = None,
 ) -> KVCacheManager:
     return KVCacheManager(
         num_pages=num_pages,
         page_size=page_size,
         cache_type="radix",
         num_host_pages=num_host_pages,
+        offloads_per_plan=offloads_per_plan,
         load_rule=rule,
     )
 
@@ -165,6 +172,138 @@ def test_a_load_of_a_failed_step_is_awaited_and_its_prefix_loaded_again() -> Non
     kv.audit(4)
 
 
+def offloaded(kv: KVCacheManager, step: int) -> list[int]:
+    """The device pages that the plan of `step` copies."""
+    copies = kv.take_copies(step)
+    kv.audit(step)
+    return [] if copies is None else [page for page, _ in copies.offloads]
+
+
+def fill(kv: KVCacheManager, *prompts: list[int]) -> list[list[int]]:
+    """Run prompts in steps 1, 2, ...; returns the pages of each."""
+    pages = []
+    for step, tokens in enumerate(prompts, 1):
+        lease = open_lease(kv, tokens)
+        kv.commit(lease, pack_tokens(tokens), len(tokens), step)
+        kv.close(lease)
+        pages.append(lease.pages)
+    return pages
+
+
+def test_what_is_evicted_next_is_copied_ahead_and_stays() -> None:
+    """Two pages are to be free, or to have copies."""
+    kv = make(num_pages=33, offloads_per_plan=10)
+    old, _ = fill(kv, [1, 2, 3, 4], list(range(10, 37)))
+    assert offloaded(kv, 3) == [old[3]]  # one is free
+    assert offloaded(kv, 4) == []
+    assert kv.match(pack_tokens([1, 2, 3, 4, 0]), 5) == 4
+    lease = kv.acquire(b"", 1)
+    kv.reserve(lease, 2)
+    assert lease.pages[-1] == old[3]
+    assert offloaded(kv, 5) == [old[1], old[2]]  # the next ones, for which nobody waits
+    assert kv.match(pack_tokens([1, 2, 3, 4, 0]), 5) == 4  # one of them in host memory only
+    kv.close(lease)
+
+
+def test_a_prefix_that_is_used_again_keeps_its_copy_and_the_next_one_is_copied() -> None:
+    kv = make(num_pages=33, offloads_per_plan=10)
+    first, second, _ = fill(kv, [1], [2], list(range(10, 39)))
+    assert offloaded(kv, 4) == [first[0]]
+    kv.close(open_lease(kv, [1, 0]))
+    assert kv.num_free == 1
+    kv.close(open_lease(kv, [1, 0]))
+    assert kv.num_host == 1
+    assert offloaded(kv, 5) == [second[0]]
+    lease = kv.acquire(b"", 1)
+    kv.reserve(lease, 2)
+    assert [kv.match(pack_tokens([token, 0]), 2) for token in (1, 2)] == [1, 1]
+    kv.close(lease)
+
+
+def test_children_are_copied_before_their_parents_and_are_no_obstacle() -> None:
+    kv = make(num_pages=65, offloads_per_plan=3)
+    system = [1, 2]
+    pages = fill(kv, [*system, 3], [*system, 4], list(range(100, 160)))
+    expected = [pages[0][2], pages[1][2], pages[0][1], pages[0][0]]
+    found = [page for step in range(4, 9) for page in offloaded(kv, step)]
+    assert found[:3] == expected[:3] and kv.num_free == 0
+    assert len(found) == 4  # a sixteenth of the device's pages
+    lease = kv.acquire(b"", 1)
+    kv.reserve(lease, 4)
+    assert len(set(expected) & set(lease.pages)) == 4
+    kv.close(lease)
+
+
+def test_copying_ahead_visits_only_what_it_copies() -> None:
+    """However many prefixes there are, all with the same first page."""
+
+    def visits(num_prompts: int) -> int:
+        cache, count = RadixCache(1, HostTier(5000)), 0
+        for index in range(num_prompts):
+            key = pack_tokens([0, index, 1, 2])
+            match = cache.acquire(key, 4)
+            cache.insert(match.node, key, len(match.pages), range(4 * index, 4 * index + 3))
+            cache.release(match.node)
+        is_fresh = cache._bare._is_fresh
+
+        def counting(entry: tuple[int, int, Node]) -> bool:
+            nonlocal count
+            count += 1
+            return is_fresh(entry)
+
+        cache._bare._is_fresh = counting  # type: ignore[method-assign]
+        cache.copy_ahead(20, 20)
+        assert cache._num_ahead == 20
+        return count
+
+    assert visits(10) == visits(1000)
+
+
+def test_nothing_is_copied_while_the_device_has_room() -> None:
+    kv = make(num_pages=65, offloads_per_plan=8)
+    prompts = [[n, n + 1, n + 2, n + 3] for n in range(0, 140, 10)]
+    for round in range(3):
+        for index, tokens in enumerate(prompts):
+            assert run(kv, tokens, 100 * round + index + 1) == Copies()
+    assert kv.num_host == 0
+
+
+def test_a_plan_beside_decode_rows_makes_room_as_far_as_its_copies_go() -> None:
+    kv = make(num_pages=13, page_size=2, offloads_per_plan=3)
+    fill(kv, list(range(24)))
+    lease = kv.acquire(pack_tokens([50] * 16), 16)
+    for step, done in enumerate((False, False, True), 2):
+        pages = kv.reserve(lease, 16, num_beside=0)
+        assert (pages is not None) == done
+        assert len(offloaded(kv, step)) <= 3
+    kv.close(lease)
+    for num_beside, joins in ((2, False), (10, True), (None, True)):
+        kv = make(num_pages=13, page_size=2, offloads_per_plan=3)
+        fill(kv, list(range(24)))
+        lease = kv.acquire(pack_tokens([50] * 16), 16)
+        assert (kv.reserve(lease, 16, num_beside=num_beside) is not None) == joins
+        assert len(offloaded(kv, 2)) == (8 if joins else 3)
+        kv.close(lease)
+
+
+def test_copies_ahead_push_out_no_copy_of_what_the_device_evicts_sooner() -> None:
+    kv = make(num_pages=65, num_host_pages=2, offloads_per_plan=8)
+    pages = fill(kv, [1], [2], [3], list(range(10, 71)))
+    assert offloaded(kv, 5) == [pages[0][0], pages[1][0]]
+    assert offloaded(kv, 6) == []
+    assert kv.match(pack_tokens([1, 0]), 2) == 1
+
+
+def test_a_failed_step_takes_the_copies_along_that_it_made_ahead() -> None:
+    kv = make(num_pages=33, offloads_per_plan=10)
+    pages = fill(kv, [1, 2, 3], list(range(10, 38)))
+    assert offloaded(kv, 3) == [pages[0][2]]
+    kv.drop_written_since(3)
+    kv.audit(3)
+    assert kv.num_host == 0 and kv.match(pack_tokens([1, 2, 3, 0]), 4) == 3
+    assert offloaded(kv, 4) == [pages[0][2]]
+
+
 def test_host_memory_drops_the_least_recently_used_leaf() -> None:
     kv = make(num_pages=4, num_host_pages=6)
     for step, first in enumerate((10, 20, 30), 1):
@@ -197,6 +336,9 @@ def test_namespaces_share_no_host_pages() -> None:
         lambda kv, lease: lease.node.host_pages.append(7),
         lambda kv, lease: setattr(lease.node, "load", 0) or kv._loads.clear(),
         lambda kv, lease: setattr(lease.node, "num_resident", 1),
+        lambda kv, lease: setattr(lease.node, "num_bare", 1),
+        lambda kv, lease: setattr(lease.node, "is_ahead", True),
+        lambda kv, lease: setattr(kv._cache, "_num_ahead", 1),
         lambda kv, lease: kv._host.written_by.__setitem__(lease.node.host_pages[0], 99),
     ],
 )
@@ -213,12 +355,22 @@ def test_the_audit_detects_damage_of_the_host_tier(damage: object) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 3), st.integers(8, 30), st.integers(1, 40))
+@given(
+    st.data(),
+    st.integers(1, 3),
+    st.integers(8, 50),
+    st.integers(1, 60),
+    st.sampled_from([None, 1, 3, 20]),
+)
 def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
-    data: st.DataObject, page_size: int, num_pages: int, num_host_pages: int
+    data: st.DataObject,
+    page_size: int,
+    num_pages: int,
+    num_host_pages: int,
+    offloads_per_plan: int | None,
 ) -> None:
     """Beside the audit: every page holds what its tokens say, as copies move it."""
-    kv = make(num_pages, num_host_pages, page_size=page_size)
+    kv = make(num_pages, num_host_pages, page_size=page_size, offloads_per_plan=offloads_per_plan)
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=7 * page_size)
     namespaces = st.sampled_from([b"", b"a"])
     device: dict[int, object] = {}  # what each page holds
@@ -255,7 +407,8 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
             tokens, namespace = data.draw(prompts), data.draw(namespaces)
             key = pack_tokens(tokens)
             lease = kv.acquire(key, len(tokens), namespace)
-            if kv.reserve(lease, len(tokens)) is None:
+            num_beside = data.draw(st.sampled_from([None, 0, 4]))
+            if kv.reserve(lease, len(tokens), num_beside=num_beside) is None:
                 kv.close(lease)
             else:
                 launch(step)
@@ -278,3 +431,5 @@ def test_any_sequence_of_leases_and_loads_keeps_every_page_accounted_for(
         kv.landed(load)
     kv.audit(1 << 30)
     assert kv.num_available == num_pages - 1
+    assert any(kv.take_copies(1 << 29) is None for _ in range(100)), "it copies for ever"
+    kv.audit(1 << 30)

@@ -60,13 +60,13 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     gate.set()
     assert ends.get() == (1, 2)
     gate.clear()
-    cache.queue(Copies(loads=(Load(1, (3,), (7,)),)))
+    cache.queue(Copies(loads=(Load(1, (3,), (7,)),)))()
     transfer(Transfer(2, False, KEYS[:1], (3,)))  # overwrites what is being loaded
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.05)
     gate.set()
     assert ends.get() == (2, 1)
-    cache.queue(Copies(loads=(Load(2, (3,), (8,)),)))[2].wait()
+    cache.queue(Copies(loads=(Load(2, (3,), (8,)),)))()[2].wait()
     assert holds(kv, 7, 5.0) and holds(kv, 8, 6.0)
     traffic = cache.traffic()
     assert (traffic.writes.num_pages, traffic.reads.num_pages) == (2, 1)

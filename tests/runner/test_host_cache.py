@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.host_cache_cases import cache_of, check_copies, holds, write
 from support.slow_lanes import SlowLane
 
@@ -17,7 +19,7 @@ from minisgl.models.registry import read_model_config
 from minisgl.runner import host_cache
 from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
 from minisgl.runner.facts import device_facts, memory_bytes
-from minisgl.runner.host_cache import HostCache, Slabs, staging_bytes
+from minisgl.runner.host_cache import HostCache, Ring, Slabs, offloads_per_plan, staging_bytes
 from minisgl.runner.lanes import Lanes
 
 CPU = torch.device("cpu")
@@ -30,6 +32,7 @@ def test_pages_travel_in_the_order_of_plans(
     make_lane: type[SlowLane], pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_cache, "PIECE_BYTES", pages_per_piece * PAGE_BYTES)
+    monkeypatch.setattr(host_cache, "LOAD_BYTES", 2 * PAGE_BYTES)
     monkeypatch.setattr(host_cache, "SLAB_BYTES", 7 * PAGE_BYTES)
     monkeypatch.setattr(host_cache, "NUM_STAGED", 2)
     cache = check_copies(CPU, make_lane)
@@ -56,22 +59,58 @@ def test_a_load_waits_for_the_offload_of_its_own_pages_only() -> None:
     gates[1].set()
     write(kv, 1, 5.0)
     cache.queue(Copies(offloads=((1, 3),)))
-    cache.queue(Copies(loads=(Load(1, (3,), (2,)),)))[1].wait()
+    cache.queue(Copies(loads=(Load(1, (3,), (2,)),)))()[1].wait()
     assert holds(kv, 2, 5.0)
     gates[0].clear()  # the lane of offloads stands still
     cache.queue(Copies(offloads=((1, 4),)))
-    cache.queue(Copies(loads=(Load(2, (3,), (6,)),)))[2].wait()
+    cache.queue(Copies(loads=(Load(2, (3,), (6,)),)))()[2].wait()
     assert holds(kv, 6, 5.0)
-    blocked = cache.queue(Copies(loads=(Load(3, (4,), (7,)),)))[3]
+    blocked = cache.queue(Copies(loads=(Load(3, (4,), (7,)),)))()[3]
     assert not blocked.is_reached()
     gates[0].set()
     blocked.wait()
     assert holds(kv, 7, 5.0)
 
 
+class FakeMark:
+    def __init__(self, number: int, reached: list[int]) -> None:
+        self.number = number
+        self._reached = reached
+
+    def is_reached(self) -> bool:
+        return self.number < self._reached[0]
+
+    def wait(self) -> None:
+        raise AssertionError("the ring waits for nothing itself")
+
+    def seconds(self) -> float:
+        return 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=40))
+def test_no_piece_is_staged_over_one_that_has_not_been_copied(
+    pieces: list[tuple[int, int]],
+) -> None:
+    num_rows, reached = 12, [0]
+    ring = Ring(torch.arange(num_rows)[:, None])
+    staged: list[set[int]] = []
+    for size, num_reached in pieces:
+        packed, last = ring.take(size)
+        rows = {int(row) for row in packed}
+        assert len(rows) == size
+        free = reached[0] if last is None else last.number + 1  # type: ignore[attr-defined]
+        assert all(rows.isdisjoint(others) for others in staged[free:])
+        under_way = set[int]().union(*staged[reached[0] :])
+        assert last is None or not rows.isdisjoint(under_way)
+        ring.leave(size, FakeMark(len(staged), reached))
+        staged.append(rows)
+        reached[0] = max(free, min(len(staged), reached[0] + num_reached))
+
+
 def test_awaiting_a_load_that_never_began_does_nothing() -> None:
     cache = HostCache(cache_of(CPU), 10, Lanes(CPU))
-    assert cache.queue(Copies(awaits=(7,))) == {}
+    assert cache.queue(Copies(awaits=(7,)))() == {}
 
 
 def test_a_thread_allocates_slabs_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +159,12 @@ def test_gigabytes_become_pages_over_all_ranks() -> None:
     assert resolved() == 0
     assert resolved(host_cache=0.1) == int(0.1e9) // page
     layers = facts.kv_specs("float32")
-    assert staging_bytes(layers, 16) <= 9 * host_cache.PIECE_BYTES
+    assert 300 << 20 < staging_bytes(layers, 16, 10**9) <= 5 * host_cache.PIECE_BYTES
+    for num_host_pages in (10, 23, 1000):
+        staged = staging_bytes(layers, 16, num_host_pages) // page
+        assert staged <= num_host_pages
+        assert offloads_per_plan(layers, 16, num_host_pages) == staged * 2 // 5
+    assert offloads_per_plan(layers, 16, 1) == 2
 
 
 @pytest.mark.parametrize(

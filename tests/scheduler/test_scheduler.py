@@ -20,7 +20,7 @@ from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -80,6 +80,7 @@ class Harness:
     num_stages: int = 1
     look_ahead: bool = True
     num_host_pages: int = 0
+    offloads_per_plan: int | None = None
     load_rule: LoadRule = ALWAYS
     disk: FakeDisk | None = None
     endings: dict[str, int] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Harness:
             page_size=self.page_size,
             cache_type=self.cache_type,
             num_host_pages=self.num_host_pages,
+            offloads_per_plan=self.offloads_per_plan,
             load_rule=self.load_rule,
             disk=None if self.disk is None else Disk(self.disk, b"model"),
         )
@@ -134,6 +136,7 @@ class Harness:
             self.plans.append(plan)
             self.check_namespaces(plan)
             self.check_lag(plan)
+            self.check_offloads(plan)
         self.scheduler.audit()
         return plan
 
@@ -168,6 +171,17 @@ class Harness:
         assert all(self.sampled[slot] <= plan.step - plan.lag for slot in plan.decode_slots)
         sampling = [chunk.slot for chunk in plan.chunks if chunk.samples]
         self.sampled |= dict.fromkeys((*plan.decode_slots, *sampling), plan.step)
+
+    def check_offloads(self, plan: StepPlan) -> None:
+        """A plan with decode rows offloads no more than it may, but for the rows' own pages."""
+        if self.offloads_per_plan is None or plan.copies is None or not plan.decode_slots:
+            return
+        joined = {join.slot for join in plan.joins}
+        granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
+        num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        most = self.offloads_per_plan + num_computed // self.page_size
+        piece = max(1, self.num_pages // MIN_PIECES)
+        assert len(plan.copies.offloads) <= max(most, granted + piece)
 
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
@@ -946,6 +960,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         max_run=rng.choice([1, 1, 3]),
         run_seed=seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
+        offloads_per_plan=rng.choice([None, 1, 2, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
     )
     waiting = random_requests(
@@ -1017,6 +1032,7 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
             max_run=rng.choice([1, 1, 3]),
             run_seed=seed,
             num_host_pages=rng.choice([10, 20, 40]),
+            offloads_per_plan=rng.choice([None, 1, 4]),
             disk=disk,
         )
         harness.disk_namespaces = namespaces
@@ -1076,6 +1092,81 @@ def test_a_plan_without_copies_says_nothing_of_them() -> None:
     harness = Harness(num_host_pages=100)
     harness.run(*random_requests(random.Random(0), 3))
     assert all(plan.copies is None for plan in harness.plans)  # the device has room for all
+
+
+def test_a_working_set_inside_the_device_copies_nothing() -> None:
+    harness = Harness(num_pages=80, page_size=2, num_host_pages=100, offloads_per_plan=2)
+    prompts = [list(range(n, n + 9)) for n in range(0, 120, 10)]
+    for turn in range(3):
+        harness.run(*(make_request(f"{turn}-{p[0]}", p, 2, ignore_eos=True) for p in prompts))
+    assert all(plan.copies is None for plan in harness.plans)
+
+
+def filled(**options: Any) -> Harness:
+    """With a prompt of 20 pages in host memory, and more than 35 uncopied pages on the device,
+    while a request decodes."""
+    harness = Harness(
+        page_size=2,
+        num_pages=41,
+        num_host_pages=200,
+        max_prefill_length=64,
+        conservativeness=0.01,
+        **options,
+    )
+    wanted = make_request("first", list(range(40)), 2, ignore_eos=True)
+    harness.run(wanted, make_request("evicts", [3] * 70, 1))
+    decodes = make_request("decodes", [9], 60, ignore_eos=True)
+    harness.scheduler.submit(decodes)
+    harness.launch()
+    harness.settle()
+    return harness
+
+
+@pytest.mark.parametrize("offloads_per_plan", [None, 3])
+def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
+    offloads_per_plan: int | None,
+) -> None:
+    harness = filled(offloads_per_plan=offloads_per_plan)
+    again = make_request("again", list(range(40)), 4, ignore_eos=True)
+    harness.scheduler.submit(again)
+    sizes, waits = list[int](), 0
+    while harness.scheduler._queued:
+        plan = harness.launch()
+        assert plan is not None and plan.decode_slots  # nobody else waits
+        waits += not plan.joins
+        sizes.append(0 if plan.copies is None else len(plan.copies.offloads))
+        harness.settle()
+    if offloads_per_plan is None:
+        assert waits == 0 and sizes[0] > 10
+    else:
+        assert 3 < waits < 10 and max(sizes) == 3
+    harness.run()
+    check_output(again)
+    assert again.num_host_tokens > 20
+
+
+def test_a_request_that_computes_as_much_as_it_displaces_joins_at_once() -> None:
+    harness = filled(offloads_per_plan=3)
+    other = make_request("other", list(range(60, 90)), 4, ignore_eos=True)
+    harness.scheduler.submit(other)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None and plan.decode_slots
+    assert plan.joins and 3 < len(plan.copies.offloads) <= 3 + 15
+    harness.run()
+    check_output(other)
+
+
+def test_a_request_joins_at_once_where_nobody_decodes() -> None:
+    harness = filled(offloads_per_plan=3)
+    [decodes] = harness.scheduler._running.values()
+    harness.scheduler.cancel(decodes.request)
+    again = make_request("again", list(range(40)), 4, ignore_eos=True)
+    harness.scheduler.submit(again)
+    plan = harness.launch()
+    assert plan is not None and plan.copies is not None
+    assert plan.joins and len(plan.copies.offloads) > 10
+    harness.run()
+    check_output(again)
 
 
 def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:

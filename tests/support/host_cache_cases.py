@@ -62,10 +62,11 @@ def check_copies(device: torch.device, make_lane: Callable[[Lanes], CopyLane]) -
             load = Load(step, tuple(wanted), tuple(taken))
             awaits = tuple(found.id for found, _ in landed)
             offloads = tuple(zip(pages, targets, strict=True))
-            last = cache.queue(Copies(offloads, (load,) if wanted else (), awaits))
+            begin = cache.queue(Copies(offloads, (load,) if wanted else (), awaits))
             free = [page for page in free if page not in taken]
             for page in set(pages) & set(free):
                 write(kv, page, -1.0)  # the step itself writes there
+            last = begin()
             for found, values in landed:
                 there = zip(found.pages, values, strict=True)
                 assert all(holds(kv, page, value) for page, value in there), "read too early"
