@@ -176,7 +176,11 @@ class PageServer:
             if not self._num_free.acquire(blocking=False):
                 peer.close()
                 continue
-            threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                peer.close()
+                self._num_free.release()
 
     def _serve(self, peer: socket.socket) -> None:
         # For a peer that has gone, or an engine that is being closed, there is nothing to do.
