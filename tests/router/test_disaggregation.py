@@ -22,10 +22,11 @@ from support.processes import (
 )
 from support.serving_processes import demo
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, memory
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
-from minisgl.router.process import with_pages_shared
+from minisgl.router.process import Commands, RouterProcess, with_pages_shared
+from minisgl.server.config import ServerConfig
 
 PATH = "/v1/completions"
 NUM_TOKENS = 600  # of a prompt, whose text in a body is long enough for a transfer
@@ -187,22 +188,34 @@ def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str)
         RouterConfig(**{"replicas": 2, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"pp": 2}, "--pp 2"),
-        ({"tp": 2, "nnodes": 2}, "--nnodes 2"),
-    ],
-)
-def test_engines_that_cannot_exchange_pages_are_refused(
-    options: dict[str, Any], reason: str
+@pytest.mark.parametrize("roles", ["", "prefill,decode"])
+def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: str) -> None:
+    def make(**options: Any) -> RouterProcess:
+        router = RouterConfig(replicas=2, roles=roles)
+        engine = EngineConfig(device="cpu", **options)
+        return RouterProcess(engine, ServerConfig(), router, Commands((), ()))
+
+    with pytest.raises(ConfigError, match="--nnodes 2: replicas are on one node; allowed: 1"):
+        make(tp=2, nnodes=2)
+    if roles:
+        with pytest.raises(ConfigError, match=r"--pp 2: replicas with --roles .*; allowed: 1"):
+            make(pp=2)
+    else:
+        make(pp=2)
+    make(tp=2)
+
+
+def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{reason}: not for replicas with --roles; allowed: 1"):
-        with_pages_shared(EngineConfig(device="cpu", **options), 2)
-
-
-def test_pages_travel_through_a_host_cache_that_fits_the_machine() -> None:
     assert with_pages_shared(EngineConfig(host_cache=3.0), 2).host_cache == 3.0
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen
+    limits = [tmp_path / "memory.max", tmp_path / "limit_in_bytes"]
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", limits)
+    for limit, gb in zip(limits, (1.0, 0.5), strict=True):
+        limit.write_text(f"{int(gb * 1e9)}\n")
+        assert with_pages_shared(EngineConfig(), 2).host_cache == gb / 4
+    limits[1].write_text("max\n")
+    assert with_pages_shared(EngineConfig(), 2).host_cache == 0.25
