@@ -203,6 +203,8 @@ def connection(address: str, token: bytes) -> Iterator[socket.socket]:
     as TransferError."""
     try:
         where = Address.parse(address)
+        if not (token or where.is_private()):
+            raise TransferError("beyond this machine engines need a shared secret")
         family, target = where.resolve()
         with socket.socket(family, socket.SOCK_STREAM) as peer:
             _limit_waiting(peer)

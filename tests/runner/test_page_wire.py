@@ -94,6 +94,8 @@ def test_tcp_is_for_those_who_know_the_token(caplog: pytest.LogCaptureFixture) -
         ask(address, [memoryview(got)], TOKEN)
         assert got == b"secret"
     assert "it has another cluster token" in caplog.text
+    with pytest.raises(TransferError, match="need a shared secret"):
+        ask("192.0.2.1:4000", [])
 
 
 @pytest.mark.parametrize(
