@@ -71,6 +71,7 @@ def test_pages_arrive_as_they_are_whatever_their_pieces(tmp_path: Path, kind: st
     with served(where, [memoryview(sent)[:1000], memoryview(sent)[1000:]]) as (address, words):
         ask(address, pieces)
         assert bytes(got) == sent and words == ["pages"]
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
     with pytest.raises(TransferError):
         ask(address, pieces)
     assert not [*tmp_path.iterdir()]
