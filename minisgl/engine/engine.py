@@ -498,7 +498,9 @@ class AsyncEngine:
                 if settled.masked:
                     self._follow(settled.masked)
                 if self._deferred is not None:
-                    self._sample(*self._deferred)
+                    plan, handle = self._deferred
+                    if self._scheduler.can_fill_masks(plan):
+                        self._sample(plan, handle)
                 self._launch_steps()
                 self._hand_out(settled, now)
                 if self._transfers is not None:
@@ -545,7 +547,7 @@ class AsyncEngine:
                 self._scheduler.finish(request, request.num_output_tokens)
 
     def _sample(self, plan: StepPlan, handle: Any) -> None:
-        """Let the rest of a deferred plan follow: the steps before it are settled."""
+        """Let the rest of a deferred plan follow, whose masks can be filled."""
         self._deferred = None
         try:
             self._runner.sample(handle, self._fill_masks(plan))

@@ -139,6 +139,11 @@ class Scheduler:
         """The step of the oldest plan in flight."""
         return self._launched[0].step if self._launched else None
 
+    def can_fill_masks(self, plan: StepPlan) -> bool:
+        """Whether all tokens that the masks of a plan in flight depend on are settled."""
+        oldest = self.next_to_settle
+        return oldest is not None and oldest > plan.step - plan.lag
+
     def masked_requests(self, step: int) -> list[Request]:
         """The requests of a plan in flight whose rows need masks, in the order of masked_slots.
 
@@ -239,7 +244,7 @@ class Scheduler:
             self._admit(draft)
         group, lag = self._next_group(draft)
         if not (group.rows or draft.chunks or draft.joins or self.kv.is_copying_out):
-            self._hold_grants(draft)
+            self._hold_grants(draft.grants)  # all decode rows are in flight
             return None
 
         self._step = draft.step
@@ -381,6 +386,7 @@ class Scheduler:
             max_run,
             masked,
             draft.loading,
+            draft.grants,
         )
 
     def _add_chunk(self, running: Running, draft: _Draft) -> None:
@@ -423,12 +429,11 @@ class Scheduler:
                 self._retract(self._victim())
         self._wants_page = []
 
-    def _hold_grants(self, draft: _Draft) -> None:
-        """Keep the grants of a draft that computes nothing, as all decode rows are in flight."""
+    def _hold_grants(self, grants: Iterable[PageGrant]) -> None:
+        """Keep grants of running requests for the next plan, before those that are kept already."""
         owners = {running.slot: running for running in self._running.values()}
-        self._held_grants = [
-            (owners[grant.slot], grant) for grant in draft.grants if grant.slot in owners
-        ]
+        held = [(owners[grant.slot], grant) for grant in grants if grant.slot in owners]
+        self._held_grants = held + self._held_grants
 
     def _victim(self) -> Running:
         """The running request to retract: the newest of the client with the most running requests.
@@ -707,6 +712,7 @@ class Scheduler:
                 if not running.request.finished:
                     self._end(running.request, FinishReason.ERROR, error)
                     failed.append(running.request)
+        self._hold_grants(grant for launched in lost for grant in launched.grants)
         self.kv.drop_written_since(step)
         return failed
 

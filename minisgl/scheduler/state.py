@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from minisgl.kvcache.manager import Lease
 from minisgl.kvcache.prefix import pack_tokens
 from minisgl.request import Request
+from minisgl.scheduler.plan import PageGrant
 
 
 @dataclass(slots=True, eq=False)
@@ -98,3 +99,4 @@ class Launched:
     max_run: int  # of the plan
     masked: Sequence[Running] = ()  # of the plan's masked_slots
     loading: Sequence[Running] = ()  # requests that join with pages on their way
+    grants: Sequence[PageGrant] = ()  # in a pipeline also to requests without a row

@@ -182,6 +182,21 @@ async def test_a_failed_step_takes_its_deferred_successor_with_it(where: str) ->
         assert not engine._watch.in_flight
 
 
+@pytest.mark.parametrize("step", range(3, 15))
+async def test_a_step_of_a_pipeline_that_fails_spoils_no_mask_of_others(step: int) -> None:
+    """The plan after it may be blind for another step than the next one to be settled."""
+    runner = ScriptedRunner(4)
+    runner.fail_at = frozenset({step})
+    async with engine_on(runner, pp=2) as engine:
+        prompts = [[5, 6, index] for index in range(4)]
+        streams = [engine.submit(p, params(), matcher=FakeMatcher(RULE)) for p in prompts]
+        got = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+    failed = [tokens for tokens in got if isinstance(tokens, BaseException)]
+    assert 0 < len(failed) < 4 and all(isinstance(each, StepError) for each in failed)
+    for prompt, tokens in zip(prompts, got, strict=True):
+        assert tokens in failed or tokens == expect(prompt, 20, RULE)
+
+
 async def test_an_engine_closes_while_sampling_is_deferred() -> None:
     runner = ScriptedRunner(4)
     async with engine_on(runner) as engine:
