@@ -122,7 +122,7 @@ class _Answer:
         """Ask `replica`; returns whether it has answered, or raises UpstreamLostError."""
         self._fleet.num_sent[replica.index] += 1
         try:
-            self._upstream = upstream = await replica.connect()
+            upstream = await self._connect(replica)
             method = self._scope["method"]
             relays = self._scope["http_version"] == "1.1" and method != "HEAD"
             head = await upstream.ask(request, relays=relays, has_body=method != "HEAD")
@@ -148,7 +148,7 @@ class _Answer:
         self._fleet.num_sent[replica.index] += 1
         try:
             async with asyncio.timeout(PREFILL_S):
-                self._upstream = upstream = await replica.connect()
+                upstream = await self._connect(replica)
                 asked = with_header(request, PREFILL, b"1")
                 head = await upstream.ask(asked, relays=False)
                 body = b"".join([piece async for piece in upstream.pieces()])
@@ -162,6 +162,13 @@ class _Answer:
         if not self._leaving.done():
             self._fleet.num_prefills[outcome] += 1
         return outcome == DONE
+
+    async def _connect(self, replica: Replica) -> Upstream:
+        """A connection, closed when the client leaves; raises UpstreamLostError if it has left."""
+        self._upstream = upstream = await replica.connect()
+        if self._leaving.done():
+            raise UpstreamLostError
+        return upstream
 
     def _give_back(self, replica: Replica) -> None:
         if self._upstream is not None:

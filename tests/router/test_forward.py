@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import httpx
 import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
-from support.routing import routing
+from support.routing import front, routing
 
 from minisgl.router.fleet import ReplicaState
-from minisgl.router.policies import ROUND_ROBIN
+from minisgl.router.policies import DECODE, PREFILL, ROUND_ROBIN
+from minisgl.server.process import new_event_loop
 
 CHAT = "/v1/chat/completions"
 ASKED: Any = {"messages": HELLO, "max_tokens": 20, "seed": 3}
@@ -80,6 +84,45 @@ async def test_a_request_whose_client_leaves_ends_on_its_replica(tmp_path: Path)
             await client.post(CHAT, json=asked, timeout=0.1)
         await until(lambda: len(engine.aborted) == 2)
         await until(lambda: fleet.num_open == 0)
+
+
+@pytest.mark.parametrize("roles", [("", ""), (PREFILL, DECODE)])
+def test_a_request_whose_client_leaves_before_its_replica_is_reached_is_not_sent(
+    roles: tuple[str, str], tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / f"replica-{index}.sock") for index in range(2)]
+    body = json.dumps({"messages": [{"role": "user", "content": "long " * 1000}]})
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+
+    async def leave() -> None:
+        async with front(paths) as (url, fleet), httpx.AsyncClient(base_url=url) as client:
+            for replica, role in zip(fleet.replicas, roles, strict=True):
+                replica.role = role
+            left = socket.create_connection(("127.0.0.1", client.base_url.port))
+            left.sendall((head + body).encode())
+            await until(lambda: fleet.num_open > 0)
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", True, 0))
+            left.close()
+            assert (await client.get("/version")).status_code == 200  # noticed after the end
+            listeners[0].accept()[0].close()  # there is room
+            await until(lambda: fleet.num_open == 0)
+            assert fleet.num_prefills.total() == 0
+            fleet.replicas[0].idle.pop().abort()
+
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
+        for path, listener in zip(paths, listeners, strict=True):
+            listener.bind(path)
+            listener.listen(0)
+            listener.setblocking(False)
+        # No replica takes connections, and the first has no room for one more that waits.
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(paths[0])
+        loop = stack.enter_context(contextlib.closing(new_event_loop()))  # the server's own waits
+        loop.run_until_complete(leave())
+        reached = stack.enter_context(listeners[0].accept()[0])
+        assert reached.recv(1) == b""
+        with pytest.raises(BlockingIOError):
+            listeners[1].accept()
 
 
 async def test_a_slow_reader_stops_the_router_reading(tmp_path: Path) -> None:
