@@ -132,6 +132,7 @@ class Forward:
         """Relay an answer. Its head waits for what follows, so that an engine that ends before can
         be replaced by another; an answer that has begun ends with an error."""
         has_begun = False
+        sent = b""
         for _ in range(MAX_ATTEMPTS):
             try:
                 async with aclosing(self._engines.ask(key, request)) as answer:
@@ -143,6 +144,7 @@ class Forward:
                             await send(_start(head))
                             has_begun = True
                         await send({"type": "http.response.body", "body": part, "more_body": True})
+                        sent = part
                 if not has_begun:
                     await send(_start(head))
                 await send({"type": "http.response.body", "body": b""})
@@ -154,7 +156,7 @@ class Forward:
         if not has_begun:
             raise error
         log_failure(request_id(scope), 200, error)
-        await send({"type": "http.response.body", "body": last_events(scope, error)})
+        await send({"type": "http.response.body", "body": last_events(scope, error, sent)})
 
 
 async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:

@@ -19,7 +19,7 @@ from minisgl.router.connection import connection_of
 from minisgl.router.failures import ReplicaLostError, last_events
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica
 from minisgl.router.keys import route_key
-from minisgl.router.upstream import Head, Headers, Upstream, UpstreamLostError
+from minisgl.router.upstream import END_OF_EVENT, Head, Headers, Upstream, UpstreamLostError
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import client_of
 from minisgl.server.bodies import read_bytes
@@ -80,7 +80,7 @@ class _Answer:
         self._send = send
         self._leaving = leaving
         self._has_begun = False  # the head has been sent
-        self._has_events = False  # and events with it
+        self._sent = b""  # the last whole events of a stream that were sent
         self._upstream: Upstream | None = None  # while it is asked
         self._refusal: tuple[Head, bytes] | None = None  # of a replica that takes no requests
 
@@ -105,7 +105,7 @@ class _Answer:
             except UpstreamLostError:
                 if self._leaving.done():
                     return
-                if self._has_events:
+                if self._sent:
                     break
             finally:
                 replica.num_open -= 1
@@ -190,11 +190,16 @@ class _Answer:
                 await upstream.relay(connection)
             finally:
                 connection.upstream = None
-                self._has_events = upstream.num_relayed > 0
+                self._sent = upstream.last_relayed
         else:
+            held = b""
             async for piece in upstream.pieces():
-                self._has_events = True
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                events, end, held = (held + piece).rpartition(END_OF_EVENT)
+                if end:
+                    self._sent = sent = events + end
+                    await self._send(
+                        {"type": "http.response.body", "body": sent, "more_body": True}
+                    )
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, head: Head) -> None:
@@ -204,7 +209,7 @@ class _Answer:
 
     async def _end_with(self, error: MinisglError) -> None:
         log_failure(request_id(self._scope), 200, error)
-        last = last_events(self._scope, error)
+        last = last_events(self._scope, error, self._sent)
         await self._send({"type": "http.response.body", "body": last})
 
 

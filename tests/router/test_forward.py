@@ -7,11 +7,15 @@ import contextlib
 import json
 import socket
 import struct
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
+from openai.types.responses import ResponseErrorEvent
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
 from support.routing import front, routing
@@ -30,6 +34,19 @@ def texts(lines: list[str]) -> str:
     assert events[-1] == "[DONE]"
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+@contextlib.asynccontextmanager
+async def asked_as_http_1_0(
+    url: str, path: str, asked: dict[str, Any]
+) -> AsyncIterator[asyncio.StreamReader]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(asked).encode()
+    head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    yield reader
+    writer.close()
 
 
 async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) -> None:
@@ -57,14 +74,11 @@ async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) 
 
 
 async def test_an_http_1_0_client_gets_a_stream_without_chunks(tmp_path: Path) -> None:
-    async with routing(tmp_path, FakeEngine()) as (url, _, _replicas):
-        host, _, port = url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps({**ASKED, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    async with (
+        routing(tmp_path, FakeEngine()) as (url, _, _replicas),
+        asked_as_http_1_0(url, CHAT, {**ASKED, "stream": True}) as reader,
+    ):
         answer = (await reader.read()).decode()
-        writer.close()
     head, _, rest = answer.partition("\r\n\r\n")
     assert "chunked" not in head
     assert texts(rest.splitlines()) == "defghijklmnopqrstuvw"
@@ -285,3 +299,39 @@ async def test_streams_of_every_api_end_as_they_should_or_with_an_error_of_their
             replicas.kill(0)
             *_, last = [line async for line in lines if line]
         assert last.startswith(failure)
+
+
+async def test_the_clients_of_every_api_understand_the_error_of_a_replica_that_ends(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(answer_length=800, interval=0.005)
+    hello: Any = HELLO
+    async with (
+        routing(tmp_path, engine) as (url, _, replicas),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as of_openai,
+        anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as of_anthropic,
+        asked_as_http_1_0(url, "/v1/responses", {"input": "hello", "stream": True}) as old,
+    ):
+        response = await of_openai.responses.create(model="fake", input="hello", stream=True)
+        chat = await of_openai.chat.completions.create(model="fake", messages=hello, stream=True)
+        message = await of_anthropic.messages.create(
+            model="fake", messages=hello, max_tokens=900, stream=True
+        )
+        for stream in (chat, message):
+            await anext(aiter(stream))  # type: ignore[arg-type]
+        await old.readuntil(b"output_text.delta")
+        numbers = list[int]()
+        async for event in response:
+            numbers.append(event.sequence_number)
+            if len(numbers) == 9:
+                replicas.kill(0)
+        assert numbers == [*range(len(numbers))]
+        error = ResponseErrorEvent.model_validate(event.to_dict())
+        assert error.code == "replica_lost"
+        with pytest.raises(openai.APIError, match="send the request again"):
+            [chunk async for chunk in chat]
+        with pytest.raises(anthropic.APIStatusError, match="send the request again"):
+            [each async for each in message]
+        *_, before, last = (await old.read()).decode().rstrip().split("\n\n")
+        number = json.loads(before.partition("data: ")[2])["sequence_number"] + 1
+        assert last.startswith("event: error\n") and f'"sequence_number":{number}}}' in last
