@@ -618,6 +618,7 @@ def test_rates_of_the_second_view_count_on_where_a_replica_starts_again(page: Pa
         name = "minisgl_step_seconds_bucket"
         pages = {
             replica: (
+                "# TYPE minisgl_generated_tokens counter\n"
                 f"minisgl_generated_tokens_total {count}.0\n"
                 f'{name}{{le="1.0"}} {count / 2}\n{name}{{le="10.0"}} {count}.0\n'
                 f'{name}{{le="+Inf"}} {count}.0\nminisgl_running_requests 2.0\n'
