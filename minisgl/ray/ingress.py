@@ -13,13 +13,11 @@ from importlib import metadata
 from typing import Protocol
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from minisgl.errors import MinisglError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
 from minisgl.router.app import RouterHealth
 from minisgl.router.failures import ReplicaLostError, last_events
@@ -28,15 +26,12 @@ from minisgl.router.keys import route_key
 from minisgl.router.metrics import join_pages
 from minisgl.server import schemas
 from minisgl.server.access_log import log_failure, request_id
-from minisgl.server.app import middleware_of
+from minisgl.server.app import application, middleware_of
 from minisgl.server.auth import client_of
-from minisgl.server.bodies import BodyBudget, read_bytes
+from minisgl.server.bodies import read_bytes
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.error_responses import (
-    answer_disconnect,
-    answer_error,
-    answer_http_exception,
     json_response,
 )
 from minisgl.server.hosts import Hosts
@@ -85,23 +80,16 @@ def create_ingress_app(
         page = join_pages(await engines.metrics(), "replica")
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
-    app = Starlette(
-        routes=[
+    return application(
+        [
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", metrics),
             *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
             Route("/{path:path}", Forward(engines)),
         ],
-        middleware=middleware_of(config, responses, hosts),
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
+        middleware_of(config, responses, hosts),
     )
-    app.state.bodies = BodyBudget()
-    return app
 
 
 class Forward:
