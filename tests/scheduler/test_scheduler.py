@@ -930,13 +930,12 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
     run_schedule(harness, waiting, rng)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32))
-def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
-    """Many prompts share few prefixes, of which the device holds one or two at a time."""
-    rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4])
-    harness = Harness(
+def cramped_harness(
+    rng: random.Random, seed: int, page_size: int | None = None, **options: Any
+) -> Harness:
+    """A harness whose device has room for a few prompts only, and otherwise any."""
+    page_size = page_size or rng.choice([1, 2, 4])
+    return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
         num_slots=rng.randint(1, 6),
@@ -945,6 +944,18 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
         max_run=rng.choice([1, 1, 3]),
         run_seed=seed,
+        **options,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
+    """Many prompts share few prefixes, of which the device holds one or two at a time."""
+    rng = random.Random(seed)
+    harness = cramped_harness(
+        rng,
+        seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
     )
@@ -1003,21 +1014,12 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
     """Two schedulers, one after the other, on one disk; some of its pages get lost."""
     rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4])
     disk = FakeDisk()
+    page_size = rng.choice([1, 2, 4])
     namespaces: dict[bytes, bytes] = {}
     for _ in range(2):
-        harness = Harness(
-            page_size=page_size,
-            num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
-            num_slots=rng.randint(1, 6),
-            max_prefill_length=rng.choice([3, 7, 64]),
-            policy=rng.choice(["fcfs", "lpm"]),
-            conservativeness=rng.choice([0.01, 0.1, 1.0]),
-            max_run=rng.choice([1, 1, 3]),
-            run_seed=seed,
-            num_host_pages=rng.choice([10, 20, 40]),
-            disk=disk,
+        harness = cramped_harness(
+            rng, seed, page_size=page_size, num_host_pages=rng.choice([10, 20, 40]), disk=disk
         )
         harness.disk_namespaces = namespaces
         waiting = random_requests(
