@@ -935,6 +935,7 @@ def cramped_harness(
 ) -> Harness:
     """A harness whose device has room for a few prompts only, and otherwise any."""
     page_size = page_size or rng.choice([1, 2, 4])
+    num_stages = rng.choice([1, 1, 2, 4])
     return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
@@ -942,8 +943,10 @@ def cramped_harness(
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 3]),
+        max_run=rng.choice([1, 1, 3]) if num_stages == 1 else 1,
         run_seed=seed,
+        num_stages=num_stages,
+        look_ahead=rng.choice([True, False]),
         **options,
     )
 
