@@ -242,6 +242,7 @@ class Upstream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _finish(self) -> None:
+        self.last_relayed = b""  # idle connections hold no memory
         self._release()
         self.resume()
         if not self._end.done():

@@ -69,9 +69,11 @@ async def front(
         app = create_router_app(fleet, config)
         server = Server(http_settings(app, connection=ClientConnection), Immortal())
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet
-        server.should_exit = True
-        await task
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet
+        finally:
+            server.should_exit = True
+            await task
 
 
 @contextlib.asynccontextmanager
