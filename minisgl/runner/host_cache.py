@@ -128,7 +128,7 @@ class Slabs:
 
 
 @dataclass(slots=True)
-class _Stage:
+class _Staging:
     """Room for a piece of an offload on the device."""
 
     packed: Tensor  # [pages per piece, page_bytes] uint8
@@ -159,7 +159,7 @@ class HostCache:
         def stage() -> Tensor:
             return torch.empty((self._piece, page_bytes), dtype=torch.uint8, device=lanes.device)
 
-        self._stages = [_Stage(stage()) for _ in range(NUM_STAGED)]
+        self._stages = [_Staging(stage()) for _ in range(NUM_STAGED)]
         self._next_stage = itertools.cycle(self._stages)
         self._arriving = stage()  # a piece of a load
         self._down, self._up = make_lane(lanes), make_lane(lanes)
