@@ -4,10 +4,10 @@ The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model
 each step reads every weight once, each decoded token reads the keys and values of everything before
 it, and each token is multiplied by the weights.
 
-A kernel computes while it loads, so that the longer of the two counts (`KernelWork`). Kernels run one
-after the other: the products of the layers, the experts, the head and attention of a step add up,
-although they could overlap: the limit is that of engines like this one. With many rows, a decode
-step's products are limited by arithmetic, and its attention by memory.
+A kernel computes while it loads, so that the longer of the two counts (`KernelWork`). Kernels run
+one after the other: the products of the layers, the experts, the head and attention of a step add
+up, although they could overlap: the limit is that of engines like this one. With many rows, a
+decode step's products are limited by arithmetic, and its attention by memory.
 
 Which rows share a step follows from the requests of a run (`Work.of`): each decodes as early as
 possible, as many together as may run. The other steps are one for each prompt at most, whose
