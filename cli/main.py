@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from minisgl.errors import MinisglError
+from minisgl.errors import MinisglError, one_of
 from minisgl.printable import printable
 
 from .bench import bench, bench_compare, bench_latency, bench_serve
@@ -30,6 +30,11 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if (both := " ".join(args[:2])) in self.commands:
             args = [both, *args[2:]]
+        elif len(args) > 1 and not args[1].startswith("-"):
+            verbs = [name for name in self.list_commands(ctx) if name.startswith(f"{args[0]} ")]
+            shown = [name for name in (args[0], *verbs) if not self.commands[name].hidden]
+            if verbs:
+                ctx.fail(f"There is no {both}; {one_of(shown)}")
         return super().resolve_command(ctx, args)
 
 

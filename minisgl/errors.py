@@ -37,7 +37,8 @@ class ConfigError(CallerError):
     """An engine option has a value that cannot be used."""
 
     def __init__(self, option: str, value: object, allowed: str) -> None:
-        super().__init__(f"{option} {value}: {allowed}")
+        """value: True for a flag, of which only the name is shown."""
+        super().__init__(f"{option if value is True else f'{option} {value}'}: {allowed}")
         self.param = option
 
 

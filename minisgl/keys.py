@@ -55,7 +55,8 @@ def _checked(source: str, found: Iterable[str]) -> list[str]:
 
 def _lines(path: str) -> Iterator[str]:
     """The key of each line; raises ConfigError where there is more in it than a key."""
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    text = read_secret(FILE_OPTION, path, holds="the API keys", max_bytes=MAX_FILE_BYTES)
+    for number, line in enumerate(text.splitlines(), 1):
         key, *rest = line.split() or [""]
         if key.startswith("#"):
             continue
@@ -65,21 +66,23 @@ def _lines(path: str) -> Iterator[str]:
         yield key
 
 
-def _read(path: str) -> str:
-    allowed = f"allowed: a text of up to {MAX_FILE_BYTES >> 10} KiB"
+def read_secret(option: str, path: str, *, holds: str, max_bytes: int) -> str:
+    """The text of the file that `option` names. holds: what is in it, for a warning where everybody
+    can read it. Raises ConfigError."""
+    allowed = f"allowed: a text of up to {max_bytes >> 10} KiB"
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(FILE_OPTION, path, f"too large; {allowed}")
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ConfigError(option, path, f"too large; {allowed}")
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(FILE_OPTION, path, f"{error.strerror}; {allowed}") from error
+        raise ConfigError(option, path, f"{error.strerror}; {allowed}") from error
     except UnicodeDecodeError:
-        raise ConfigError(FILE_OPTION, path, f"not UTF-8; {allowed}") from None
+        raise ConfigError(option, path, f"not UTF-8; {allowed}") from None
     except ValueError:  # a path with a null character
-        raise ConfigError(FILE_OPTION, repr(path), f"not a path; {allowed}") from None
+        raise ConfigError(option, repr(path), f"not a path; {allowed}") from None
     if mode & stat.S_IROTH:
-        logger.warning("Everybody on this machine can read the API keys in %s", path)
+        logger.warning("Everybody on this machine can read %s in %s", holds, path)
     return text

@@ -4,10 +4,10 @@ The roofline (Williams et al., "Roofline: An Insightful Visual Performance Model
 each step reads every weight once, each decoded token reads the keys and values of everything before
 it, and each token is multiplied by the weights.
 
-A kernel computes while it loads, so that the longer of the two counts (`Load`). Kernels run one
-after the other: the products of the layers, the experts, the head and attention of a step add up,
-although they could overlap: the limit is that of engines like this one. With many rows, a decode
-step's products are limited by arithmetic, and its attention by memory.
+A kernel computes while it loads, so that the longer of the two counts (`KernelWork`). Kernels run
+one after the other: the products of the layers, the experts, the head and attention of a step add
+up, although they could overlap: the limit is that of engines like this one. With many rows, a
+decode step's products are limited by arithmetic, and its attention by memory.
 
 Which rows share a step follows from the requests of a run (`Work.of`): each decodes as early as
 possible, as many together as may run. The other steps are one for each prompt at most, whose
@@ -32,7 +32,7 @@ from minisgl.config import DTYPE_BYTES, ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class KernelWork:
     """What the kernels of one kind move and compute, in one step or in several that are alike."""
 
     num_bytes: float
@@ -85,9 +85,9 @@ class Work:
         per_token, per_pair = model.kv_bytes_per_token(kv_dtype), _operations_per_pair(model)
         num_read = sum(map(_num_decode_reads, requests))
         num_decoded = sum(request.num_output_tokens - 1 for request in requests)
-        decode_attention = Load((num_read + num_decoded) * per_token, num_read * per_pair)
+        decode_attention = KernelWork((num_read + num_decoded) * per_token, num_read * per_pair)
         num_pairs = sum(map(_num_prefill_pairs, requests))
-        prefill_attention = Load(num_new * per_token, num_pairs * per_pair)
+        prefill_attention = KernelWork(num_new * per_token, num_pairs * per_pair)
         products, attention = (*decoding, *prefilling), (decode_attention, prefill_attention)
         decode_loads = (*decoding, decode_attention)
         return cls(
@@ -103,8 +103,8 @@ class Work:
 class DecodeStep:
     """The minimum of work of a decode step, averaged over the decode steps of a run."""
 
-    products: tuple[Load, ...]
-    attention: Load
+    products: tuple[KernelWork, ...]
+    attention: KernelWork
 
     @classmethod
     def of(cls, run: RunRecord, model: ModelFacts, *, dtype: str, kv_dtype: str) -> DecodeStep:
@@ -114,7 +114,7 @@ class DecodeStep:
         num_read = sum(map(_num_decode_reads, run.requests)) / num_steps
         return cls(
             products=_decode_products(model, dtype, 1, batch_size),
-            attention=Load(
+            attention=KernelWork(
                 (num_read + batch_size) * model.kv_bytes_per_token(kv_dtype),
                 num_read * _operations_per_pair(model),
             ),
@@ -149,7 +149,7 @@ def prefill_operations(requests: Iterable[RequestRecord], model: ModelFacts) -> 
 
 def _decode_products(
     model: ModelFacts, dtype: str, num_steps: int, batch_size: int
-) -> tuple[Load, ...]:
+) -> tuple[KernelWork, ...]:
     """The products of `num_steps` steps of one row for each of `batch_size` requests."""
     experts = model.experts
     missed = 0.0
@@ -166,17 +166,19 @@ def _products(
     num_rows: int,
     num_sampled: int,
     experts_read: float = 1.0,
-) -> Iterator[Load]:
+) -> Iterator[KernelWork]:
     """The products of steps that have `num_rows` rows together, of which `num_sampled` are sampled,
     and that each read a share of the experts."""
     head_bytes = model.num_head_weights * DTYPE_BYTES[dtype]
     layer_bytes = model.weight_bytes(dtype) - head_bytes
-    yield Load(num_steps * layer_bytes, 2 * model.num_layer_weights * num_rows, in_layers=True)
-    yield Load(num_steps * head_bytes, 2 * model.num_head_weights * num_sampled)
+    yield KernelWork(
+        num_steps * layer_bytes, 2 * model.num_layer_weights * num_rows, in_layers=True
+    )
+    yield KernelWork(num_steps * head_bytes, 2 * model.num_head_weights * num_sampled)
     if (experts := model.experts) is not None:
         num_read = num_steps * experts_read * experts.num_layers * experts.num_experts
         num_bytes = num_read * experts.weight_bytes(dtype)
-        yield Load(num_bytes, 2 * _expert_weights_of_row(model) * num_rows, in_layers=True)
+        yield KernelWork(num_bytes, 2 * _expert_weights_of_row(model) * num_rows, in_layers=True)
 
 
 def _expert_weights_of_row(model: ModelFacts) -> int:

@@ -210,6 +210,5 @@ def refuse_engine_options(config: EngineConfig) -> None:
     for spec in fields(config):
         value = getattr(config, spec.name)
         if spec.name != "model" and value != spec.default:
-            shown = "(given)" if value is True else value
             reason = "is for an engine of its own, and with --url there is none"
-            raise ConfigError(option_names(spec)[0], shown, reason)
+            raise ConfigError(option_names(spec)[0], value, reason)

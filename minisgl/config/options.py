@@ -48,8 +48,12 @@ def refuse(config: Any, name: str, allowed: str) -> NoReturn:
     allowed: the allowed values, or why this one is refused.
     """
     spec = next(spec for spec in fields(config) if spec.name == name)
-    shown = HIDDEN if spec.metadata["secret"] else getattr(config, name)
-    raise ConfigError(option_names(spec)[0], shown, allowed)
+    value = getattr(config, name)
+    if spec.metadata["secret"]:
+        value = HIDDEN
+    elif get_type_hints(type(config))[name] is not bool:
+        value = str(value)  # True is refused for a number, too
+    raise ConfigError(option_names(spec)[0], value, allowed)
 
 
 def check_types(config: Any) -> None:

@@ -386,8 +386,6 @@ def _resolve_host_pages(
         return 0
     if config.cache_type != "radix":
         refuse(config, "host_cache", "it keeps what falls out of --cache-type radix; allowed: 0")
-    if config.pp > 1:
-        refuse(config, "host_cache", "it needs all layers in each rank; allowed with --pp: 0")
     num_bytes = config.host_cache * GB
     most = MAX_HOST_SHARE * device.cpu_bytes
     if device.cpu_bytes and num_bytes > most:

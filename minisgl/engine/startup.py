@@ -170,7 +170,8 @@ def _prepare(config: EngineConfig) -> _Prepared:
 
 def _tell_of_host_cache(config: ResolvedConfig, facts: ModelFacts, rule: LoadRule) -> None:
     num_tokens = config.num_host_pages * config.page_size
-    page_bytes = facts.on_rank(config.tp).kv_bytes_per_token(config.kv_dtype) * config.page_size
+    of_rank = facts.on_rank(config.tp).on_stage(facts.stages(config.pp)[-1])
+    page_bytes = of_rank.kv_bytes_per_token(config.kv_dtype) * config.page_size
     load_s, compute_s = rule.load_s / config.page_size, rule.compute_s / config.page_size
     logger.info(
         "Host cache of %d tokens: a token is loaded in %.2f us (%.1f GB/s per rank), computed in "

@@ -37,7 +37,7 @@ def run(
         from ray import serve
         from ray.serve.exceptions import RayServeException
     except ImportError:
-        refuse(options, "ray", "Ray is missing; pip install 'minisgl[ray]'")
+        refuse(options, "ray", "Ray is not installed; pip install 'minisgl[ray]'")
 
     from minisgl.ray.deployments import build
 

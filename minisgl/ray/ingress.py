@@ -13,13 +13,11 @@ from importlib import metadata
 from typing import Protocol
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from minisgl.errors import MinisglError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
 from minisgl.router.app import RouterHealth
 from minisgl.router.failures import ReplicaLostError, last_events
@@ -28,15 +26,12 @@ from minisgl.router.keys import route_key
 from minisgl.router.metrics import join_pages
 from minisgl.server import schemas
 from minisgl.server.access_log import log_failure, request_id
-from minisgl.server.app import middleware_of
+from minisgl.server.app import application, middleware_of
 from minisgl.server.auth import client_of
-from minisgl.server.bodies import BodyBudget, read_bytes
+from minisgl.server.bodies import read_bytes
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
 from minisgl.server.error_responses import (
-    answer_disconnect,
-    answer_error,
-    answer_http_exception,
     json_response,
 )
 from minisgl.server.hosts import Hosts
@@ -85,23 +80,16 @@ def create_ingress_app(
         page = join_pages(await engines.metrics(), "replica")
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
-    app = Starlette(
-        routes=[
+    return application(
+        [
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", metrics),
             *([] if config.no_ui else page_routes()),  # there while no engine is ready, too
             Route("/{path:path}", Forward(engines)),
         ],
-        middleware=middleware_of(config, responses, hosts),
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
+        middleware_of(config, responses, hosts),
     )
-    app.state.bodies = BodyBudget()
-    return app
 
 
 class Forward:
@@ -132,6 +120,7 @@ class Forward:
         """Relay an answer. Its head waits for what follows, so that an engine that ends before can
         be replaced by another; an answer that has begun ends with an error."""
         has_begun = False
+        sent = b""
         for _ in range(MAX_ATTEMPTS):
             try:
                 async with aclosing(self._engines.ask(key, request)) as answer:
@@ -143,6 +132,7 @@ class Forward:
                             await send(_start(head))
                             has_begun = True
                         await send({"type": "http.response.body", "body": part, "more_body": True})
+                        sent = part
                 if not has_begun:
                     await send(_start(head))
                 await send({"type": "http.response.body", "body": b""})
@@ -154,7 +144,7 @@ class Forward:
         if not has_begun:
             raise error
         log_failure(request_id(scope), 200, error)
-        await send({"type": "http.response.body", "body": last_events(scope, error)})
+        await send({"type": "http.response.body", "body": last_events(scope, error, sent)})
 
 
 async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:

@@ -9,24 +9,18 @@ from importlib import metadata
 
 from msgspec import Struct
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minisgl.errors import MinisglError
 from minisgl.router.fleet import Fleet, Peer
 from minisgl.router.forward import Forward
 from minisgl.router.metrics import RouterMetrics, join_pages
 from minisgl.router.upstream import UpstreamLostError
 from minisgl.server import schemas
-from minisgl.server.app import middleware_of
-from minisgl.server.bodies import BodyBudget
+from minisgl.server.app import application, middleware_of
 from minisgl.server.config import ServerConfig
 from minisgl.server.error_responses import (
-    answer_disconnect,
-    answer_error,
-    answer_http_exception,
     json_response,
 )
 from minisgl.server.hosts import Hosts
@@ -79,23 +73,16 @@ def create_router_app(
         of_routers[str(index)] = metrics.render()
         return join_pages(of_replicas, "replica") + join_pages(of_routers, "router")
 
-    app = Starlette(
-        routes=[
+    return application(
+        [
             Route("/health", health),
             Route("/version", version),
             Route("/metrics", joined_metrics),
             *([] if config.no_ui else page_routes()),  # there while no replica is ready, too
             Route("/{path:path}", forward),
         ],
-        middleware=middleware_of(config, metrics.responses, hosts),
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
+        middleware_of(config, metrics.responses, hosts),
     )
-    app.state.bodies = BodyBudget()
-    return app
 
 
 async def _metrics_pages(peers: Sequence[Peer]) -> dict[str, bytes]:

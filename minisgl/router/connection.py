@@ -10,7 +10,7 @@ from minisgl.server.connection import ServerConnection
 KEY = "minisgl.connection"  # in the state of a scope
 
 
-class ClientConnection(ServerConnection):
+class RelayConnection(ServerConnection):
     """A server's connection that tells the application where to write a stream."""
 
     upstream: Upstream | None = None  # whose stream is relayed
@@ -25,6 +25,6 @@ class ClientConnection(ServerConnection):
             self.upstream.resume()
 
 
-def connection_of(scope: Scope) -> ClientConnection:
-    connection: ClientConnection = scope["state"][KEY]
+def connection_of(scope: Scope) -> RelayConnection:
+    connection: RelayConnection = scope["state"][KEY]
     return connection

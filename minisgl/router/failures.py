@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from msgspec import Struct
 from starlette.types import Scope
 
@@ -13,6 +15,9 @@ from minisgl.server.messages_api.paths import is_of_messages
 from minisgl.server.root_path import route_path
 
 RESPONSES = "/v1/responses"
+# At the end of an event of that API, where a string in JSON cannot stand; with its chunk's end.
+SEQUENCE_NUMBER = re.compile(rb'"sequence_number":(\d+)}\s*$')
+MAX_NUMBER_BYTES = 64  # of such an end
 
 
 class ReplicaLostError(EngineStoppedError):
@@ -30,14 +35,25 @@ class ResponseError(Struct, tag_field="type", tag="error"):
     code: str | None
     message: str
     param: str | None
+    sequence_number: int
 
 
-def last_events(scope: Scope, error: Exception) -> bytes:
-    """What ends a stream that has begun to answer a request."""
+def last_events(scope: Scope, error: Exception, sent: bytes) -> bytes:
+    """What ends a stream that has begun to answer a request.
+
+    sent: what the client got before, or the end of it, to the end of an event.
+    """
     if is_of_messages(scope):
         return typed_event(errors.error_body(error, request_id(scope)))
     body = error_body(error)
     if route_path(scope) == RESPONSES:
         details = body.error
-        return typed_event(ResponseError(details.code, details.message, details.param))
+        number = _next_number(sent)
+        return typed_event(ResponseError(details.code, details.message, details.param, number))
     return event(body) + DONE
+
+
+def _next_number(sent: bytes) -> int:
+    """What follows the number of the last event in `sent`."""
+    found = SEQUENCE_NUMBER.search(sent[-MAX_NUMBER_BYTES:])
+    return int(found[1]) + 1 if found else 0

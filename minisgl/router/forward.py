@@ -19,7 +19,7 @@ from minisgl.router.connection import connection_of
 from minisgl.router.failures import ReplicaLostError, last_events
 from minisgl.router.fleet import DONE, FAILED, Fleet, Replica
 from minisgl.router.keys import route_key
-from minisgl.router.upstream import Head, Headers, Upstream, UpstreamLostError
+from minisgl.router.upstream import END_OF_EVENT, Head, Headers, Upstream, UpstreamLostError
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.auth import client_of
 from minisgl.server.bodies import read_bytes
@@ -80,7 +80,7 @@ class _Answer:
         self._send = send
         self._leaving = leaving
         self._has_begun = False  # the head has been sent
-        self._has_events = False  # and events with it
+        self._sent = b""  # the last whole events of a stream that were sent
         self._upstream: Upstream | None = None  # while it is asked
         self._refusal: tuple[Head, bytes] | None = None  # of a replica that takes no requests
 
@@ -105,7 +105,7 @@ class _Answer:
             except UpstreamLostError:
                 if self._leaving.done():
                     return
-                if self._has_events:
+                if self._sent:
                     break
             finally:
                 replica.num_open -= 1
@@ -122,7 +122,7 @@ class _Answer:
         """Ask `replica`; returns whether it has answered, or raises UpstreamLostError."""
         self._fleet.num_sent[replica.index] += 1
         try:
-            self._upstream = upstream = await replica.connect()
+            upstream = await self._connect(replica)
             method = self._scope["method"]
             relays = self._scope["http_version"] == "1.1" and method != "HEAD"
             head = await upstream.ask(request, relays=relays, has_body=method != "HEAD")
@@ -148,7 +148,7 @@ class _Answer:
         self._fleet.num_sent[replica.index] += 1
         try:
             async with asyncio.timeout(PREFILL_S):
-                self._upstream = upstream = await replica.connect()
+                upstream = await self._connect(replica)
                 asked = with_header(request, PREFILL, b"1")
                 head = await upstream.ask(asked, relays=False)
                 body = b"".join([piece async for piece in upstream.pieces()])
@@ -162,6 +162,13 @@ class _Answer:
         if not self._leaving.done():
             self._fleet.num_prefills[outcome] += 1
         return outcome == DONE
+
+    async def _connect(self, replica: Replica) -> Upstream:
+        """A connection, closed when the client leaves; raises UpstreamLostError if it has left."""
+        self._upstream = upstream = await replica.connect()
+        if self._leaving.done():
+            raise UpstreamLostError
+        return upstream
 
     def _give_back(self, replica: Replica) -> None:
         if self._upstream is not None:
@@ -183,11 +190,16 @@ class _Answer:
                 await upstream.relay(connection)
             finally:
                 connection.upstream = None
-                self._has_events = upstream.num_relayed > 0
+                self._sent = upstream.last_relayed
         else:
+            held = b""
             async for piece in upstream.pieces():
-                self._has_events = True
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                events, end, held = (held + piece).rpartition(END_OF_EVENT)
+                if end:
+                    self._sent = sent = events + end
+                    await self._send(
+                        {"type": "http.response.body", "body": sent, "more_body": True}
+                    )
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _begin(self, head: Head) -> None:
@@ -197,7 +209,7 @@ class _Answer:
 
     async def _end_with(self, error: MinisglError) -> None:
         log_failure(request_id(self._scope), 200, error)
-        last = last_events(self._scope, error)
+        last = last_events(self._scope, error, self._sent)
         await self._send({"type": "http.response.body", "body": last})
 
 

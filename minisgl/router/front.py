@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import ClientConnection
+from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, Peer, ReplicaState
 from minisgl.router.gossip import Gossip
 from minisgl.router.lifeline import end_with_parent, hear, remove_sockets, start_child, tell
@@ -78,11 +78,11 @@ class OwnFront:
             self._fleet, config, hosts_of(config, listener), index=spec.index, routers=routers
         )
         room = room_for_connections(0) // 2  # each may have one to a replica
-        public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, ClientConnection)
+        public = http_settings(app, config.ssl_certfile, config.ssl_keyfile, RelayConnection)
         self._servers = [Server(public, Immortal(), room)]
         self._listeners = [listener]
         if spec.router_paths:
-            private = http_settings(app, connection=ClientConnection)
+            private = http_settings(app, connection=RelayConnection)
             self._servers.append(Server(private, Immortal(), room))
             self._listeners.append(bind(ServerConfig(uds=spec.router_paths[spec.index])))
         self._told_paths = [path + TOLD for path in spec.router_paths]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from minisgl.router.fleet import DONE, FAILED, Fleet
-from minisgl.server.metrics import Answered
+from minisgl.server.metrics import MetricsPage
 
 
 @dataclass(slots=True)
@@ -54,33 +51,20 @@ def _labelled(sample: bytes, label: bytes) -> bytes:
     return name + b"{" + label + b"} " + value
 
 
-class RouterMetrics(Collector):
+class RouterMetrics(MetricsPage):
     """The metrics of this routing process."""
 
     def __init__(self, fleet: Fleet) -> None:
-        self.responses: Counter[Answered] = Counter()
+        super().__init__()
         self._fleet = fleet
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def describe(self) -> list[Metric]:
-        """Called at registration; an empty list keeps the library from collecting then."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry at each scrape."""
         fleet = self._fleet
-        responses = CounterMetricFamily(
+        yield self._responses(
             "minisgl_router_responses",
             "HTTP responses that the router has started; status 499: the client left before.",
-            labels=Answered._fields,
         )
-        for answered, count in self.responses.items():
-            responses.add_metric([answered.route, str(answered.status)], count)
-        yield responses
         sent = CounterMetricFamily(
             "minisgl_router_requests", "Requests sent to a replica.", labels=["replica"]
         )

@@ -13,12 +13,12 @@ NODE_BYTES = 400  # that a node takes besides its run
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """A run of bytes that follows those of its parents."""
 
     run: bytes
-    parent: Node | None
-    children: dict[int, Node] = field(default_factory=dict)  # by the first byte of their runs
+    parent: PrefixNode | None
+    children: dict[int, PrefixNode] = field(default_factory=dict)  # by the first byte of their runs
 
 
 class PrefixTree:
@@ -26,9 +26,9 @@ class PrefixTree:
         """max_bytes: of memory, at most."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._root = Node(b"", None)
+        self._root = PrefixNode(b"", None)
         # Least recently used first. Parents come after their children, so the first is a leaf.
-        self._by_age: OrderedDict[Node, None] = OrderedDict()
+        self._by_age: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def match(self, key: bytes) -> int:
         """Length of the longest prefix of `key` that some key in the tree has. O(key)."""
@@ -43,7 +43,7 @@ class PrefixTree:
 
     def add(self, key: bytes) -> None:
         """Add `key`, or mark it as used. O(key), and what is forgotten for it."""
-        path = list[Node]()
+        path = list[PrefixNode]()
         node, found = self._root, 0
         while (child := self._child(node, key, found)) is not None:
             common = _num_common(child.run, key, found)
@@ -51,7 +51,7 @@ class PrefixTree:
             node = child if common == len(child.run) else self._split(child, common)
             path.append(node)
         if found < len(key):
-            leaf = Node(key[found:], node)
+            leaf = PrefixNode(key[found:], node)
             node.children[key[found]] = leaf
             self.num_bytes += len(leaf.run) + NODE_BYTES
             path.append(leaf)
@@ -61,13 +61,13 @@ class PrefixTree:
         while self.num_bytes > self._max_bytes:
             self._forget_oldest()
 
-    def _child(self, node: Node, key: bytes, start: int) -> Node | None:
+    def _child(self, node: PrefixNode, key: bytes, start: int) -> PrefixNode | None:
         return node.children.get(key[start]) if start < len(key) else None
 
-    def _split(self, node: Node, length: int) -> Node:
+    def _split(self, node: PrefixNode, length: int) -> PrefixNode:
         """Move the first `length` bytes of `node` into a new parent, and return the parent."""
         assert node.parent is not None
-        upper = Node(node.run[:length], node.parent)
+        upper = PrefixNode(node.run[:length], node.parent)
         node.parent.children[upper.run[0]] = upper
         node.run, node.parent = node.run[length:], upper
         upper.children[node.run[0]] = node

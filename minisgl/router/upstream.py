@@ -15,8 +15,9 @@ from typing import Protocol
 
 import httptools
 
+END_OF_EVENT = b"\n\n"
 # What a chunk of events ends with, and what follows the last one.
-END_OF_EVENTS = b"\n\n\r\n"
+END_OF_EVENTS = END_OF_EVENT + b"\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 EVENT_STREAM = b"text/event-stream"
 # Received and not read yet, before reading is paused.
@@ -56,7 +57,7 @@ class Upstream(asyncio.Protocol):
     """`ask` sends a request; then either `relay` or `pieces` takes its body, to the end."""
 
     def __init__(self) -> None:
-        self.num_relayed = 0  # reads of this answer whose events went to the client
+        self.last_relayed = b""  # the events of this answer that went to the client in one write
         self._transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
         self._closed = False
@@ -81,7 +82,7 @@ class Upstream(asyncio.Protocol):
         relays: a stream of events will be taken by `relay`. has_body: false for HEAD.
         """
         self._complete = False
-        self.num_relayed = 0
+        self.last_relayed = b""
         self._pieces = []
         self._may_relay = relays
         self._has_body = has_body
@@ -141,7 +142,7 @@ class Upstream(asyncio.Protocol):
         write = self._write
         if write is not None and not self._held and data.endswith(END_OF_EVENTS):
             write(data)
-            self.num_relayed += 1
+            self.last_relayed = data
             if self._flow.write_paused:
                 self._pause()
         elif self._relays:
@@ -227,8 +228,8 @@ class Upstream(asyncio.Protocol):
         if not is_last:
             cut = cut + len(END_OF_EVENTS) if cut >= 0 else 0
         if cut:
-            write(bytes(held[:cut]))
-            self.num_relayed += 1
+            self.last_relayed = bytes(held[:cut])
+            write(self.last_relayed)
             del held[:cut]
         if is_last:
             self._finish()
@@ -241,6 +242,7 @@ class Upstream(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _finish(self) -> None:
+        self.last_relayed = b""  # idle connections hold no memory
         self._release()
         self.resume()
         if not self._end.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from minisgl.config import Capacity, ModelFacts, ResolvedConfig
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.pipeline import OneStage, Pipeline
 from minisgl.errors import CheckpointError, DeviceMemoryError, StepError
-from minisgl.kvcache.copies import ALWAYS
+from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
@@ -46,6 +47,8 @@ NO_ROOM_FOR_GRAPHS = (
 
 # Part of torch's message when a CPU allocation fails.
 CPU_OUT_OF_MEMORY = "DefaultCPUAllocator"
+
+TICK_S = 1e-12  # of times that ranks compare as integers
 
 # Called with the name of the phase and the fraction of it that is done, 0 to 1.
 Report = Callable[[str, float], None]
@@ -232,7 +235,9 @@ class _Builder:
             store, fingerprint = self.disk or (None, b"")
             host_cache = HostCache(kv, config.num_host_pages, self._lanes, store=store)
             self._lanes.synchronize()
-            load_rule = host_cache.measure(prefill_s * config.page_size)
+            load_rule = slowest_rule(
+                host_cache.measure(prefill_s * config.page_size), self._stage.pipeline
+            )
             if store is not None:
                 report("timing the disk", 0.0)
                 disk = Disk(store, fingerprint, host_cache.measure_disk(load_rule))
@@ -253,6 +258,12 @@ class _Builder:
         # Weights, tables and pages were written on the default stream, which no lane waits for.
         self._lanes.synchronize()
         return runner
+
+
+def slowest_rule(own: LoadRule, pipeline: Pipeline) -> LoadRule:
+    """The rule for all ranks, each of which waits for the slowest. The last stage, which waits for
+    the others, has measured what a token takes to compute. All ranks must call this together."""
+    return LoadRule(*(-pipeline.host_min(-round(s / TICK_S)) * TICK_S for s in astuple(own)))
 
 
 def _held_bytes(device: torch.device) -> int:

@@ -491,16 +491,17 @@ class ModelRunner:
     def _queue_rows(self, plan: StepPlan) -> _Queued:
         """Queue a step of a stage that is not the last."""
         with self.lanes.compute(f"rows of step {plan.step}: {plan.num_tokens} tokens"):
+            load = self._copy(plan)
             _, captured, shape, chunks = self._begin(plan)
-            if captured is None:
+            if captured is not None:
+                captured.replay()
+                self._stage.send(plan, self._stage.outbox[: shape.num_rows].clone())
+            elif plan.num_tokens:
                 num_chunk_samples = plan.num_samples - len(plan.decode_slots)
                 rows, _, _ = self._forward(shape, chunks, num_chunk_samples, plan)
-            else:
-                captured.replay()
-                rows = self._stage.outbox[: shape.num_rows].clone()
-            self._stage.send(plan, rows)
+                self._stage.send(plan, rows)
             done = self.lanes.mark()
-        return _Queued(done, 0, (), (), [], None, captured is not None, {})
+        return _Queued(done, 0, (), (), [], None, captured is not None, load())
 
     @torch.inference_mode()
     def _queue_forward(self, plan: StepPlan) -> _Forwarded:

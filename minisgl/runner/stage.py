@@ -58,8 +58,11 @@ class Stage:
 
     def receive(self, plan: StepPlan, num_rows: int, *, captured: bool) -> Tensor | None:
         """The rows that the stage before has computed: [num_rows, hidden_size], in the inbox if the
-        step is captured. None on the first stage. What follows is the step's work."""
+        step is captured. None on the first stage, and if the plan has no rows. What follows is the
+        step's work."""
         rows: Tensor | None = None
+        if not plan.num_tokens:
+            return rows
         if not self.is_first:
             shape = num_rows, self.inbox.shape[1]
             rows = self.inbox[:num_rows] if captured else self.inbox.new_empty(shape)
@@ -84,7 +87,7 @@ class Stage:
     def return_tokens(self, plan: StepPlan, last_tokens: Tensor) -> None:
         """Send the tokens to the first stage, unless this is the first or the plan samples none.
         The step's work is done."""
-        if self._times is not None:
+        if self._times is not None and plan.num_tokens:
             self._times.ended()
         if not self.is_first and plan.num_samples:
             self.pipeline.send_tokens(last_tokens.clone())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from minisgl.errors import MinisglError
 from minisgl.server.access_log import Observe
@@ -64,6 +65,21 @@ def middleware_of(
     return middleware
 
 
+def application(routes: Sequence[BaseRoute], middleware: Sequence[Middleware]) -> Starlette:
+    """An application whose errors are answered in the form of the API that was asked."""
+    app = Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={
+            MinisglError: answer_error,
+            HTTPException: answer_http_exception,
+            ClientDisconnect: answer_disconnect,
+        },
+    )
+    app.state.bodies = BodyBudget()
+    return app
+
+
 def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     """Build the application. With `hosts` it answers only requests addressed to one of them."""
     metrics = Metrics(state)
@@ -72,8 +88,8 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
     middleware = middleware_of(config, metrics.responses, hosts)
     hint = Route("/", routes.hint, include_in_schema=False)
     pages = [hint] if config.no_ui else page_routes()
-    app = Starlette(
-        routes=[
+    return application(
+        [
             *pages,
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -89,12 +105,5 @@ def create_app(state: EngineState, hosts: Hosts | None = None) -> Starlette:
             Route("/metrics", routes.metrics),
             Route("/openapi.json", routes.openapi),
         ],
-        middleware=middleware,
-        exception_handlers={
-            MinisglError: answer_error,
-            HTTPException: answer_http_exception,
-            ClientDisconnect: answer_disconnect,
-        },
+        middleware,
     )
-    app.state.bodies = BodyBudget()
-    return app

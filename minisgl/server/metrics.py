@@ -35,19 +35,14 @@ class Answered(NamedTuple):
     status: int
 
 
-class Metrics(Collector):
-    """The metrics of one server. Those of the engine appear once it has started."""
+class MetricsPage(Collector):
+    """Metrics on a page of their own, and the HTTP responses counted for it."""
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self) -> None:
         self.responses: Counter[Answered] = Counter()
-        self.num_tool_calls = 0
-        self._state = state
         # Not the library's global registry, which would add up the servers of a process.
         self._registry = CollectorRegistry()
         self._registry.register(self)
-
-    def count_tool_call(self) -> None:
-        self.num_tool_calls += 1
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -56,10 +51,31 @@ class Metrics(Collector):
         """Called at registration; an empty list keeps the library from collecting then."""
         return []
 
+    def _responses(self, name: str, documentation: str) -> Metric:
+        family = CounterMetricFamily(name, documentation, labels=Answered._fields)
+        for answered, count in self.responses.items():
+            family.add_metric([answered.route, str(answered.status)], count)
+        return family
+
+
+class Metrics(MetricsPage):
+    """The metrics of one server. Those of the engine appear once it has started."""
+
+    def __init__(self, state: EngineState) -> None:
+        super().__init__()
+        self.num_tool_calls = 0
+        self._state = state
+
+    def count_tool_call(self) -> None:
+        self.num_tool_calls += 1
+
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; called by the registry at each scrape."""
         yield self._info()
-        yield self._responses()
+        yield self._responses(
+            "minisgl_http_responses",
+            "HTTP responses started; status 499: the client disconnected before.",
+        )
         yield CounterMetricFamily(
             "minisgl_tool_calls", "Tool calls in answers.", self.num_tool_calls
         )
@@ -81,16 +97,6 @@ class Metrics(Collector):
             "model": self._state.first_name() or "",
         }
         return InfoMetricFamily("minisgl", "The version, and the model once it is known.", labels)
-
-    def _responses(self) -> Metric:
-        family = CounterMetricFamily(
-            "minisgl_http_responses",
-            "HTTP responses started; status 499: the client disconnected before.",
-            labels=Answered._fields,
-        )
-        for answered, count in self.responses.items():
-            family.add_metric([answered.route, str(answered.status)], count)
-        return family
 
 
 def _loading(loading: Loading) -> Metric:

@@ -29,7 +29,7 @@ from minisgl.bench.report.figures import Distribution
 from minisgl.bench.report.output import make_console
 from minisgl.bench.script import above_zero
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import ClientConnection
+from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, ReplicaState
 from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
@@ -107,7 +107,7 @@ def run_router(paths: list[str], connection: Connection) -> None:
         fleet.update([ReplicaState(is_ready=True, start=1)] * len(paths))
         config = ServerConfig(port=0)
         with bind(config) as listener:
-            settings = http_settings(create_router_app(fleet, config), connection=ClientConnection)
+            settings = http_settings(create_router_app(fleet, config), connection=RelayConnection)
             server = Server(settings, Immortal())
             serving = asyncio.ensure_future(server.serve(sockets=[listener]))
             connection.send(listener.getsockname()[1])

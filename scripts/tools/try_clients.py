@@ -164,13 +164,16 @@ def agent(
     return Agent(client, output_type=output_type, model_settings=chosen, retries=0)
 
 
-@check
-def pydantic_ai_output_by_a_tool_and_a_second_turn(url: str, model: str) -> None:
-    asked = agent(url, model, ToolOutput(Warmer))
+def ask_twice(asked: Agent[None, Any]) -> None:
     first = asked.run_sync(QUESTION)
     assert isinstance(first.output, Warmer)
     second = asked.run_sync("And in winter?", message_history=first.all_messages())
     assert isinstance(second.output, Warmer)
+
+
+@check
+def pydantic_ai_output_by_a_tool_and_a_second_turn(url: str, model: str) -> None:
+    ask_twice(agent(url, model, ToolOutput(Warmer)))
 
 
 @check
@@ -391,11 +394,7 @@ def langchain_responses_structured_output(url: str, model: str) -> None:
 @check
 def pydantic_ai_responses_output_and_a_second_turn(url: str, model: str) -> None:
     for output in (ToolOutput(Warmer), NativeOutput(Warmer)):
-        asked = agent(url, model, output, kind=PydanticResponsesModel)
-        first = asked.run_sync(QUESTION)
-        assert isinstance(first.output, Warmer)
-        second = asked.run_sync("And in winter?", message_history=first.all_messages())
-        assert isinstance(second.output, Warmer)
+        ask_twice(agent(url, model, output, kind=PydanticResponsesModel))
 
 
 @check

@@ -16,7 +16,7 @@ from minisgl.bench.latency import BatchRecord, print_latencies
 from minisgl.bench.offline_run import RequestRecord, RunRecord, gaps
 from minisgl.bench.peak import Peak, measure_peak
 from minisgl.bench.report.figures import Distribution, Figures, Limit, percentile
-from minisgl.bench.roofline import DecodeStep, Load, Work, prefill_operations
+from minisgl.bench.roofline import DecodeStep, KernelWork, Work, prefill_operations
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts
 from minisgl.models.registry import read_model_config
@@ -214,7 +214,7 @@ def latencies(peak: Peak | None) -> str:
     for size in (1, 4):
         requests = [record((0.0, 0.1, 0.108), (10, 0, 5))] * size
         run = RunRecord(requests, num_steps=5, num_retractions=0)
-        step = DecodeStep((Load(1e9, 1e9),), attention=Load(size * 1e9, 0.0))
+        step = DecodeStep((KernelWork(1e9, 1e9),), attention=KernelWork(size * 1e9, 0.0))
         records.append(
             BatchRecord(
                 sizes=Sizes(size, Span(10, 10), Span(5, 5)),

@@ -15,7 +15,7 @@ from minisgl.bench import peak as peak_module
 from minisgl.bench.config import STANDARD
 from minisgl.bench.offline_run import RequestRecord, RunRecord
 from minisgl.bench.peak import Peak, engine_peak, measure_peak
-from minisgl.bench.roofline import DecodeStep, Load, Work
+from minisgl.bench.roofline import DecodeStep, KernelWork, Work
 from minisgl.bench.workload.requests import make_workload
 from minisgl.config import ModelFacts
 from minisgl.models.registry import read_model_config
@@ -50,9 +50,9 @@ def work(run: RunRecord, model: ModelFacts, peak: Peak = H200, **options: Any) -
 
 def test_a_kernel_takes_the_longer_of_moving_and_computing() -> None:
     peak = Peak(bytes_per_s=10.0, operations_per_s=100.0, fp8_operations_per_s=200.0)
-    assert Load(50.0, 300.0).seconds(peak) == 5.0
-    assert Load(50.0, 800.0).seconds(peak) == 8.0
-    assert Load(50.0, 1800.0, in_layers=True).seconds(peak) == 9.0
+    assert KernelWork(50.0, 300.0).seconds(peak) == 5.0
+    assert KernelWork(50.0, 800.0).seconds(peak) == 8.0
+    assert KernelWork(50.0, 1800.0, in_layers=True).seconds(peak) == 9.0
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,12 @@ def minisgl(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
             ("bench", "--workload", "multi-turn"),
             "each question waits for the answer before it; use `minisgl bench serve`",
         ),
+        (("bench", "lat"), "no bench lat; allowed: bench, bench latency, bench serve or bench com"),
+        (("serve", "--open", "--no-ui"), "--open: cannot be combined with --no-ui"),
+        (
+            ("chat", "--url", "http://x", "--disable-pynccl"),
+            "--disable-pynccl: is for an engine of its",
+        ),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:

@@ -39,12 +39,14 @@ def test_pages_travel_to_pinned_memory_and_back_in_the_order_of_plans(
     cache.close()
 
 
-def test_loaded_prefixes_give_the_tokens_of_computed_ones() -> None:
+@pytest.mark.parametrize("pp", range(1, min(2, torch.cuda.device_count()) + 1))
+def test_loaded_prefixes_give_the_tokens_of_computed_ones(pp: int) -> None:
     """Captured steps, look-ahead and all; in float32, so that chunks change no token."""
     case = case_of("llama3")
 
     async def run() -> None:
-        loaded = load_engine(case.folder, **{**FEW_PAGES, "device": "cuda"}, host_cache=0.01)
+        options = {**FEW_PAGES, "device": "cuda", "pp": pp}
+        loaded = load_engine(case.folder, **options, host_cache=0.01)
         async with AsyncEngine(loaded) as engine:
             for _ in range(3):
                 outputs = await batch(engine, case.prompts, [greedy()] * len(case.prompts))

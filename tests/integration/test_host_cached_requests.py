@@ -53,10 +53,11 @@ def check_rounds(case: Case, *, offloads_per_plan: int | None = None, **options:
             assert stats.host is not None and stats.host.num_used_pages > 0
             loads, offloads = stats.host.traffic.loads, stats.host.traffic.offloads
             assert loads.num_pages and offloads.num_pages and loads.seconds > 0
-            page_bytes = loaded.model.on_rank(loaded.config.tp).kv_bytes_per_token(
-                loaded.config.kv_dtype
-            )
-            assert loads.num_bytes == loads.num_pages * page_bytes * loaded.config.page_size
+            config = loaded.config
+            layers = loaded.model.stages(config.pp)[-1]  # of rank 0
+            facts = loaded.model.on_rank(config.tp).on_stage(layers)
+            page_bytes = facts.kv_bytes_per_token(config.kv_dtype)
+            assert loads.num_bytes == loads.num_pages * page_bytes * config.page_size
             assert 0 < stats.counters.num_host_tokens <= stats.counters.num_cached_tokens
 
     asyncio.run(run())
@@ -86,8 +87,15 @@ def test_a_host_tier_smaller_than_the_device_gives_the_reference_tokens() -> Non
     check_rounds(short_case_of("llama3"), host_cache=20 * page_gb)
 
 
-def test_each_of_two_ranks_keeps_its_part() -> None:
-    check_rounds(short_case_of("llama3"), tp=2)
+@pytest.mark.parametrize("option", ["tp", "pp"])
+def test_each_of_two_ranks_keeps_its_part(option: str) -> None:
+    check_rounds(short_case_of("llama3"), **{option: 2})
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_stage_whose_copies_are_slow_waits_for_them() -> None:
+    """The other one copies as fast as it can, and is ahead."""
+    check_rounds(short_case_of("llama3"), pp=2)
 
 
 @pytest.mark.usefixtures("slow")

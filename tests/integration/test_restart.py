@@ -83,10 +83,11 @@ def test_pages_in_fp8_on_slow_lanes_outlive_the_engine(tmp_path: Path) -> None:
     assert serve(case, tmp_path) > 0
 
 
-def test_each_of_two_ranks_finds_its_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["tp", "pp"])
+def test_each_of_two_ranks_finds_its_part(option: str, tmp_path: Path) -> None:
     case = short_case_of("llama3")
-    assert serve(case, tmp_path, tp=2) == 0
-    assert serve(case, tmp_path, tp=2) > 0
+    assert serve(case, tmp_path, **{option: 2}) == 0
+    assert serve(case, tmp_path, **{option: 2}) > 0
     assert len({file.name[:32] for file in files(tmp_path)}) == 2
 
 

@@ -124,6 +124,13 @@ async def test_a_request_goes_to_another_engine_unless_its_answer_has_begun() ->
         )
         assert events_of(streamed.text)[-1]["error"]["code"] == "replica_lost"
         assert engines.num_asked == 3
+        engines.parts_left = 2
+        response = await client.post("/v1/responses", json={"input": "hello", "stream": True})
+        *_, before, last = response.text.rstrip().split("\n\n")
+        numbers = [
+            json.loads(each.partition("data: ")[2])["sequence_number"] for each in (before, last)
+        ]
+        assert numbers[1] == numbers[0] + 1 and '"code":"replica_lost"' in last
 
 
 async def test_a_request_whose_engines_all_end_gets_an_error(

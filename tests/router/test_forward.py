@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import select
+import socket
+import struct
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
+from openai.types.responses import ResponseErrorEvent
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
-from support.routing import routing
+from support.routing import front, routing
 
 from minisgl.router.fleet import ReplicaState
-from minisgl.router.policies import ROUND_ROBIN
+from minisgl.router.policies import DECODE, PREFILL, ROUND_ROBIN
+from minisgl.server.process import new_event_loop
 
 CHAT = "/v1/chat/completions"
 ASKED: Any = {"messages": HELLO, "max_tokens": 20, "seed": 3}
@@ -26,6 +35,24 @@ def texts(lines: list[str]) -> str:
     assert events[-1] == "[DONE]"
     choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+def has_come(connection: socket.socket) -> bool:
+    """Whether bytes can be read."""
+    return bool(select.select([connection], [], [], 0)[0])
+
+
+@contextlib.asynccontextmanager
+async def asked_as_http_1_0(
+    url: str, path: str, asked: dict[str, Any]
+) -> AsyncIterator[asyncio.StreamReader]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(asked).encode()
+    head = f"POST {path} HTTP/1.0\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    yield reader
+    writer.close()
 
 
 async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) -> None:
@@ -53,14 +80,11 @@ async def test_answers_are_those_of_a_replica_whole_or_streamed(tmp_path: Path) 
 
 
 async def test_an_http_1_0_client_gets_a_stream_without_chunks(tmp_path: Path) -> None:
-    async with routing(tmp_path, FakeEngine()) as (url, _, _replicas):
-        host, _, port = url.removeprefix("http://").partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        body = json.dumps({**ASKED, "stream": True}).encode()
-        head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    async with (
+        routing(tmp_path, FakeEngine()) as (url, _, _replicas),
+        asked_as_http_1_0(url, CHAT, {**ASKED, "stream": True}) as reader,
+    ):
         answer = (await reader.read()).decode()
-        writer.close()
     head, _, rest = answer.partition("\r\n\r\n")
     assert "chunked" not in head
     assert texts(rest.splitlines()) == "defghijklmnopqrstuvw"
@@ -80,6 +104,45 @@ async def test_a_request_whose_client_leaves_ends_on_its_replica(tmp_path: Path)
             await client.post(CHAT, json=asked, timeout=0.1)
         await until(lambda: len(engine.aborted) == 2)
         await until(lambda: fleet.num_open == 0)
+
+
+@pytest.mark.parametrize("roles", [("", ""), (PREFILL, DECODE)])
+def test_a_request_whose_client_leaves_before_its_replica_is_reached_is_not_sent(
+    roles: tuple[str, str], tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / f"replica-{index}.sock") for index in range(2)]
+    body = json.dumps({"messages": [{"role": "user", "content": "long " * 1000}]})
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+
+    async def leave() -> None:
+        async with front(paths) as (url, fleet), httpx.AsyncClient(base_url=url) as client:
+            for replica, role in zip(fleet.replicas, roles, strict=True):
+                replica.role = role
+            left = socket.create_connection(("127.0.0.1", client.base_url.port))
+            left.sendall((head + body).encode())
+            await until(lambda: fleet.num_open > 0)
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", True, 0))
+            left.close()
+            assert (await client.get("/version")).status_code == 200  # noticed after the end
+            listeners[0].accept()[0].close()  # there is room
+            reached, _ = await asyncio.get_running_loop().sock_accept(listeners[0])
+            with reached:
+                await until(lambda: fleet.num_open == 0 or has_come(reached))
+                assert not has_come(reached)
+            assert fleet.num_prefills.total() == 0
+
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in paths]
+        for path, listener in zip(paths, listeners, strict=True):
+            listener.bind(path)
+            listener.listen(0)
+            listener.setblocking(False)
+        # No replica takes connections, and the first has no room for one more that waits.
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(paths[0])
+        loop = stack.enter_context(contextlib.closing(new_event_loop()))  # the server's own waits
+        loop.run_until_complete(leave())
+        with pytest.raises(BlockingIOError):
+            listeners[1].accept()
 
 
 async def test_a_slow_reader_stops_the_router_reading(tmp_path: Path) -> None:
@@ -242,3 +305,39 @@ async def test_streams_of_every_api_end_as_they_should_or_with_an_error_of_their
             replicas.kill(0)
             *_, last = [line async for line in lines if line]
         assert last.startswith(failure)
+
+
+async def test_the_clients_of_every_api_understand_the_error_of_a_replica_that_ends(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(answer_length=800, interval=0.005)
+    hello: Any = HELLO
+    async with (
+        routing(tmp_path, engine) as (url, _, replicas),
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0) as of_openai,
+        anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as of_anthropic,
+        asked_as_http_1_0(url, "/v1/responses", {"input": "hello", "stream": True}) as old,
+    ):
+        response = await of_openai.responses.create(model="fake", input="hello", stream=True)
+        chat = await of_openai.chat.completions.create(model="fake", messages=hello, stream=True)
+        message = await of_anthropic.messages.create(
+            model="fake", messages=hello, max_tokens=900, stream=True
+        )
+        for stream in (chat, message):
+            await anext(aiter(stream))  # type: ignore[arg-type]
+        await old.readuntil(b"output_text.delta")
+        numbers = list[int]()
+        async for event in response:
+            numbers.append(event.sequence_number)
+            if len(numbers) == 9:
+                replicas.kill(0)
+        assert numbers == [*range(len(numbers))]
+        error = ResponseErrorEvent.model_validate(event.to_dict())
+        assert error.code == "replica_lost"
+        with pytest.raises(openai.APIError, match="send the request again"):
+            [chunk async for chunk in chat]
+        with pytest.raises(anthropic.APIStatusError, match="send the request again"):
+            [each async for each in message]
+        *_, before, last = (await old.read()).decode().rstrip().split("\n\n")
+        number = json.loads(before.partition("data: ")[2])["sequence_number"] + 1
+        assert last.startswith("event: error\n") and f'"sequence_number":{number}}}' in last

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import httpx
 from support.folders import SUPPORT
 from support.http_server import HELLO, free_port
 from support.processes import children_of, wait_for_ready, wait_until_nothing_is_left
+from support.serving_processes import python_in
 
 SCRIPT = str(SUPPORT / "fake_replicas.py")
 CHAT = "/v1/chat/completions"
@@ -30,17 +30,8 @@ def serving(
     port = free_port()
     server = json.dumps({"port": port, **options})
     router = json.dumps({"replicas": replicas, "router_processes": routers})
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, json.dumps(behaviour), server, router],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(folder)},
-    )
-    try:
+    with python_in(folder, SCRIPT, json.dumps(behaviour), server, router) as process:
         yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_several_routing_processes_share_an_address_and_what_is_killed_comes_back(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,7 @@ async def test_events_read_together_are_one_write_and_half_an_event_is_never_wri
         with pytest.raises(UpstreamLostError):
             await ended
     assert client.pieces == [EVENTS[0] + EVENTS[1], EVENTS[0]]
-    assert upstream.num_relayed == 2 and not upstream.is_free
+    assert upstream.last_relayed == EVENTS[0] and not upstream.is_free
 
 
 async def test_reading_stops_while_the_client_takes_nothing(tmp_path: Path) -> None:
@@ -136,6 +137,21 @@ async def test_a_replica_that_ends_or_speaks_no_http_is_lost(said: bytes, tmp_pa
 )
 def test_a_broken_stream_ends_in_the_form_of_its_api(path: str, events: tuple[bytes, ...]) -> None:
     scope = {"path": path, "state": {"request_id": "id"}}
-    last = last_events(scope, ReplicaLostError())
+    last = last_events(scope, ReplicaLostError(), b"")
     assert last.startswith(events[0]) and last.endswith(b"\n\n")
     assert last.endswith(events[-1]) or len(events) == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "number"),
+    [
+        (b"", 0),
+        (b'data: {"delta":"x","sequence_number":9}\n\n', 10),
+        (b'data: {"sequence_number":1}\n\n\r\n29\r\ndata: {"sequence_number":12}\n\n\r\n', 13),
+        (b'data: {"sequence_number":3,"delta":"\\"sequence_number\\":7}"}\n\n', 0),  # not ours
+    ],
+)
+def test_the_error_of_a_response_has_the_number_that_follows(sent: bytes, number: int) -> None:
+    scope = {"path": "/v1/responses", "state": {"request_id": "id"}}
+    last = last_events(scope, ReplicaLostError(), sent)
+    assert json.loads(last.partition(b"data: ")[2])["sequence_number"] == number

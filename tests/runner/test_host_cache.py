@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from support.host_cache_cases import cache_of, check_copies, holds, write
 from support.slow_lanes import SlowLane
 
 from minisgl.config import EngineConfig, memory_bytes, resolve
+from minisgl.distributed.communicator import SingleRank
+from minisgl.distributed.pipeline import OneStage
 from minisgl.errors import ConfigError
-from minisgl.kvcache.copies import Copies, Load
+from minisgl.kvcache.copies import Copies, Load, LoadRule
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.runner import host_cache
@@ -21,6 +24,7 @@ from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
 from minisgl.runner.facts import device_facts
 from minisgl.runner.host_cache import HostCache, Ring, Slabs, offloads_per_plan, staging_bytes
 from minisgl.runner.lanes import Lanes
+from minisgl.runner.load import TICK_S, slowest_rule
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 3 * 2 * 4 * 2 * 16 * 4  # as of `cache_of`
@@ -181,3 +185,17 @@ def test_gigabytes_become_pages_over_all_ranks() -> None:
 def test_a_host_cache_that_cannot_be_is_refused(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         resolved(**options)
+
+
+def test_the_slowest_of_all_ranks_decides_what_is_loaded() -> None:
+    class BesideAnother(SingleRank):
+        """The other rank loads more slowly and computes sooner."""
+
+        def __init__(self) -> None:
+            self.others = iter((2e-6, 1e-3, 0.0))
+
+        def host_min(self, number: int) -> int:
+            return min(number, -round(next(self.others) / TICK_S))
+
+    rule = slowest_rule(LoadRule(1e-6, 4e-3, 5e-6), OneStage(BesideAnother()))
+    assert astuple(rule) == pytest.approx((2e-6, 4e-3, 5e-6))

@@ -944,21 +944,35 @@ def test_any_schedule_ends_every_request_once_and_leaks_no_page(seed: int) -> No
     run_schedule(harness, waiting, rng)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32))
-def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
-    """Many prompts share few prefixes, of which the device holds one or two at a time."""
-    rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4])
-    harness = Harness(
+def cramped_harness(
+    rng: random.Random, seed: int, page_size: int | None = None, **options: Any
+) -> Harness:
+    """A harness whose device has room for a few prompts only, and otherwise any."""
+    page_size = page_size or rng.choice([1, 2, 4])
+    num_stages = rng.choice([1, 1, 2, 4])
+    return Harness(
         page_size=page_size,
         num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
         num_slots=rng.randint(1, 6),
         max_prefill_length=rng.choice([3, 7, 64]),
         policy=rng.choice(["fcfs", "lpm"]),
         conservativeness=rng.choice([0.01, 0.1, 1.0]),
-        max_run=rng.choice([1, 1, 3]),
+        max_run=rng.choice([1, 1, 3]) if num_stages == 1 else 1,
         run_seed=seed,
+        num_stages=num_stages,
+        look_ahead=rng.choice([True, False]),
+        **options,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
+    """Many prompts share few prefixes, of which the device holds one or two at a time."""
+    rng = random.Random(seed)
+    harness = cramped_harness(
+        rng,
+        seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
         offloads_per_plan=rng.choice([None, 1, 2, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
@@ -1018,19 +1032,14 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
     """Two schedulers, one after the other, on one disk; some of its pages get lost."""
     rng = random.Random(seed)
-    page_size = rng.choice([1, 2, 4])
     disk = FakeDisk()
+    page_size = rng.choice([1, 2, 4])
     namespaces: dict[bytes, bytes] = {}
     for _ in range(2):
-        harness = Harness(
+        harness = cramped_harness(
+            rng,
+            seed,
             page_size=page_size,
-            num_pages=rng.randint(2 + 44 // page_size, 2 + 60 // page_size),
-            num_slots=rng.randint(1, 6),
-            max_prefill_length=rng.choice([3, 7, 64]),
-            policy=rng.choice(["fcfs", "lpm"]),
-            conservativeness=rng.choice([0.01, 0.1, 1.0]),
-            max_run=rng.choice([1, 1, 3]),
-            run_seed=seed,
             num_host_pages=rng.choice([10, 20, 40]),
             offloads_per_plan=rng.choice([None, 1, 4]),
             disk=disk,

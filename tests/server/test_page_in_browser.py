@@ -612,6 +612,42 @@ def test_the_second_view_sums_over_replicas(
     engine.num_running = 0
 
 
+def test_rates_of_the_second_view_count_on_where_a_replica_starts_again(page: Page) -> None:
+    def metrics(**tokens: int) -> bytes:
+        """Of replicas by their name; each token took one or ten seconds, half of them each."""
+        name = "minisgl_step_seconds_bucket"
+        pages = {
+            replica: (
+                "# TYPE minisgl_generated_tokens counter\n"
+                f"minisgl_generated_tokens_total {count}.0\n"
+                f'{name}{{le="1.0"}} {count / 2}\n{name}{{le="10.0"}} {count}.0\n'
+                f'{name}{{le="+Inf"}} {count}.0\nminisgl_running_requests 2.0\n'
+            ).encode()
+            for replica, count in tokens.items()
+        }
+        return join_pages(pages, "replica")
+
+    samples = [
+        metrics(a=1000, b=500),
+        metrics(a=1100, b=500),
+        metrics(b=510),  # the other one is being started again
+        metrics(a=4, b=510),
+        metrics(a=24, b=510),
+    ]
+    read: Any = page.evaluate(
+        "texts => texts.map(readMetrics)", [sample.decode() for sample in samples]
+    )
+    grown = [each["sums"]["generated_tokens"] for each in read]
+    assert [count - grown[0] for count in grown] == [0, 100, 110, 114, 134]
+    assert [each["sums"]["running_requests"] for each in read] == [4, 4, 2, 4, 4]
+    for share, seconds in ((0.5, 1), (0.99, 9.82)):
+        found = page.evaluate(
+            "([now, then, share]) => quantile('step_seconds', share)(now, then)",
+            [read[3], read[2], share],
+        )
+        assert found == pytest.approx(seconds)
+
+
 # -- everybody ------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.fake_engine import FakeEngine
 
 from minisgl.router.app import create_router_app
-from minisgl.router.connection import ClientConnection
+from minisgl.router.connection import RelayConnection
 from minisgl.router.fleet import Fleet, ReplicaState
 from minisgl.router.front import Immortal
 from minisgl.router.policies import CACHE
@@ -67,11 +67,13 @@ async def front(
     config = ServerConfig(port=0, **options)  # type: ignore[arg-type]
     with bind(config) as listener:
         app = create_router_app(fleet, config)
-        server = Server(http_settings(app, connection=ClientConnection), Immortal())
+        server = Server(http_settings(app, connection=RelayConnection), Immortal())
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet
-        server.should_exit = True
-        await task
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", fleet
+        finally:
+            server.should_exit = True
+            await task
 
 
 @contextlib.asynccontextmanager

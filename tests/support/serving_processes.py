@@ -1,4 +1,4 @@
-"""`minisgl serve` as a process, with the demo model."""
+"""Servers as processes with a folder of their own for temporary files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ from support.http_server import free_port
 
 
 @contextlib.contextmanager
-def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL; `folder` is that of its temporary files."""
-    port = free_port()
+def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of Python, killed at the end; `folder` is that of its temporary files."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "minisgl", "serve", "--port", str(port), *options],
+        [sys.executable, *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(folder)},
     )
     try:
-        yield process, f"http://127.0.0.1:{port}"
+        yield process
     finally:
         process.kill()
         process.communicate()
+
+
+@contextlib.contextmanager
+def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`minisgl serve` with the demo model: the process and its URL."""
+    port = free_port()
+    with python_in(folder, "-m", "minisgl", "serve", "--port", str(port), *options) as process:
+        yield process, f"http://127.0.0.1:{port}"

@@ -7,6 +7,8 @@ as bytes, whatever their dtype.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from minisgl.kernels.cache_pages.planes import Planes
@@ -20,11 +22,8 @@ def gather_pages(planes: Planes, pages: Tensor, packed: Tensor) -> None:
 
         kernels.gather_pages(planes, pages, packed)
         return
-    rows = packed[: len(pages)].view(planes.word)
-    first = 0
-    for plane in planes.words:
-        rows[:, first : first + plane.shape[1]] = plane[pages]
-        first += plane.shape[1]
+    for plane, part in _parts(planes, packed[: len(pages)]):
+        part[:] = plane[pages]
 
 
 def scatter_pages(planes: Planes, pages: Tensor, packed: Tensor) -> None:
@@ -37,8 +36,11 @@ def scatter_pages(planes: Planes, pages: Tensor, packed: Tensor) -> None:
 
         kernels.scatter_pages(planes, pages, packed)
         return
-    rows = packed[: len(pages)].view(planes.word)
-    first = 0
-    for plane in planes.words:
-        plane[pages] = rows[:, first : first + plane.shape[1]]
-        first += plane.shape[1]
+    for plane, part in _parts(planes, packed[: len(pages)]):
+        plane[pages] = part
+
+
+def _parts(planes: Planes, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each plane [num_pages, words], and its part [n, words] of packed pages."""
+    sizes = [plane.shape[1] for plane in planes.words]
+    return zip(planes.words, packed.view(planes.word).split(sizes, dim=1), strict=True)

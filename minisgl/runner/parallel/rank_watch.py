@@ -70,20 +70,28 @@ class RankWatch:
         same_step = step == self._step and self.num_launched >= step
         self._step, self._waited_s = step, self._waited_s + elapsed if same_step else 0.0
 
+    def knows_cause(
+        self, states: Mapping[int, ProcessState], broken: MinisglError | None = None
+    ) -> bool:
+        """Whether the verdict is more than what may follow from an end that is not seen yet."""
+        killed = (_distance_from_cause(states[rank].exit_code) == 0 for rank in self._ended(states))
+        return broken is not None or any(killed)
+
     def verdict(
         self, states: Mapping[int, ProcessState], broken: MinisglError | None = None
     ) -> MinisglError | None:
         """The error because of which the ranks cannot go on; None while they can.
 
         broken: why those of another machine cannot. It counts less than the end of a process here,
-        which may have led to it, and more than an error here, to which it may have led.
+        which may have led to it, and more than an error here, to which it may have led. Of
+        processes that have ended, one that was killed counts most: the others lose their neighbour.
         """
-        for rank, state in states.items():
-            ended = state.exit_code is not None or rank in self._disconnected
-            if ended and rank not in self._failed:
-                return EngineStoppedError(
-                    f"Rank {rank} (process {state.pid}) {_end_of(state.exit_code)}."
-                )
+        if ended := self._ended(states):
+            rank = min(ended, key=lambda rank: _distance_from_cause(states[rank].exit_code))
+            state = states[rank]
+            return EngineStoppedError(
+                f"Rank {rank} (process {state.pid}) {_end_of(state.exit_code)}."
+            )
         if broken is not None:
             return broken
         for rank, failed in self._failed.items():
@@ -96,6 +104,25 @@ class RankWatch:
                     f"Rank {rank}{process} has given no sign of life for {silence:.0f} s."
                 )
         return None
+
+    def _ended(self, states: Mapping[int, ProcessState]) -> list[int]:
+        """The ranks whose processes end without a word."""
+        return [
+            rank
+            for rank, state in states.items()
+            if rank not in self._failed
+            and (state.exit_code is not None or rank in self._disconnected)
+        ]
+
+
+def _distance_from_cause(exit_code: int | None) -> int:
+    """A small number for an end that has its cause outside; SIGABRT is most often a library's own,
+    when it has lost its peer."""
+    if exit_code is None:
+        return 3
+    if exit_code >= 0:
+        return 2
+    return int(exit_code == -signal.SIGABRT)
 
 
 def _end_of(exit_code: int | None) -> str:

@@ -15,7 +15,13 @@ from dataclasses import replace
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
-from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankListens, RankTransferred
+from minisgl.runner.parallel.channel import (
+    HEARTBEAT_S,
+    Channel,
+    RankListens,
+    RankTransferred,
+    Waitable,
+)
 from minisgl.runner.parallel.launcher import Launcher
 from minisgl.runner.parallel.mask_ring import StepMasks
 from minisgl.runner.parallel.plan_codec import SAMPLE, encode_listen, encode_transfers
@@ -210,24 +216,37 @@ class RemoteRanks:
             self._watch.begin(time.monotonic())
             wakers = self._launcher.wakers()
             while not self._ending:
-                for rank, message in self._channel.receive(HEARTBEAT_S, wakers):
-                    if isinstance(message, RankTransferred):
-                        self.transferred(message.transfer, message.num_pages)
-                        continue
-                    with self._changed:
-                        if isinstance(message, RankListens):
-                            self._listening[rank] = message
-                        else:
-                            self._watch.heard(rank, message)
-                        self._changed.notify_all()
-                self._watch.look(time.monotonic(), self._channel.heartbeats())
+                self._receive(HEARTBEAT_S, wakers)
                 if self._verdict() is not None and not self._ending:
-                    # Other ranks may report their lost connection before this rank's end is seen.
-                    time.sleep(VERDICT_S / 4)
+                    self._await_cause()
                     self.fail(self._verdict() or EngineStoppedError("A rank has failed."))
             self._gone.wait()  # ending this thread would kill ranks that are about to exit
         except Exception as error:
             self.fail(EngineStoppedError(f"The ranks cannot be started or watched: {error}"))
+
+    def _receive(self, timeout_s: float, wakers: Sequence[Waitable] = ()) -> None:
+        """Take what the ranks send, for which it waits up to `timeout_s`."""
+        for rank, message in self._channel.receive(timeout_s, wakers):
+            if isinstance(message, RankTransferred):
+                self.transferred(message.transfer, message.num_pages)
+                continue
+            with self._changed:
+                if isinstance(message, RankListens):
+                    self._listening[rank] = message
+                else:
+                    self._watch.heard(rank, message)
+                self._changed.notify_all()
+        self._watch.look(time.monotonic(), self._channel.heartbeats())
+
+    def _await_cause(self) -> None:
+        """Listen for a moment: ranks may report a lost connection before the end of the one that
+        led to it is seen, here or, which takes longer, by another node."""
+        began = time.monotonic()
+        while True:
+            knows = self._watch.knows_cause(self._launcher.states(), self._channel.broken())
+            if time.monotonic() - began > VERDICT_S / (4 if knows else 2):
+                return
+            self._receive(VERDICT_S / 20)
 
     def _verdict(self) -> Exception | None:
         return self._watch.verdict(self._launcher.states(), self._channel.broken())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ RANKS_A_MACHINE = 2
 
 
 class QueueEnd:
-    def __init__(self, rank: int, to_rank_0: queue.Queue[tuple[int, Message | None]]) -> None:
+    def __init__(self, rank: int, to_rank_0: queue.Queue[Any]) -> None:
         self.rank = rank
         self.plans: queue.Queue[bytes | None] = queue.Queue()
         self.to_rank_0 = to_rank_0
@@ -53,7 +54,7 @@ class QueueEnd:
 
 class QueueChannel:
     def __init__(self) -> None:
-        self.received: queue.Queue[tuple[int, Message | None]] = queue.Queue()
+        self.received: queue.Queue[tuple[int, Message | None] | MinisglError] = queue.Queue()
         self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
         self.unreachable = False
         self.failure: MinisglError | None = None
@@ -79,9 +80,13 @@ class QueueChannel:
         self, timeout_s: float, wakers: Sequence[Waitable] = ()
     ) -> list[tuple[int, Message | None]]:
         try:
-            return [self.received.get(timeout=min(timeout_s, 0.05))]
+            received = self.received.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
             return []
+        if isinstance(received, MinisglError):  # of another machine
+            self.failure = received
+            return []
+        return [received]
 
     def heartbeats(self) -> Mapping[int, float]:
         return {rank: end.num_beats for rank, end in self.ends.items()}
@@ -211,3 +216,24 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
         launcher.exit_codes[3] = -9
         with pytest.raises(EngineStoppedError, match=r"Rank 3 .* was killed by SIGKILL"):
             listening.result(10)
+
+
+@pytest.mark.parametrize("end_of_neighbour", [1, -signal.SIGABRT, None])
+def test_of_ranks_that_end_together_the_killed_one_is_named(end_of_neighbour: int | None) -> None:
+    with remote_ranks() as (ranks, launcher, channel):
+        launcher.exit_codes[1] = end_of_neighbour
+        channel.received.put((1, None))
+        launcher.exit_codes[3] = -signal.SIGKILL
+        assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGKILL."
+
+
+def test_a_rank_that_loses_its_neighbour_is_not_named_before_the_neighbour() -> None:
+    with remote_ranks() as (ranks, _, channel):
+        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        killed = EngineStoppedError("Node 1: Rank 2 (process 7) was killed by SIGKILL.")
+        channel.received.put(killed)
+        assert reason_of(ranks) is killed
+    with remote_ranks() as (ranks, _, channel):
+        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
+        channel.received.put((2, None))
+        assert str(reason_of(ranks)) == "Rank 2 (process 102) is ending."
