@@ -19,6 +19,7 @@ from minisgl.config.facts import (
     ModelFacts,
     Quantized,
 )
+from minisgl.config.memory import memory_bytes
 from minisgl.config.options import (
     HIDDEN,
     TYPE_NAMES,
@@ -88,6 +89,7 @@ __all__ = [
     "Storage",
     "check_at_least",
     "check_types",
+    "memory_bytes",
     "option",
     "option_names",
     "overlap_enabled",

@@ -30,7 +30,7 @@ from minisgl.engine.startup import Loaded, load
 from minisgl.engine.stats import EngineStats, HostStats, Meter
 from minisgl.engine.stream import OutputStream
 from minisgl.engine.token_rules import TokenRules, mask_of, word_token_ids
-from minisgl.engine.transfers import HostMemory, Transfers
+from minisgl.engine.transfers import Sharing, Transfers
 from minisgl.errors import (
     ConfigError,
     ContextLengthError,
@@ -60,6 +60,7 @@ from minisgl.request import (
     check_token_ids,
 )
 from minisgl.runner.load import Report
+from minisgl.runner.page_wire import check_address
 from minisgl.runner.step_watch import FIRST_LIMIT_S, LOOK_S, StepWatch
 from minisgl.scheduler.plan import StepPlan, StepResult
 from minisgl.scheduler.scheduler import Scheduler, Settled
@@ -290,20 +291,38 @@ class AsyncEngine:
         self._pump_soon()
         return stream
 
-    def share_pages(self, path: str, *, always_load: bool) -> None:
-        """Exchange KV pages with other engines of this machine; they find this one at `path`.
+    async def share_pages(self, address: str, *, always_load: bool) -> str:
+        """Exchange KV pages with other engines, which find this one at `address`. Called once.
 
-        always_load: load what they send even where this engine computes it faster. Raises
-        ConfigError if the engine has no host cache, or several ranks.
+        address: the path of a Unix socket, with a slash, or HOST:PORT; port 0 is any free one.
+        Beyond this machine the engines need the same cluster token. always_load: load what they
+        send even where this engine computes it faster.
+
+        Returns the address, with the port. Raises ConfigError, also for an engine without a host
+        cache or on several nodes; CheckpointError; EngineStoppedError.
         """
-        if not self.config.num_host_pages:
+        config = self.config
+        if not config.num_host_pages:
             raise ConfigError("--host-cache", 0, "engines exchange pages through it; allowed: more")
-        if not isinstance(self._runner, HostMemory):
-            raise ConfigError("--tp", self.config.tp, "engines that exchange pages have one rank")
+        if config.nnodes > 1:
+            reason = "engines that exchange pages are on one node each; allowed: 1"
+            raise ConfigError("--nnodes", config.nnodes, reason)
+        self._check_open()
+        place, token = await asyncio.to_thread(check_address, address, config)
+        fingerprint = await asyncio.to_thread(self._fingerprint)
+        page_bytes = self.model.on_rank(config.tp).kv_bytes_per_token(config.kv_dtype)
+        page_bytes *= config.page_size * config.tp
         kv = self._scheduler.kv
+        try:
+            ranks = tuple(await asyncio.to_thread(self._runner.listen, address, token))
+            sharing = Sharing(place, token, ranks, fingerprint, page_bytes)
+            self._transfers = Transfers(kv, sharing, self._runner.transfer, self._pump_soon)
+        except OSError as error:
+            reason = f"KV pages cannot be exchanged here: {error.strerror or error}"
+            raise ConfigError("address", address, reason) from error
         if always_load:
             kv.load_always()
-        self._transfers = Transfers(kv, self._runner, self._fingerprint, path, self._pump_soon)
+        return self._transfers.address
 
     async def offer_pages(
         self,
@@ -331,20 +350,20 @@ class AsyncEngine:
 
     async def fetch_pages(
         self,
-        path: str,
+        address: str,
         prompt_token_ids: Sequence[int],
         *,
         cache_salt: str | None = None,
         tenant: Tenant = EVERYONE,
     ) -> bool:
-        """Have the engine at `path` send the pages of a prompt that this one lacks.
+        """Have the engine at `address` send the pages of a prompt that this one lacks.
 
         Returns whether there is something that need not be computed then. Raises
         InvalidRequestError for the salt.
         """
         assert self._transfers is not None, "share_pages comes first"
         prefix = self._transfers.prefix(prompt_token_ids, cache_namespace(tenant, cache_salt))
-        return await self._transfers.fetch(path, prefix)
+        return await self._transfers.fetch(address, prefix)
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequestError if the model cannot serve `params`."""
@@ -682,6 +701,8 @@ class AsyncEngine:
             stream.request.finish_reason = FinishReason.ERROR
             stream.request.error = reason
             self._end_stream(stream.request)
+        if self._transfers is not None:
+            self._transfers.close()
 
     @property
     def stalled(self) -> str | None:

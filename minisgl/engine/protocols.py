@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from minisgl.errors import MinisglError
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Done, Transfer
 from minisgl.matcher import MaskRows
 from minisgl.scheduler.plan import StepPlan, StepResult
 
@@ -51,11 +51,19 @@ class Runner(Protocol[Handle]):
         """
         ...
 
-    def transfer(self, transfers: Sequence[Transfer], done: Callable[[int, int], None]) -> None:
-        """Begin transfers between host memory and the disk, after the copies of launched plans.
+    def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
+        """Begin transfers of host pages, after the copies of launched plans.
 
         Returns at once. done: called on any thread with the id of each, and the number of pages,
         from its first on, that every rank has done.
+        """
+        ...
+
+    def listen(self, address: str, token: bytes) -> Sequence[str]:
+        """Let every rank take part in transfers between engines, before any of them is begun.
+
+        address: of the engine; token: of the cluster. Returns where the same ranks of other engines
+        find those of this one. Blocks; called on any thread. Raises OSError or EngineStoppedError.
         """
         ...
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -16,7 +18,6 @@ from minisgl.config import (
     overlap_enabled,
     resolve,
 )
-from minisgl.engine.fingerprint import fingerprint
 from minisgl.engine.protocols import Handle, Ranks, Runner
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
@@ -28,6 +29,7 @@ from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import Report, load_runner
+from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.nodes.worker_node import work
 from minisgl.runner.parallel.tensor_parallel import TensorParallelRunner, load_ranks
 from minisgl.runner.runner import ModelRunner
@@ -51,7 +53,8 @@ class Loaded(Generic[Handle]):
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
-    fingerprint: bytes = b""  # of the numbers in the KV cache
+    # Computes the fingerprint of the model, which takes seconds; see model_fingerprint.
+    fingerprint: Callable[[], bytes] = bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
         ranks,
         load_rule=runner.load_rule,
         disk=runner.disk,
-        fingerprint=fingerprint(folder, resolved, config.quantization),
+        fingerprint=partial(model_fingerprint, resolved, model_config, folder),
     )
 
 

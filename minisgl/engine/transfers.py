@@ -1,48 +1,73 @@
 """Prefixes that one engine computes and another continues.
 
-    prefill engine   compute the prompt, gather its pages, DMA to host pages: an offer
-    decode engine    ask for it, receive the bytes into its own host pages, adopt them
+    prefill engine                                   decode engine
+    compute, copy to host pages: an offer
+    ◀─────────────── Want(key) ─────────────────────
+    ──────────────── Offer(name, ranks) ───────────▶
+    SEND to each rank ═════ bytes of its part ═════▶ RECEIVE by each rank, adopt
 
 An adopted prefix is like one that was evicted to host memory: the request that needs it finds it in
 the prefix cache, and waits for its load. Nothing waits for a transfer but the request itself, and
 nothing depends on it: what does not come is computed.
+
+Each rank exchanges its part with the same rank of the other engine (runner/page_exchange.py). The
+pages of an offer are kept until no rank of this engine sends them any more, so what has come whole
+is right, whoever dies meanwhile; a page counts once all ranks have received their parts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import secrets
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from minisgl.engine.page_wire import PageServer, TransferError, Want, receive_pages
+from msgspec import Struct
+
 from minisgl.engine.stats import TransferStats
+from minisgl.errors import EngineStoppedError
 from minisgl.kvcache.manager import KVCacheManager, Transit
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
-from minisgl.kvcache.store import page_keys
+from minisgl.kvcache.store import Done, Transfer, Way, page_keys
+from minisgl.runner.page_wire import (
+    SILENCE_S,
+    Address,
+    PageServer,
+    TransferError,
+    connection,
+    receive,
+    send,
+)
 
 logger = logging.getLogger(__name__)
 
 # For which an offer that nobody has fetched keeps its pages.
 OFFER_S = 60.0
-NUM_RECEIVERS = 4  # transfers at a time
+NUM_RECEIVERS = 4  # prefixes at a time
+NAME_BYTES = 16
 
 
-@runtime_checkable
-class HostMemory(Protocol):
-    """A runner whose host pages are in this process."""
+class Want(Struct, array_like=True):
+    """What an engine asks for: the pages of a prefix from `first` on."""
 
-    def host_views(self, host_pages: Sequence[int]) -> Sequence[memoryview]:
-        """The bytes of host pages, once no launched copy is under way to or from them.
+    fingerprint: bytes
+    key: bytes
+    first: int
 
-        Blocks until then; any thread may call it.
-        """
-        ...
+
+class Offer(Struct, array_like=True):
+    """The answer: what the ranks of the engine that asks may take, and where."""
+
+    num_pages: int = 0
+    name: bytes = b""
+    ranks: tuple[str, ...] = ()
+    refusal: str = ""  # why there are no pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +79,49 @@ class Prefix:
     namespace: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How an engine exchanges pages with others."""
+
+    address: Address
+    token: bytes  # of the cluster
+    ranks: tuple[str, ...]  # where its ranks listen
+    fingerprint: bytes  # of everything but the tokens that the bytes of a page depend on
+    page_bytes: int  # over all ranks
+
+
 class Transfers:
     """The offers of one engine, and what it fetches from others. Used on the engine's loop."""
 
     def __init__(
         self,
         kv: KVCacheManager,
-        memory: HostMemory,
-        fingerprint: bytes,
-        path: str,
+        sharing: Sharing,
+        transfer: Callable[[Sequence[Transfer], Done], None],
         launch: Callable[[], None],
     ) -> None:
-        """fingerprint: of everything but the tokens that the bytes of a page depend on.
+        """transfer: of the runner. launch: soon launches the plans that there are.
 
-        launch: soon launches the plans that there are.
+        Raises OSError if the address cannot be had.
         """
         self.stats = TransferStats()
         self._kv = kv
-        self._memory = memory
-        self._fingerprint = fingerprint
+        self._sharing = sharing
+        self._transfer = transfer
         self._launch = launch
         self._loop = asyncio.get_running_loop()
-        self._copying: list[tuple[Transit, asyncio.Future[None]]] = []
+        self._closed = False
+        self._copying: list[tuple[Transit, asyncio.Future[bool]]] = []
         self._offers: dict[bytes, deque[Transit]] = {}  # by key, oldest first
-        self._receivers = ThreadPoolExecutor(NUM_RECEIVERS, "minisgl-receiving")
-        self._server = PageServer(path, self._opened)
+        self._under_way: dict[int, asyncio.Future[int]] = {}  # transfers, by id
+        self._turns = asyncio.Semaphore(NUM_RECEIVERS)
+        self._asking = ThreadPoolExecutor(NUM_RECEIVERS, "minisgl-asking")
+        self._server = PageServer(sharing.address, sharing.token, self._answer)
+
+    @property
+    def address(self) -> str:
+        """Where other engines find this one."""
+        return str(self._server.address)
 
     def prefix(self, token_ids: Sequence[int], namespace: bytes) -> Prefix:
         return Prefix(pack_tokens(token_ids), len(token_ids), namespace)
@@ -90,13 +133,16 @@ class Transfers:
         """The same on both sides, so that it need not travel with the request."""
         num_tokens = self._num_pages(prefix) * self._kv.page_size
         tokens = prefix.packed[: num_tokens * TOKEN_BYTES]
-        keys = page_keys(self._fingerprint, prefix.namespace, tokens, len(tokens), 0, 1)
+        fingerprint = self._sharing.fingerprint
+        keys = page_keys(fingerprint, prefix.namespace, tokens, len(tokens), 0, 1)
         return next(keys)
 
     # -- sending -----------------------------------------------------------------------------------
 
     async def offer(self, prefix: Prefix) -> bool:
         """Offer what the device has of a prefix; False if it has nothing, or no room for it."""
+        if self._closed:
+            return False
         transit = self._kv.copy_out(prefix.packed, prefix.num_tokens, prefix.namespace)
         if transit is None:
             return False
@@ -104,11 +150,11 @@ class Transfers:
         self._copying.append((transit, copied))
         self._launch()
         try:
-            await asyncio.shield(copied)
+            is_copied = await asyncio.shield(copied)
         except asyncio.CancelledError:
             copied.add_done_callback(lambda _: self._kv.drop(transit))
             raise
-        if transit.failed:
+        if not is_copied:
             return False
         key = self._key(prefix)
         self._offers.setdefault(key, deque()).append(transit)
@@ -122,7 +168,7 @@ class Transfers:
         left = []
         for transit, copied in self._copying:
             if transit.failed or self._kv.is_written(transit, step):
-                copied.set_result(None)
+                copied.set_result(not transit.failed)
             else:
                 left.append((transit, copied))
         self._copying = left
@@ -144,89 +190,154 @@ class Transfers:
                 del self._offers[key]
             self._kv.drop(transit)
 
-    @contextmanager
-    def _opened(self, want: Want) -> Iterator[tuple[int, Iterable[memoryview]]]:
-        """The pages that another engine wants. Called on a thread."""
-        if want.fingerprint != self._fingerprint:
-            raise TransferError("the other engine has another model, KV dtype or page size")
-        transit = self._on_loop(lambda: self._take(want.key))
+    def _answer(self, peer: socket.socket) -> None:
+        """Answer another engine. Called on a thread."""
+        want = receive(peer, Want)
+        granted: Future[Offer] = Future()
+
+        def grant() -> None:
+            try:
+                granted.set_result(self._grant(want))
+            except Exception as error:
+                granted.set_exception(error)
+
+        self._loop.call_soon_threadsafe(grant)
+        try:
+            offer = granted.result()
+        except TransferError as error:
+            offer = Offer(refusal=str(error))
+        send(peer, offer)
+
+    def _grant(self, want: Want) -> Offer:
+        """Begin to send the pages that another engine wants. Raises TransferError."""
+        if want.fingerprint != self._sharing.fingerprint:
+            raise TransferError("the other engine has another model, --tp, KV dtype or page size")
+        transit = self._take(want.key)
         if transit is None:
             raise TransferError("the other engine does not have the prefix")
-        num_bytes, began = 0, time.perf_counter()
+        host_pages = tuple(transit.host_pages[max(0, want.first) :])
+        if not host_pages:
+            self._kv.drop(transit)
+            raise TransferError("the other engine has no more of the prefix")
+        name, began = secrets.token_bytes(NAME_BYTES), time.perf_counter()
         try:
-            host_pages = transit.host_pages[want.first :]
-            if want.first < 0 or not host_pages:
-                raise TransferError("the other engine has no more of the prefix")
-            views = self._memory.host_views(host_pages)
-            yield len(host_pages), views
-            num_bytes = sum(map(len, views))
-        finally:
-            seconds = time.perf_counter() - began
+            sending = self._begin(Way.SEND, host_pages, name)
+        except TransferError:
+            self._kv.drop(transit)
+            raise
 
-            def end() -> None:
-                self._kv.drop(transit)
-                if num_bytes:
-                    self.stats.sent.add(num_bytes, seconds)
+        def end(sent: asyncio.Future[int]) -> None:
+            self._kv.drop(transit)
+            if num_pages := sent.result():
+                num_bytes = num_pages * self._sharing.page_bytes
+                self.stats.sent.add(num_bytes, time.perf_counter() - began)
 
-            self._loop.call_soon_threadsafe(end)
-
-    def _on_loop(self, call: Callable[[], Transit | None]) -> Transit | None:
-        async def run() -> Transit | None:
-            return call()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result()
+        sending.add_done_callback(end)
+        return Offer(len(host_pages), name, self._sharing.ranks)
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    async def fetch(self, path: str, prefix: Prefix) -> bool:
-        """Have the engine that listens at `path` send what the prefix cache lacks of a prefix.
+    async def fetch(self, address: str, prefix: Prefix) -> bool:
+        """Have the engine at `address` send what the prefix cache lacks of a prefix.
 
         Returns whether the cache has something of it then that it need not compute.
         """
-        fetching = asyncio.ensure_future(self._fetch(path, prefix))
+        fetching = asyncio.ensure_future(self._fetch(address, prefix))
         # Threads write to the pages until the transfer has ended, whoever waits for it.
         return await asyncio.shield(fetching)
 
-    async def _fetch(self, path: str, prefix: Prefix) -> bool:
-        matched = self._kv.match(prefix.packed, prefix.num_tokens, prefix.namespace)
-        first = matched // self._kv.page_size
-        num_missing = self._num_pages(prefix) - first
-        if num_missing <= 0:
+    async def _fetch(self, address: str, prefix: Prefix) -> bool:
+        async with self._turns:
+            matched = self._kv.match(prefix.packed, prefix.num_tokens, prefix.namespace)
+            first = matched // self._kv.page_size
+            num_missing = self._num_pages(prefix) - first
+            if num_missing <= 0:
+                return True
+            transit = self._kv.expect(num_missing)
+            if transit is None:
+                return self._failed("host memory has no room for it")
+            began = time.perf_counter()
+            try:
+                num_pages = await self._receive(address, prefix, first, transit)
+            except TransferError as error:
+                self._kv.drop(transit)
+                return self._failed(str(error))
+            self._kv.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
+            num_bytes = num_pages * self._sharing.page_bytes
+            self.stats.received.add(num_bytes, time.perf_counter() - began)
             return True
-        transit = self._kv.expect(num_missing)
-        if transit is None:
-            return self._failed("host memory has no room for it")
-        num_bytes, began = 0, time.perf_counter()
 
-        def into(num_pages: int) -> Sequence[memoryview]:
-            nonlocal num_bytes
-            if num_pages > num_missing:
-                raise TransferError("the other engine has sent too many pages")
-            views = self._memory.host_views(transit.host_pages[:num_pages])
-            num_bytes = sum(map(len, views))
-            return views
+    async def _receive(self, address: str, prefix: Prefix, first: int, transit: Transit) -> int:
+        """Receive pages of a prefix into those of `transit`; returns how many, at least one.
 
-        want = Want(self._fingerprint, self._key(prefix), first)
+        Nobody writes to them any more then. Raises TransferError.
+        """
+        want = Want(self._sharing.fingerprint, self._key(prefix), first)
         try:
-            num_pages = await self._loop.run_in_executor(
-                self._receivers, receive_pages, path, want, into
-            )
-        except (TransferError, RuntimeError) as error:  # RuntimeError: the engine is being closed
-            self._kv.drop(transit)
-            return self._failed(str(error))
-        self._kv.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
-        self.stats.received.add(num_bytes, time.perf_counter() - began)
-        return True
+            asking = self._loop.run_in_executor(self._asking, self._ask, address, want)
+        except RuntimeError:
+            raise TransferError("the engine is being closed") from None
+        offer = await asking
+        host_pages = tuple(transit.host_pages[: offer.num_pages])
+        if len(host_pages) != offer.num_pages or len(offer.ranks) != len(self._sharing.ranks):
+            raise TransferError("the other engine offers what was not asked for")
+        num_pages = await self._begin(Way.RECEIVE, host_pages, offer.name, offer.ranks)
+        if not num_pages:
+            reason = f"has ended, or was silent for {SILENCE_S:g} s"
+            raise TransferError(f"a rank of the other engine {reason}")
+        return num_pages
+
+    def _ask(self, address: str, want: Want) -> Offer:
+        with connection(address, self._sharing.token) as peer:
+            send(peer, want)
+            offer = receive(peer, Offer)
+        if offer.num_pages <= 0:
+            raise TransferError(offer.refusal)
+        return offer
 
     def _failed(self, reason: str) -> bool:
         self.stats.num_failed += 1
         logger.warning("A prefix is computed here that was to be transferred: %s", reason)
         return False
 
+    # -- both --------------------------------------------------------------------------------------
+
+    def _begin(
+        self, way: Way, host_pages: tuple[int, ...], name: bytes, peers: tuple[str, ...] = ()
+    ) -> asyncio.Future[int]:
+        """Begin a transfer; the result is the number of pages that every rank has done.
+
+        Raises TransferError.
+        """
+        if self._closed:
+            raise TransferError("the engine is being closed")
+        transfer = Transfer(next(self._kv.transfer_ids), way, (), host_pages, name, peers)
+        ended = self._under_way[transfer.id] = self._loop.create_future()
+        try:
+            self._transfer([transfer], self._on_ended)
+        except EngineStoppedError as error:
+            del self._under_way[transfer.id]
+            raise TransferError(str(error)) from error
+        return ended
+
+    def _on_ended(self, transfer: int, num_pages: int) -> None:
+        """Called by any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed without the engine
+            self._loop.call_soon_threadsafe(self._end, transfer, num_pages)
+
+    def _end(self, transfer: int, num_pages: int) -> None:
+        ended = self._under_way.pop(transfer, None)
+        if ended is not None:
+            ended.set_result(num_pages)
+
     def close(self) -> None:
-        """Take part in no more transfers. Those under way end by themselves."""
+        """Take part in no more transfers. Those under way count as failed: threads may still write
+        to their pages, which no later step uses. Idempotent."""
+        self._closed = True
         self._server.close()
-        self._receivers.shutdown(wait=False, cancel_futures=True)
+        self._asking.shutdown(wait=False, cancel_futures=True)
         for _, copied in self._copying:
-            copied.cancel()
+            copied.set_result(False)
         self._copying = []
+        for transfer in list(self._under_way):
+            self._end(transfer, 0)

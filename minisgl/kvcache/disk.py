@@ -8,12 +8,12 @@ tree knows nothing of the disk: a prefix is looked up by its keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from minisgl.kvcache.copies import ALWAYS, LoadRule
-from minisgl.kvcache.store import PageIndex, Transfer, page_keys
+from minisgl.kvcache.store import PageIndex, Transfer, Way, page_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Fetch:
 class DiskTier:
     """Collects transfers, and remembers those under way."""
 
-    def __init__(self, disk: Disk, page_bytes: int) -> None:
-        """page_bytes: bytes of the packed tokens of a page."""
+    def __init__(self, disk: Disk, page_bytes: int, ids: Iterator[int]) -> None:
+        """page_bytes: bytes of the packed tokens of a page. ids: for transfers."""
         self.rule = disk.rule
         self.fetches: dict[int, Fetch] = {}
         self.writes: dict[int, Transfer] = {}
@@ -47,7 +47,7 @@ class DiskTier:
         self._index = disk.index
         self._fingerprint = disk.fingerprint
         self._page_bytes = page_bytes
-        self._num_transfers = 0
+        self._ids = ids
         self._new: list[Transfer] = []
 
     def find(self, namespace: bytes, key: bytes, start: int, end: int) -> list[bytes]:
@@ -65,7 +65,7 @@ class DiskTier:
         return [pair for pair in pairs if not self._index.holds(pair[0])]
 
     def write(self, pairs: Sequence[tuple[bytes, int]]) -> Transfer:
-        transfer = self._add(True, [key for key, _ in pairs], [page for _, page in pairs])
+        transfer = self._add(Way.WRITE, [key for key, _ in pairs], [page for _, page in pairs])
         self.writes[transfer.id] = transfer
         return transfer
 
@@ -73,13 +73,12 @@ class DiskTier:
         self, namespace: bytes, key: bytes, start: int, keys: Sequence[bytes], pages: Sequence[int]
     ) -> int:
         """Read pages into host `pages`, which the fetch owns; returns the transfer's id."""
-        transfer = self._add(False, keys, pages)
+        transfer = self._add(Way.READ, keys, pages)
         self.fetches[transfer.id] = Fetch(transfer, key, namespace, start)
         return transfer.id
 
-    def _add(self, writes: bool, keys: Sequence[bytes], host_pages: Sequence[int]) -> Transfer:
-        self._num_transfers += 1
-        transfer = Transfer(self._num_transfers, writes, tuple(keys), tuple(host_pages))
+    def _add(self, way: Way, keys: Sequence[bytes], host_pages: Sequence[int]) -> Transfer:
+        transfer = Transfer(next(self._ids), way, tuple(keys), tuple(host_pages))
         self._new.append(transfer)
         return transfer
 

@@ -16,6 +16,7 @@ transfers belong to no plan (`take_transfers`): they touch host pages only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -119,9 +120,10 @@ class KVCacheManager:
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
+        self.transfer_ids = itertools.count(1)
         self._disk: DiskTier | None = None
         if disk is not None:
-            self._disk = DiskTier(disk, page_size * TOKEN_BYTES)
+            self._disk = DiskTier(disk, page_size * TOKEN_BYTES, self.transfer_ids)
         self._spare = -(-num_host_pages // SPARE_PART)
         self._cache: PrefixCache = NaiveCache()
         if cache_type == "radix":

@@ -1,4 +1,4 @@
-"""What the tiers above know of pages on disk: their keys, and transfers of them.
+"""What the tiers above know of pages elsewhere: their keys, and transfers of them.
 
 A key names what a page holds: `page_keys` hashes all tokens up to its end after a fingerprint of
 everything else that the numbers depend on (weights, dtype, scales, layout) and the namespace.
@@ -6,8 +6,9 @@ everything else that the numbers depend on (weights, dtype, scales, layout) and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from hashlib import blake2b
 from typing import Protocol
 
@@ -26,14 +27,32 @@ class PageIndex(Protocol):
         ...
 
 
+class Way(Enum):
+    """Between host memory and what it is that pages go to, or come from."""
+
+    WRITE = "write"  # to the disk
+    READ = "read"
+    SEND = "send"  # to another engine
+    RECEIVE = "receive"
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pages on their way between host memory and the disk, outside of the order of steps."""
+    """Pages on their way to or from host memory, outside of the order of steps.
+
+    Every rank transfers its part of each page.
+    """
 
     id: int  # 1, 2, ...
-    writes: bool  # to the disk
-    keys: tuple[bytes, ...]
-    host_pages: tuple[int, ...]  # as many; nobody else writes them meanwhile
+    way: Way
+    keys: tuple[bytes, ...]  # of the pages on disk; none for other engines
+    host_pages: tuple[int, ...]  # nobody else writes them meanwhile
+    name: bytes = b""  # of a transfer between engines, the same on both sides
+    peers: tuple[str, ...] = ()  # addresses of the ranks from which those of this engine receive
+
+
+# Called with the id of a transfer and the number of pages, from its first on, that are done.
+Done = Callable[[int, int], None]
 
 
 def page_keys(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, memory_bytes
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
 from minisgl.router.fleet import ReplicaState
@@ -195,13 +195,13 @@ def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
 
     Raises ConfigError for what does not go together with it.
     """
-    for name, value in (("--tp", engine.tp), ("--pp", engine.pp), ("--nnodes", engine.nnodes)):
+    for name, value in (("--pp", engine.pp), ("--nnodes", engine.nnodes)):
         if value > 1:
-            raise ConfigError(name, value, "replicas with --roles have one GPU each; allowed: 1")
+            raise ConfigError(name, value, "not for replicas with --roles; allowed: 1")
     if engine.host_cache:
         return engine
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return replace(engine, host_cache=min(HOST_CACHE_GB, HOST_SHARE * memory / num_replicas))
+    share = HOST_SHARE * memory_bytes() / 1e9 / num_replicas
+    return replace(engine, host_cache=min(HOST_CACHE_GB, share))
 
 
 def _private_folder() -> Path:

@@ -7,13 +7,13 @@ import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import cast
 
 from minisgl.config import EngineConfig
 from minisgl.router.lifeline import INPUT, end_with_parent, hear, remove_sockets
 from minisgl.router.policies import DECODE
 from minisgl.router.replicas import ReplicaSpec
+from minisgl.runner.page_wire import Address
 from minisgl.server.connection import MAX_UNSENT_BYTES, ServerConnection
 from minisgl.server.handover import Handover, SharingEngine
 from minisgl.server.process import ServerProcess, start_engine
@@ -47,15 +47,14 @@ class ReplicaProcess(ServerProcess):
         super().__init__(spec.engine, spec.server, start)
         self._spec = spec
 
-    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
+    async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         spec = self._spec
         if spec.pages_paths:
-            path = spec.pages_paths[spec.index]
-            Path(path).unlink(missing_ok=True)  # of a replica that was killed
             sharing = cast("SharingEngine", engine)
-            sharing.share_pages(path, always_load=spec.role == DECODE)
+            path = spec.pages_paths[spec.index]
+            await sharing.share_pages(path, always_load=spec.role == DECODE)
             self._state.around = Handover(sharing, spec.pages_paths).around
-        super()._begin(engine, welcome)
+        await super()._begin(engine, welcome)
 
     def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
         pass
@@ -75,7 +74,10 @@ def run_replica(
     if spec.share.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, spec.share.cores)
     # The parent says nothing more: reading ends when it does.
-    sockets = (spec.server.uds, *spec.pages_paths[spec.index : spec.index + 1])
+    sockets = [spec.server.uds]
+    if spec.pages_paths:
+        pages = Address(path=spec.pages_paths[spec.index])
+        sockets += [pages.path, *(pages.of_rank(rank).path for rank in range(spec.engine.tp))]
     end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout, sockets)
     try:
         return ReplicaProcess(spec, start).run()

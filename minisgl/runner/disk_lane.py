@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from minisgl.errors import without_words
 from minisgl.kvcache.copies import Traffic
-from minisgl.kvcache.store import KEY_BYTES, Transfer
+from minisgl.kvcache.store import KEY_BYTES, Done, Transfer, Way
 from minisgl.runner.copy_lanes import Mark
 from minisgl.runner.page_files import PageFiles
 
@@ -23,9 +23,6 @@ NUM_WRITERS = 2
 READ_PAGES = 16  # of one reader at a time
 MEASURED_PAGES = 64
 MEASURED_BYTES = 128 << 20  # at most, but for the first page
-
-# Called with the id of a transfer and the number of pages, from its first on, that are done.
-Done = Callable[[int, int], None]
 
 
 class DiskLane:
@@ -47,7 +44,7 @@ class DiskLane:
     def queue(self, transfer: Transfer, after: Sequence[Mark], done: Done) -> None:
         """Begin when `after` are reached. `done` is called on any thread, whatever goes wrong, but
         not after `close`."""
-        if transfer.writes:
+        if transfer.way is Way.WRITE:
             self._writers.submit(self._write, transfer, after, done)
         else:
             _Reading(self, transfer, after, done).begin(self._readers)
@@ -100,7 +97,7 @@ class DiskLane:
 
     def _time_read(self, keys: Sequence[bytes]) -> float:
         ended: Future[None] = Future()
-        transfer = Transfer(0, False, tuple(keys), tuple(range(len(keys))))
+        transfer = Transfer(0, Way.READ, tuple(keys), tuple(range(len(keys))))
         began = time.perf_counter()
         self.queue(transfer, [], lambda transfer_id, num_pages: ended.set_result(None))
         ended.result()

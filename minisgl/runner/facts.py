@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from pathlib import Path
 
 import torch
 
 from minisgl.attention.backends import available_backends, flash_page_multiple
-from minisgl.config import DeviceFacts, ModelFacts
+from minisgl.config import DeviceFacts, ModelFacts, memory_bytes
 from minisgl.kernels.dispatch import runs_triton
-
-# The limits of memory of a container, in version 2 and 1 of control groups.
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
@@ -50,15 +45,6 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
         missing_backends=missing,
         flash_page_multiple=flash_page_multiple(),
     )
-
-
-def memory_bytes() -> int:
-    """The memory of this machine, or what the control group of this process may use of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # another version, or "max"
-            total = min(total, int(Path(path).read_text()))
-    return total
 
 
 def device_name(device: str) -> str:

@@ -31,11 +31,13 @@ from minisgl.config import KVSpec
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule, Traffic
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, copy_lane
-from minisgl.runner.disk_lane import DiskLane, Done
+from minisgl.runner.disk_lane import DiskLane
 from minisgl.runner.lanes import Lanes
+from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_files import PageFiles
+from minisgl.runner.page_wire import Address
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +138,9 @@ class _Stage:
 
 
 class HostCache:
-    """The host pages of one rank, and the disk behind them.
+    """The host pages of one rank, the disk behind them, and exchanges with other engines.
 
-    One thread calls `queue` and `transfer`; any thread may read `traffic` and `views`.
+    One thread calls `queue` and `transfer`; any thread may call `listen` and read `traffic`.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class HostCache:
         self._disk: DiskLane | None = None
         if store is not None:
             self._disk = DiskLane(store, self.slabs.views, lanes.enter_thread)
+        self._exchange: PageExchange | None = None
 
     @property
     def page_bytes(self) -> int:
@@ -239,14 +242,27 @@ class HostCache:
         return fetch
 
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers to and from the disk, after all copies that were queued before.
+        """Begin transfers, after all copies that were queued before.
 
         `done` is called for each on any thread, whatever goes wrong, but not after `close`.
         """
-        assert self._disk is not None, "nothing is transferred without a disk"
         for transfer in transfers:
             after = [copied.mark for copied in self._copies_of(transfer.host_pages)]
-            self._disk.queue(transfer, after, done)
+            uses_disk = transfer.way in (Way.WRITE, Way.READ)
+            lane = self._disk if uses_disk else self._exchange
+            assert lane is not None, f"nothing can {transfer.way.value} here"
+            lane.queue(transfer, after, done)
+
+    def listen(self, address: str, token: bytes, rank: int) -> str:
+        """Take part in transfers between engines; returns where the same rank of others finds this
+        one. It comes before any of them.
+
+        address: of the engine. token: of the cluster. Raises OSError.
+        """
+        where = Address.parse(address).of_rank(rank)
+        views, enter_thread = self.slabs.views, self._lanes.enter_thread
+        self._exchange = PageExchange(where, token, rank, views, enter_thread)
+        return str(self._exchange.address)
 
     def _copies_of(self, host_pages: Sequence[int]) -> list[_Copied]:
         """The copies under way that read or write one of `host_pages`."""
@@ -285,17 +301,6 @@ class HostCache:
             return copied
         return replace(copied, writes=self._disk.writes.total(), reads=self._disk.reads.total())
 
-    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
-        """The bytes of host pages, in their order, once no queued copy is under way to or from
-        them. Blocks until then."""
-        wanted = frozenset(host_pages)
-        with self._lock:
-            using = [each for each in self._under_way if not each.host_pages.isdisjoint(wanted)]
-        for copied in using:
-            copied.mark.wait()
-        arrays = [run.view(-1).numpy() for _, run in self.slabs.runs(host_pages)]
-        return [array.data for array in arrays]
-
     def measure(self, compute_s: float) -> LoadRule:
         """The rule by which loads pay if the tokens of a page are computed in `compute_s`.
 
@@ -333,6 +338,8 @@ class HostCache:
 
     def close(self) -> None:
         """Free the host memory. No copy may be under way."""
+        if self._exchange is not None:
+            self._exchange.close()
         if self._disk is not None:
             self._disk.close()
         self.slabs.close()

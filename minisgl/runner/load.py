@@ -20,7 +20,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
-from minisgl.runner.disk_cache import model_fingerprint, open_store
+from minisgl.runner.disk_cache import open_store
 from minisgl.runner.graphs import graph_keys
 from minisgl.runner.host_cache import HostCache, staging_bytes
 from minisgl.runner.lanes import Lanes
@@ -32,6 +32,7 @@ from minisgl.runner.memory import (
     free_bytes,
     page_table_bytes,
 )
+from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.page_files import PageFiles
 from minisgl.runner.runner import ModelRunner
 from minisgl.runner.stage import Stage

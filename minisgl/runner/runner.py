@@ -33,12 +33,11 @@ from minisgl.errors import EngineStoppedError, StepError
 from minisgl.kernels.sampling.reference import TokenScores, top_logprobs
 from minisgl.kvcache.copies import ALWAYS, HostTraffic, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Done, Transfer
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.models.transformer import CausalLM
 from minisgl.request import TokenLogprobs
 from minisgl.runner.copy_lanes import CopyMark
-from minisgl.runner.disk_lane import Done
 from minisgl.runner.graphs import MAX_CHUNKS, CapturedStep, GraphKey, StepGraphs
 from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import EventMark, HostCopy, Lanes
@@ -418,23 +417,22 @@ class ModelRunner:
             yield load
 
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers between host memory and the disk after the launched steps' copies.
+        """Begin transfers of host pages after the launched steps' copies.
 
         Returns at once; `done` is called on any thread, unless the runner is closed before.
         """
-        assert self._host_cache is not None, "there is no disk without a host cache"
+        assert self._host_cache is not None, "there are no host pages"
         self._worker.submit(self._host_cache.transfer, transfers, done)
 
     def traffic(self) -> HostTraffic | None:
         """The copies to and from host memory; None without a host cache."""
         return None if self._host_cache is None else self._host_cache.traffic()
 
-    def host_views(self, host_pages: Sequence[int]) -> list[memoryview]:
-        """The bytes of host pages, in their order, once every copy of launched plans to or from
-        them is done. Blocks until then; any thread may call it."""
-        assert self._host_cache is not None
-        self._worker.submit(lambda: None).result()  # after what is to be queued
-        return self._host_cache.views(host_pages)
+    def listen(self, address: str, token: bytes) -> tuple[str, ...]:
+        """Take part in transfers between engines. Returns where this rank, as the only one of its
+        runner, is found by others; raises OSError. Any thread may call it, before any of them."""
+        assert self._host_cache is not None, "there are no host pages"
+        return (self._host_cache.listen(address, token, self._ranks.rank),)
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""

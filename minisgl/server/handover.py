@@ -33,7 +33,7 @@ class Offered(Struct):
 class SharingEngine(Protocol):
     """An engine that exchanges KV pages with others; see AsyncEngine."""
 
-    def share_pages(self, path: str, *, always_load: bool) -> None: ...
+    async def share_pages(self, address: str, *, always_load: bool) -> str: ...
     async def offer_pages(
         self,
         prompt_token_ids: Sequence[int],
@@ -44,7 +44,7 @@ class SharingEngine(Protocol):
     ) -> bool: ...
     async def fetch_pages(
         self,
-        path: str,
+        address: str,
         prompt_token_ids: Sequence[int],
         *,
         cache_salt: str | None = None,
@@ -55,10 +55,10 @@ class SharingEngine(Protocol):
 class Handover:
     """What is done for a request before it is answered, or instead."""
 
-    def __init__(self, engine: SharingEngine, paths: Sequence[str]) -> None:
-        """paths: where the engines exchange pages, by the index of the replica."""
+    def __init__(self, engine: SharingEngine, addresses: Sequence[str]) -> None:
+        """addresses: where the engines exchange pages, by the index of the replica."""
         self._engine = engine
-        self._paths = paths
+        self._addresses = addresses
 
     def around(self, scope: Scope, reply: Reply, answer: ASGIApp) -> ASGIApp:
         """The application that handles the request of `reply`; `answer` answers it."""
@@ -67,7 +67,8 @@ class Handover:
         if PREFILL in headers:
             return _Prefilled(self._engine, jobs)
         if PREFILLED in headers:
-            return _Continued(self._engine, jobs, self._paths[int(headers[PREFILLED])], answer)
+            address = self._addresses[int(headers[PREFILLED])]
+            return _Continued(self._engine, jobs, address, answer)
         return answer
 
 
@@ -113,17 +114,17 @@ class _Continued:
     """The answer of the engine that generates tokens, after it has fetched their prompts."""
 
     def __init__(
-        self, engine: SharingEngine, jobs: Sequence[GenerationJob], path: str, answer: ASGIApp
+        self, engine: SharingEngine, jobs: Sequence[GenerationJob], address: str, answer: ASGIApp
     ) -> None:
         self._engine = engine
         self._jobs = jobs
-        self._path = path
+        self._address = address
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         fetches = (
             self._engine.fetch_pages(
-                self._path, job.prompt_token_ids, cache_salt=job.cache_salt, tenant=job.tenant
+                self._address, job.prompt_token_ids, cache_salt=job.cache_salt, tenant=job.tenant
             )
             for job in self._jobs
         )

@@ -133,7 +133,7 @@ class ServerProcess:
             server.server_state.max_open = room_for_connections(
                 len(server.server_state.connections)
             )
-            self._begin(engine, welcome)
+            await self._begin(engine, welcome)
             with_graphs = engine.capacity.max_graph_batch > 0
             beside.append(asyncio.ensure_future(log_stats(engine.stats, with_graphs=with_graphs)))
             await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -152,7 +152,7 @@ class ServerProcess:
             logger.error("The engine has failed: %s", engine.failure)
         return 0 if engine.failure is None else 1
 
-    def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
+    async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         self._state.start(engine)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()

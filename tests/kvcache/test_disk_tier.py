@@ -11,7 +11,7 @@ from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import SPARE_PART, KVCacheManager, Lease
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
-from minisgl.kvcache.store import Transfer, page_keys
+from minisgl.kvcache.store import Transfer, Way, page_keys
 
 
 def make(
@@ -61,7 +61,7 @@ def carry_out(kv: KVCacheManager, store: MemoryStore, *, num_good: int | None = 
     """Do the transfers, of which `num_good` pages succeed; returns what came of each."""
     results: list[int] = []
     for transfer in kv.take_transfers():
-        if transfer.writes:
+        if transfer.way is Way.WRITE:
             content = [memoryview(b"page") for _ in transfer.keys]
             store.write(transfer.keys, content)
         count = len(transfer.keys) if num_good is None else num_good
@@ -97,7 +97,7 @@ def test_what_host_memory_evicts_is_written_and_read_again() -> None:
     fetch = kv.fetch(wanted, 4)
     assert fetch
     kv.audit(12)
-    (transfer,) = (found for found in kv.take_transfers() if not found.writes)
+    (transfer,) = (found for found in kv.take_transfers() if found.way is Way.READ)
     assert transfer.keys == tuple(keys([10, 11, 12]))[-len(transfer.keys) :]
     assert kv.transferred(fetch, len(transfer.keys)) == len(transfer.keys)
     kv.audit(12)
@@ -255,11 +255,11 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
             transfer = transfers.pop(data.draw(st.integers(0, len(transfers) - 1)))
             num_done = data.draw(st.integers(0, len(transfer.keys)))
             for name, host_page in list(zip(transfer.keys, transfer.host_pages, strict=True)):
-                if transfer.writes:
+                if transfer.way is Way.WRITE:
                     assert host[host_page] == name
                 else:
                     host[host_page] = name
-            if transfer.writes:
+            if transfer.way is Way.WRITE:
                 store.write(transfer.keys, [memoryview(b"page") for _ in transfer.keys])
             kv.transferred(transfer.id, num_done)
         kv.audit(step)

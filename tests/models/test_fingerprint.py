@@ -15,8 +15,8 @@ from minisgl.models.config import ModelConfig
 from minisgl.models.fingerprint import weights_fingerprint
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
-from minisgl.runner.disk_cache import model_fingerprint
 from minisgl.runner.facts import device_facts
+from minisgl.runner.model_fingerprint import model_fingerprint
 
 SIZE = 3_000_000  # bytes of the largest tensor: more than the samples cover
 

@@ -14,7 +14,7 @@ from support.slow_lanes import SlowLane
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import Copies, Load, LoadRule
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Transfer, Way
 from minisgl.runner import disk_lane
 from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import Lanes
@@ -54,14 +54,14 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     write(kv, 1, 5.0)
     write(kv, 2, 6.0)
     cache.queue(Copies(offloads=((1, 3), (2, 4))))
-    transfer(Transfer(1, True, KEYS[:2], (4, 3)))
+    transfer(Transfer(1, Way.WRITE, KEYS[:2], (4, 3)))
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.05)
     gate.set()
     assert ends.get() == (1, 2)
     gate.clear()
     cache.queue(Copies(loads=(Load(1, (3,), (7,)),)))
-    transfer(Transfer(2, False, KEYS[:1], (3,)))  # overwrites what is being loaded
+    transfer(Transfer(2, Way.READ, KEYS[:1], (3,)))  # overwrites what is being loaded
     with pytest.raises(queue.Empty):
         ends.get(timeout=0.05)
     gate.set()
@@ -80,12 +80,12 @@ def test_a_read_in_parts_counts_up_to_the_first_page_that_is_missing(
     monkeypatch.setattr(disk_lane, "READ_PAGES", 2)
     gate.set()
     cache, ends = make(tmp_path), Ends()
-    write = Transfer(1, True, (*KEYS[:5], *KEYS[6:9]), tuple(range(8)))
+    write = Transfer(1, Way.WRITE, (*KEYS[:5], *KEYS[6:9]), tuple(range(8)))
     cache.transfer([write], lambda *end: ends.put(end))
     assert ends.get() == (1, 8)
-    cache.transfer([Transfer(2, False, KEYS[:9], tuple(range(9)))], lambda *end: ends.put(end))
+    cache.transfer([Transfer(2, Way.READ, KEYS[:9], tuple(range(9)))], lambda *end: ends.put(end))
     assert ends.get() == (2, 5)
-    cache.transfer([Transfer(3, False, KEYS[9:], (0, 1))], lambda *end: ends.put(end))
+    cache.transfer([Transfer(3, Way.READ, KEYS[9:], (0, 1))], lambda *end: ends.put(end))
     assert ends.get() == (3, 0)
     cache.close()
 
@@ -98,7 +98,7 @@ def test_an_unexpected_error_ends_the_transfer(
     monkeypatch.setattr(cache.slabs, "views", None)
     monkeypatch.setattr(PageFiles, "write", None)
     monkeypatch.setattr(PageFiles, "read", None)
-    both = [Transfer(1, True, KEYS[:2], (0, 1)), Transfer(2, False, KEYS[:2], (2, 3))]
+    both = [Transfer(1, Way.WRITE, KEYS[:2], (0, 1)), Transfer(2, Way.READ, KEYS[:2], (2, 3))]
     cache.transfer(both, lambda *end: ends.put(end))
     assert {ends.get(), ends.get()} == {(1, 0), (2, 0)}
     cache.close()
@@ -120,7 +120,7 @@ def test_the_speed_of_the_disk_is_measured_and_leaves_no_file(
 
 def test_what_every_rank_has_done_counts() -> None:
     transfers, ends = Transfers(3), Ends()
-    both = [Transfer(index, False, KEYS[:4], (0, 1, 2, 3)) for index in (1, 2)]
+    both = [Transfer(index, Way.READ, KEYS[:4], (0, 1, 2, 3)) for index in (1, 2)]
     assert decode_transfers(encode_transfers(both)) == both
     assert encode_transfers(both).startswith(TRANSFER)
     transfers.begin(both, lambda *end: ends.put(end))

@@ -9,14 +9,14 @@ import torch
 from support.host_cache_cases import cache_of, check_copies, holds, write
 from support.slow_lanes import SlowLane
 
-from minisgl.config import EngineConfig, resolve
+from minisgl.config import EngineConfig, memory_bytes, resolve
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.runner import host_cache
 from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
-from minisgl.runner.facts import device_facts, memory_bytes
+from minisgl.runner.facts import device_facts
 from minisgl.runner.host_cache import HostCache, Slabs, staging_bytes
 from minisgl.runner.lanes import Lanes
 

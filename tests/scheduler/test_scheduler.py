@@ -21,6 +21,7 @@ from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullErr
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
 from minisgl.kvcache.manager import KVCacheManager
+from minisgl.kvcache.store import Way
 from minisgl.matcher import MaskRows
 from minisgl.request import (
     EVERYONE,
@@ -205,7 +206,7 @@ class Harness:
         """Let the oldest transfer end, or another one."""
         transfer, _ = self.runner.transfers[index]
         for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
-            if transfer.writes:
+            if transfer.way is Way.WRITE:
                 self.disk_namespaces[key] = self.host_namespaces[host_page]
             elif key in self.disk_namespaces:
                 self.host_namespaces[host_page] = self.disk_namespaces[key]

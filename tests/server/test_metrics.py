@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,17 +232,10 @@ async def test_metrics_are_served_without_a_key_in_every_phase() -> None:
     assert counted == 3
 
 
-class _SharingRunner(ScriptedRunner):
-    """One whose engine can share pages with others."""
-
-    def host_views(self, host_pages: Sequence[int]) -> Sequence[memoryview]:
-        raise NotImplementedError
-
-
 async def test_metric_names_have_units_and_are_listed_in_the_readme(tmp_path: Path) -> None:
-    runner = _SharingRunner(page_size=4)
+    runner = ScriptedRunner(page_size=4)
     async with engine_on(runner, host_cache=0.1) as engine, http_client(engine) as client:
-        engine.share_pages(str(tmp_path / "pages"), always_load=False)
+        await engine.share_pages(str(tmp_path / "pages"), always_load=False)
         await client.get("/version")
         found = await scrape(client)
     expected = []

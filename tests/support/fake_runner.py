@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, Traffic
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Transfer, Way
 from minisgl.matcher import MaskRows, mask_words
 from minisgl.request import TokenLogprobs
 from minisgl.scheduler.plan import SlotJoin, StepPlan, StepResult
@@ -238,12 +238,15 @@ class FakeRunner:
         while self.transfers and not self.holds_transfers:
             self.end_transfer()
 
+    def listen(self, address: str, token: bytes) -> Sequence[str]:
+        return (f"{address}.0",)
+
     def end_transfer(self, index: int = 0) -> None:
         """Do a transfer that is under way."""
         transfer, done = self.transfers.pop(index)
         num_pages = 0
         for key, host_page in zip(transfer.keys, transfer.host_pages, strict=True):
-            if transfer.writes:
+            if transfer.way is Way.WRITE:
                 self.disk.pages[key] = self._host[host_page]
                 self.disk.forgotten.discard(key)
             elif key not in self.disk.pages:
@@ -251,7 +254,7 @@ class FakeRunner:
             else:
                 self._host[host_page] = self.disk.pages[key]
             num_pages += 1
-        self.num_transferred[not transfer.writes] += num_pages
+        self.num_transferred[transfer.way is Way.READ] += num_pages
         done(transfer.id, num_pages)
 
     def traffic(self) -> HostTraffic:

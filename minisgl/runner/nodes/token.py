@@ -20,25 +20,33 @@ logger = logging.getLogger(__name__)
 
 
 def cluster_token(config: ResolvedConfig, address: str) -> bytes:
-    """The secret of the file or else of the environment; empty if there is none.
+    """The secret that the nodes share; empty if there is none.
 
     address: the IP address of node 0. Raises ConfigError if the secret is unusable, or missing for
     an address beyond loopback.
     """
-    source, text = VARIABLE, os.environ.get(VARIABLE, "")
-    if config.cluster_token_file:
-        source, text = OPTION, _read(config.cluster_token_file)
-    token = text.strip()
-    if source == OPTION or token:
-        if len(token) < MIN_CHARS:
-            raise ConfigError(source, HIDDEN, f"allowed: {MIN_CHARS} characters or more")
-    elif not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    token = read_token(config)
+    if not token and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         raise ConfigError(
             "--master-addr",
             config.master_addr,
             f"beyond this machine the nodes need a shared secret: set {VARIABLE} or {OPTION} on "
             "each, to the output of `openssl rand -hex 32`",
         )
+    return token
+
+
+def read_token(config: ResolvedConfig) -> bytes:
+    """The secret of the file or else of the environment; empty if there is none.
+
+    Raises ConfigError if it is unusable.
+    """
+    source, text = VARIABLE, os.environ.get(VARIABLE, "")
+    if config.cluster_token_file:
+        source, text = OPTION, _read(config.cluster_token_file)
+    token = text.strip()
+    if (source == OPTION or token) and len(token) < MIN_CHARS:
+        raise ConfigError(source, HIDDEN, f"allowed: {MIN_CHARS} characters or more")
     return token.encode("utf-8", "surrogateescape")
 
 

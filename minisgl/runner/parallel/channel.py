@@ -1,9 +1,9 @@
 """Carries messages between rank 0 and the other ranks.
 
-    rank 0   ── plans, transfers, close ──▶  rank
-             ◀── RankReady, RankFailed ────
-             ◀── RankTransferred ──────────
-             ◀── heartbeats ───────────────
+    rank 0   ── plans, transfers, close ──────▶  rank
+             ◀── RankReady, RankFailed ────────
+             ◀── RankListens, RankTransferred ─
+             ◀── heartbeats ───────────────────
 
 `Channel` is rank 0's end for all other ranks; `RankEnd` is the end of one of them. Ranks on one
 machine use pipes, and shared memory for the heartbeats. For ranks on other machines see
@@ -46,13 +46,21 @@ class RankFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankTransferred:
-    """Sent at the end of a transfer between host memory and the disk."""
+    """Sent at the end of a transfer of host pages."""
 
     transfer: int
     num_pages: int  # from the first on, that are done
 
 
-Message = RankReady | RankFailed | RankTransferred
+@dataclass(frozen=True, slots=True)
+class RankListens:
+    """Sent once the same rank of other engines can find this one, or if that cannot be."""
+
+    address: str
+    obstacle: str = ""
+
+
+Message = RankReady | RankFailed | RankTransferred | RankListens
 
 
 class RankEnd(Protocol):

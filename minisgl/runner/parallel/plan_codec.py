@@ -20,6 +20,7 @@ from minisgl.scheduler.plan import SlotJoin, StepPlan
 AGAIN = b"\0"
 SAMPLE = b"\2"  # the masks of the deferred plan that was sent last are filled
 TRANSFER = b"\3"  # begins a message with transfers
+LISTEN = b"\4"  # begins a message with an address and a token
 
 # (True if the decode slots are those of the last plan and therefore omitted, the plan).
 _Message = tuple[bool, StepPlan]
@@ -73,6 +74,15 @@ def encode_transfers(transfers: Sequence[Transfer]) -> bytes:
 def decode_transfers(data: bytes) -> list[Transfer]:
     """data: a message that begins with TRANSFER."""
     return msgspec.msgpack.decode(data[len(TRANSFER) :], type=list[Transfer])
+
+
+def encode_listen(address: str, token: bytes) -> bytes:
+    return LISTEN + msgspec.msgpack.encode((address, token))
+
+
+def decode_listen(data: bytes) -> tuple[str, bytes]:
+    """data: a message that begins with LISTEN."""
+    return msgspec.msgpack.decode(data[len(LISTEN) :], type=tuple[str, bytes])
 
 
 class PlanDecoder:

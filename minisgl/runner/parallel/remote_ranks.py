@@ -15,10 +15,10 @@ from dataclasses import replace
 from minisgl.errors import EngineStoppedError, MinisglError
 from minisgl.kvcache.store import Transfer
 from minisgl.matcher import MaskRows
-from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankTransferred
+from minisgl.runner.parallel.channel import HEARTBEAT_S, Channel, RankListens, RankTransferred
 from minisgl.runner.parallel.launcher import Launcher
 from minisgl.runner.parallel.mask_ring import StepMasks
-from minisgl.runner.parallel.plan_codec import SAMPLE, encode_transfers
+from minisgl.runner.parallel.plan_codec import SAMPLE, encode_listen, encode_transfers
 from minisgl.runner.parallel.rank_watch import RankWatch, error_of
 from minisgl.runner.parallel.worker import RankSpec
 from minisgl.scheduler.plan import StepPlan
@@ -60,7 +60,8 @@ class RemoteRanks:
         self._channel = channel
         others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.config.step_timeout)
-        self._changed = threading.Condition()  # for _watch.ready and lost
+        self._listening: dict[int, RankListens] = {}
+        self._changed = threading.Condition()  # for _watch.ready, _listening and lost
         self._ending = False
         self._killing: threading.Timer | None = None
         self._gone = threading.Event()
@@ -101,6 +102,24 @@ class RemoteRanks:
     def send_transfers(self, transfers: Sequence[Transfer]) -> None:
         """Let every rank begin transfers, as `send` does."""
         self._send(encode_transfers(transfers), None)
+
+    def listen(self, address: str, token: bytes) -> list[str]:
+        """Let every rank take part in transfers between engines; see ModelRunner. Called once.
+
+        Returns their addresses, in the order of ranks. Blocks. Raises OSError, or the reason why
+        the ranks are lost.
+        """
+        self._send(encode_listen(address, token), None)
+        with self._changed:
+            while len(self._listening) < len(self._watch.silence) and not self.lost.done():
+                self._changed.wait()
+        if self.lost.done():
+            self.lost.result()
+        found = [self._listening[rank] for rank in sorted(self._listening)]
+        for each in found:
+            if each.obstacle:
+                raise OSError(each.obstacle)
+        return [each.address for each in found]
 
     def masks(self, plan: StepPlan) -> MaskRows:
         """Memory for the masks of a plan, which every rank finds there."""
@@ -195,7 +214,10 @@ class RemoteRanks:
                         self.transferred(message.transfer, message.num_pages)
                         continue
                     with self._changed:
-                        self._watch.heard(rank, message)
+                        if isinstance(message, RankListens):
+                            self._listening[rank] = message
+                        else:
+                            self._watch.heard(rank, message)
                         self._changed.notify_all()
                 self._watch.look(time.monotonic(), self._channel.heartbeats())
                 if self._verdict() is not None and not self._ending:

@@ -29,10 +29,9 @@ from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.pipeline import Pipeline
 from minisgl.errors import CheckpointError, ConfigError, MinisglError
 from minisgl.kvcache.copies import HostTraffic
-from minisgl.kvcache.store import Transfer
+from minisgl.kvcache.store import Done, Transfer
 from minisgl.matcher import MaskRows
 from minisgl.models.config import ModelConfig
-from minisgl.runner.disk_lane import Done
 from minisgl.runner.load import Report
 from minisgl.runner.nodes.agreement import facts_of
 from minisgl.runner.nodes.gathering import gather_nodes
@@ -238,6 +237,10 @@ class TensorParallelRunner:
         self._transfers.begin(transfers, done)
         self.others.send_transfers(transfers)
         self._own.transfer(transfers, self._transfers.ended)
+
+    def listen(self, address: str, token: bytes) -> tuple[str, ...]:
+        """Of all ranks, as ModelRunner does. Called once; blocks."""
+        return (*self._own.listen(address, token), *self.others.listen(address, token))
 
     def traffic(self) -> HostTraffic | None:
         """The copies of rank 0; those of the others are as many."""

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minisgl.kvcache.store import Transfer
-from minisgl.runner.disk_lane import Done
+from minisgl.kvcache.store import Done, Transfer
 
 
 @dataclass(slots=True)
@@ -29,7 +28,7 @@ class Transfers:
         """done: called once for each transfer, when every rank has ended it."""
         with self._lock:
             for transfer in transfers:
-                entry = _UnderWay(done, self._num_ranks, len(transfer.keys))
+                entry = _UnderWay(done, self._num_ranks, len(transfer.host_pages))
                 self._under_way[transfer.id] = entry
 
     def ended(self, transfer: int, num_pages: int) -> None:

@@ -30,10 +30,18 @@ from minisgl.runner.parallel.channel import (
     HEARTBEAT_S,
     RankEnd,
     RankFailed,
+    RankListens,
     RankReady,
     RankTransferred,
 )
-from minisgl.runner.parallel.plan_codec import SAMPLE, TRANSFER, PlanDecoder, decode_transfers
+from minisgl.runner.parallel.plan_codec import (
+    LISTEN,
+    SAMPLE,
+    TRANSFER,
+    PlanDecoder,
+    decode_listen,
+    decode_transfers,
+)
 from minisgl.runner.parallel.rendezvous import Rendezvous
 from minisgl.runner.runner import ModelRunner, StepHandle
 from minisgl.scheduler.plan import StepPlan
@@ -155,6 +163,10 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         if data.startswith(TRANSFER):
             runner.transfer(decode_transfers(data), transferred)
             continue
+        if data.startswith(LISTEN):
+            with reporting:
+                end.report(_listen(runner, *decode_listen(data)))
+            continue
         if data == SAMPLE:
             assert deferred is not None, "what is to be sampled was launched"
             plan, handle = deferred
@@ -169,3 +181,10 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
         launched.put(handle)
     launched.put(None)
     collector.join()
+
+
+def _listen(runner: ModelRunner, address: str, token: bytes) -> RankListens:
+    try:
+        return RankListens(*runner.listen(address, token))
+    except OSError as error:
+        return RankListens("", str(error))

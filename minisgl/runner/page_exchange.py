@@ -1,0 +1,165 @@
+"""Transfers of host pages between a rank and the same rank of another engine.
+
+    sending    Transfer(SEND, name) ─ waits for a peer that takes `name`, and sends it the pages
+    receiving  Transfer(RECEIVE, name, peers) ─ takes `name` from its peer
+
+A transfer has ended once no thread reads or writes its pages any more, whatever went wrong. So the
+sender's pages are those of the prefix for as long as any of its ranks sends them, and whoever has
+received a page whole has the right one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+from minisgl.errors import without_words
+from minisgl.kvcache.store import Done, Transfer, Way
+from minisgl.runner.copy_lanes import Mark
+from minisgl.runner.page_wire import (
+    SILENCE_S,
+    Address,
+    PageServer,
+    TransferError,
+    connection,
+    fill,
+    receive,
+    send,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Take(Struct, array_like=True):
+    """The first message of a rank that receives. The answer is the bytes of all pages."""
+
+    name: bytes  # of the transfer
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """Pages for which a peer is to come."""
+
+    transfer: Transfer
+    after: Sequence[Mark]
+    done: Done
+    expiry: threading.Timer
+
+
+class PageExchange:
+    """The part of one rank. Any thread may call it."""
+
+    def __init__(
+        self,
+        address: Address,
+        token: bytes,
+        rank: int,
+        views: Callable[[Sequence[int]], list[memoryview]],
+        enter_thread: Callable[[], None],
+    ) -> None:
+        """Listen at `address`. rank: among the ranks of its engine. views: the memory of host
+        pages; it may block. Raises OSError."""
+        self._token = token
+        self._rank = rank
+        self._views = views
+        self._enter_thread = enter_thread
+        self._offered: dict[bytes, _Offered] = {}  # by name
+        self._changed = threading.Condition()  # for what is offered
+        self._closed = False
+        self._server = PageServer(address, token, self._answer)
+
+    @property
+    def address(self) -> Address:
+        """Where peers find this rank."""
+        return self._server.address
+
+    def queue(self, transfer: Transfer, after: Sequence[Mark], done: Done) -> None:
+        """Begin when `after` are reached. `done` is called on any thread, whatever goes wrong, but
+        not after `close`."""
+        try:
+            if transfer.way is Way.SEND:
+                self._offer(transfer, after, done)
+            else:
+                self._thread(self._receive, transfer, after, done)
+        except RuntimeError as error:  # the system has no more threads
+            logger.error("KV pages cannot be transferred: %s", without_words(error))
+            done(transfer.id, 0)
+
+    def close(self) -> None:
+        """Begin no more transfers. Those under way end by themselves."""
+        self._server.close()
+        with self._changed:
+            self._closed = True
+            for offered in self._offered.values():
+                offered.expiry.cancel()
+            self._offered.clear()
+
+    def _thread(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name="minisgl-receiving", daemon=True).start()
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def _offer(self, transfer: Transfer, after: Sequence[Mark], done: Done) -> None:
+        expiry = threading.Timer(SILENCE_S, self._expire, (transfer,))
+        expiry.daemon = True
+        with self._changed:
+            expiry.start()
+            self._offered[transfer.name] = _Offered(transfer, after, done, expiry)
+            self._changed.notify_all()
+
+    def _expire(self, transfer: Transfer) -> None:
+        """End a transfer for which nobody has come."""
+        with self._changed:
+            offered = self._offered.pop(transfer.name, None)
+        if offered is not None:
+            offered.done(transfer.id, 0)
+
+    def _answer(self, peer: socket.socket) -> None:
+        """Send a peer what it takes. It may come before this rank has heard of that."""
+        name = receive(peer, Take).name
+        with self._changed:
+            if not self._changed.wait_for(lambda: name in self._offered, SILENCE_S):
+                return
+            offered = self._offered.pop(name)
+        offered.expiry.cancel()
+        num_pages = 0
+        try:
+            self._enter_thread()
+            for mark in offered.after:
+                mark.wait()
+            for view in self._views(offered.transfer.host_pages):
+                peer.sendall(view)
+                num_pages += 1
+        finally:
+            self._end(offered.transfer, num_pages, offered.done)
+
+    # -- receiving ---------------------------------------------------------------------------------
+
+    def _receive(self, transfer: Transfer, after: Sequence[Mark], done: Done) -> None:
+        num_pages = 0
+        try:
+            self._enter_thread()
+            for mark in after:
+                mark.wait()
+            views = self._views(transfer.host_pages)
+            with connection(transfer.peers[self._rank], self._token) as peer:
+                send(peer, Take(transfer.name))
+                for view in views:
+                    fill(peer, view)
+                    num_pages += 1
+        except TransferError as error:
+            logger.debug("KV pages did not come: %s", error)
+        except Exception as error:
+            if not self._closed:
+                logger.error("KV pages cannot be received: %s", without_words(error))
+        finally:
+            self._end(transfer, num_pages, done)
+
+    def _end(self, transfer: Transfer, num_pages: int, done: Done) -> None:
+        if not self._closed:
+            done(transfer.id, num_pages)

@@ -1,0 +1,185 @@
+"""Host pages on their way between the ranks of two engines, and what may go wrong on the way."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support.host_cache_cases import cache_of, holds, write
+from support.slow_lanes import SlowLane
+
+from minisgl.kvcache.copies import Copies, Load
+from minisgl.kvcache.store import Transfer, Way
+from minisgl.runner import page_exchange
+from minisgl.runner.host_cache import HostCache
+from minisgl.runner.lanes import Lanes
+from minisgl.runner.page_exchange import PageExchange
+from minisgl.runner.page_wire import Address
+
+PAGE_BYTES, NUM_PAGES = 50_000, 8
+NAME = b"name of the transfer"
+RANK = 1
+
+
+class Rank:
+    """Host pages of one rank, page N with bytes N, and its ends of transfers."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.memory = [bytearray([page]) * PAGE_BYTES for page in range(NUM_PAGES)]
+        self.ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.exchange = PageExchange(
+            Address(path=str(folder / name)), b"", RANK, lambda pages: self.views(pages), enter
+        )
+        self.views: Callable[[Sequence[int]], list[memoryview]] = self.all_views
+
+    def all_views(self, pages: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self.memory[page]) for page in pages]
+
+    def send(self, id: int, *pages: int, name: bytes = NAME) -> None:
+        self.queue(Transfer(id, Way.SEND, (), pages, name))
+
+    def receive(self, id: int, peer: Rank | str, *pages: int, name: bytes = NAME) -> None:
+        address = str(peer.exchange.address) if isinstance(peer, Rank) else peer
+        self.queue(Transfer(id, Way.RECEIVE, (), pages, name, ("", address)))
+
+    def queue(self, transfer: Transfer) -> None:
+        self.exchange.queue(transfer, [], lambda *end: self.ends.put(end))
+
+    def end(self) -> tuple[int, int]:
+        return self.ends.get(timeout=20)
+
+
+def enter() -> None:
+    pass
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[tuple[Rank, Rank]]:
+    """Of the engine that sends, and of the one that receives."""
+    both = Rank(tmp_path, "sender"), Rank(tmp_path, "receiver")
+    yield both
+    for rank in both:
+        rank.exchange.close()
+        assert rank.ends.empty(), "a transfer ended twice"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_pages_arrive_in_their_places_whoever_is_first(ranks: tuple[Rank, Rank]) -> None:
+    sender, receiver = ranks
+    sender.send(1, 5, 6, 7)
+    receiver.receive(1, sender, 2, 0, 1)
+    assert (sender.end(), receiver.end()) == ((1, 3), (1, 3))
+    assert [set(page) for page in receiver.memory[:4]] == [{6}, {7}, {5}, {3}]
+    receiver.receive(2, sender, 4, name=b"other")
+    receiver.receive(3, sender, 5, name=b"third")
+    sender.send(2, 1, name=b"third")
+    sender.send(3, 0, name=b"other")
+    assert {sender.end(), sender.end()} == {(2, 1), (3, 1)}
+    assert {receiver.end(), receiver.end()} == {(2, 1), (3, 1)}
+    assert (receiver.memory[4][0], receiver.memory[5][0]) == (0, 1)
+
+
+def test_whoever_waits_in_vain_gives_up(
+    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_exchange, "SILENCE_S", 0.1)
+    sender, receiver = ranks
+    receiver.receive(1, sender, 0)  # which nobody sends
+    assert receiver.end() == (1, 0)
+    sender.send(1, 0)  # which nobody takes
+    assert sender.end() == (1, 0)
+    receiver.receive(2, sender, 0)  # too late
+    assert receiver.end() == (2, 0)
+    receiver.receive(3, "/nowhere/pages", 0)
+    assert receiver.end() == (3, 0)
+
+
+def test_a_page_that_came_in_part_does_not_count_and_the_ones_before_do(
+    ranks: tuple[Rank, Rank],
+) -> None:
+    sender, receiver = ranks
+    sender.views = lambda pages: [*sender.all_views(pages[:2]), memoryview(bytes(10))]
+    sender.send(1, 5, 6, 7)
+    receiver.receive(1, sender, 0, 1, 2)
+    assert receiver.end() == (1, 2)
+    assert sender.end() == (1, 3)
+
+
+def test_an_error_ends_the_transfer(
+    ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = ranks
+
+    def fail(*_: object) -> list[memoryview]:
+        raise RuntimeError("there is nothing left")
+
+    sender.views = fail
+    sender.send(1, 5)
+    receiver.receive(1, sender, 0)
+    assert (sender.end(), receiver.end()) == ((1, 0), (1, 0))
+    receiver.views = fail
+    receiver.receive(2, sender, 0)
+    assert receiver.end() == (2, 0)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    sender.send(3, 5)
+    receiver.receive(3, sender, 0)
+    assert (sender.end(), receiver.end()) == ((3, 0), (3, 0))
+
+
+def test_nothing_ends_after_the_exchange_is_closed(tmp_path: Path) -> None:
+    sender, receiver = Rank(tmp_path, "sender"), Rank(tmp_path, "receiver")
+    sender.send(1, 0)
+    opened, wanted = threading.Event(), threading.Event()
+
+    def views(pages: Sequence[int]) -> list[memoryview]:
+        wanted.set()
+        assert opened.wait(20)
+        return receiver.all_views(pages)
+
+    receiver.views = views
+    receiver.receive(1, sender, 3)
+    assert wanted.wait(20)
+    for rank in (sender, receiver):
+        rank.exchange.close()
+    opened.set()
+    for thread in threading.enumerate():
+        if thread.name == "minisgl-receiving":
+            thread.join(20)
+    assert sender.ends.empty() and receiver.ends.empty()
+
+
+def test_transfers_wait_for_the_copies_of_their_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [threading.Event(), threading.Event()]
+    cpu = torch.device("cpu")
+    memory = [cache_of(cpu), cache_of(cpu)]
+    lanes = [type("Lane", (SlowLane,), {"gate": gate}) for gate in gates]
+    caches = [HostCache(kv, 12, Lanes(cpu), lane) for kv, lane in zip(memory, lanes, strict=True)]
+    addresses = [
+        cache.listen(str(tmp_path / name), b"", RANK)
+        for cache, name in zip(caches, "ab", strict=True)
+    ]
+    assert addresses == [f"{tmp_path}/a.{RANK}", f"{tmp_path}/b.{RANK}"]
+    ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+    write(memory[0], 1, 5.0)
+    caches[0].queue(Copies(offloads=((1, 3),)))
+    early = caches[1].queue(Copies(loads=(Load(1, (4,), (7,)),)))  # of a page that is received next
+    send = Transfer(1, Way.SEND, (), (3,), NAME)
+    take = Transfer(1, Way.RECEIVE, (), (4,), NAME, ("", addresses[0]))
+    caches[0].transfer([send], lambda *end: ends.put(f"sent {end}"))
+    caches[1].transfer([take], lambda *end: ends.put(f"received {end}"))
+    for gate in gates:
+        with pytest.raises(queue.Empty):
+            ends.get(timeout=0.05)
+        gate.set()
+    assert {ends.get(timeout=20), ends.get(timeout=20)} == {"sent (1, 1)", "received (1, 1)"}
+    caches[1].queue(Copies(loads=(Load(2, (4,), (8,)),)))[2].wait()
+    early[1].wait()
+    assert holds(memory[1], 8, 5.0) and not holds(memory[1], 7, 5.0)
+    for cache in caches:
+        cache.close()
