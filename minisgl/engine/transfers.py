@@ -263,14 +263,15 @@ class Transfers:
                 self._kv.drop(transit)
                 return self._failed(str(error))
             self._kv.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
-            num_bytes = num_pages * self._sharing.page_bytes
-            self.stats.received.add(num_bytes, time.perf_counter() - began)
-            return True
+            if num_pages:
+                num_bytes = num_pages * self._sharing.page_bytes
+                self.stats.received.add(num_bytes, time.perf_counter() - began)
+            return num_pages > 0
 
     async def _receive(self, address: str, prefix: Prefix, first: int, transit: Transit) -> int:
-        """Receive pages of a prefix into those of `transit`; returns how many, at least one.
+        """Receive pages of a prefix into those of `transit`; returns how many have come.
 
-        Nobody writes to them any more then. Raises TransferError.
+        Nobody writes to them any more then. Raises TransferError if none can come.
         """
         want = Want(self._sharing.fingerprint, self._key(prefix), first)
         try:
@@ -282,9 +283,9 @@ class Transfers:
         if len(host_pages) != offer.num_pages or len(offer.ranks) != len(self._sharing.ranks):
             raise TransferError("the other engine offers what was not asked for")
         num_pages = await self._begin(Way.RECEIVE, host_pages, offer.name, offer.ranks)
-        if not num_pages:
-            reason = f"has ended, or was silent for {SILENCE_S:g} s"
-            raise TransferError(f"a rank of the other engine {reason}")
+        if num_pages < len(host_pages):
+            reason = f"a rank of the other engine has ended, or was silent for {SILENCE_S:g} s"
+            self._failed(f"{num_pages} of {len(host_pages)} pages have come: {reason}")
         return num_pages
 
     def _ask(self, address: str, want: Want) -> Offer:
@@ -296,6 +297,7 @@ class Transfers:
         return offer
 
     def _failed(self, reason: str) -> bool:
+        """Count and log a prefix that has not come whole; returns False."""
         self.stats.num_failed += 1
         logger.warning("A prefix is computed here that was to be transferred: %s", reason)
         return False

@@ -53,7 +53,9 @@ class RouterProcess:
     def __init__(
         self, engine: EngineConfig, server: ServerConfig, router: RouterConfig, commands: Commands
     ) -> None:
-        """Raises ConfigError if this machine has too few GPUs."""
+        """Raises ConfigError if this machine has too few GPUs, and for what replicas cannot do."""
+        if engine.nnodes > 1:
+            raise ConfigError("--nnodes", engine.nnodes, "replicas are on one node; allowed: 1")
         self._roles = router.role_of_each
         self._engine = with_pages_shared(engine, router.replicas) if self._roles else engine
         self._server = server
@@ -195,9 +197,10 @@ def with_pages_shared(engine: EngineConfig, num_replicas: int) -> EngineConfig:
 
     Raises ConfigError for what does not go together with it.
     """
-    for name, value in (("--pp", engine.pp), ("--nnodes", engine.nnodes)):
-        if value > 1:
-            raise ConfigError(name, value, "not for replicas with --roles; allowed: 1")
+    if engine.pp > 1:
+        raise ConfigError(
+            "--pp", engine.pp, "replicas with --roles exchange whole pages; allowed: 1"
+        )
     if engine.host_cache:
         return engine
     share = HOST_SHARE * memory_bytes() / 1e9 / num_replicas

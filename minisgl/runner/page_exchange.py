@@ -149,6 +149,9 @@ class PageExchange:
                 for view in views:
                     peer.sendall(view)
                     num_pages += 1
+        except RuntimeError as error:
+            if not self._closed:
+                logger.error("KV pages cannot be sent: %s", without_words(error))
         finally:
             self._end(offered.transfer, num_pages, offered.done)
 

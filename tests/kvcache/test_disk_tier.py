@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from support.memory_store import MemoryStore
 
 from minisgl.kvcache.copies import ALWAYS, Copies, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import SPARE_PART, KVCacheManager, Lease
+from minisgl.kvcache.manager import SPARE_PART, KVCacheManager, Lease, Transit
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
 from minisgl.kvcache.store import Transfer, Way, page_keys
 
@@ -204,12 +206,23 @@ def test_everything_can_be_written_at_the_end() -> None:
     assert not kv.take_transfers()
 
 
+@dataclass
+class Prefix:
+    """What another engine sends."""
+
+    key: bytes
+    namespace: bytes
+    first: int
+    named: list[bytes]  # the keys of its pages
+
+
 @settings(max_examples=120, deadline=None)
 @given(st.data(), st.integers(1, 2), st.integers(8, 24), st.integers(2, 30))
 def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
     data: st.DataObject, page_size: int, num_pages: int, num_host_pages: int
 ) -> None:
-    """Beside the audit: every page holds what its tokens say, as copies and transfers move it."""
+    """Beside the audit: every page holds what its tokens say, as copies and transfers move it, to
+    and from the disk, and other engines."""
     store = MemoryStore()
     kv = make(store, num_pages, num_host_pages, page_size=page_size)
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=7 * page_size)
@@ -219,12 +232,17 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
     landing: dict[int, dict[int, bytes]] = {}
     transfers: list[Transfer] = []
     leases: list[Lease] = []
+    leaving: list[tuple[Transit, list[bytes]]] = []  # and what its pages should hold
+    coming: list[tuple[Transit, Prefix]] = []
     for step in range(1, data.draw(st.integers(1, 30)) + 1):
         if leases and data.draw(st.booleans()):
             kv.close(leases.pop(data.draw(st.integers(0, len(leases) - 1))))
         tokens, namespace = data.draw(prompts), data.draw(namespaces)
         key, count = pack_tokens(tokens), len(tokens)
         named = keys(tokens, namespace, page_size=page_size)
+        left = kv.copy_out(key, count, namespace) if data.draw(st.booleans()) else None
+        if left is not None:
+            leaving.append((left, named[: len(left.host_pages)]))
         lease: Lease | None = None
         if not kv.fetch(key, count, namespace):
             lease = kv.acquire(key, count, namespace)
@@ -250,6 +268,22 @@ def test_any_sequence_of_leases_and_transfers_keeps_every_page_as_it_is(
             leases.append(lease)
         if data.draw(st.integers(0, 3)):
             kv.settled(step)
+        first = kv.match(key, count, namespace) // page_size
+        num_missing = (count - 1) // page_size - first
+        if num_missing > 0 and data.draw(st.booleans()):
+            expected = kv.expect(num_missing)
+            if expected is not None:
+                coming.append((expected, Prefix(key, namespace, first, named[first:])))
+        while coming and data.draw(st.booleans()):
+            transit, prefix = coming.pop(data.draw(st.integers(0, len(coming) - 1)))
+            num_come = data.draw(st.integers(0, len(transit.host_pages)))
+            host |= dict(zip(transit.host_pages[:num_come], prefix.named, strict=False))
+            kv.adopt(transit, prefix.key, prefix.first, num_come, prefix.namespace)
+        while leaving and data.draw(st.booleans()):
+            transit, content = leaving.pop(data.draw(st.integers(0, len(leaving) - 1)))
+            assert kv.is_written(transit, step)
+            assert [host[page] for page in transit.host_pages] == content
+            kv.drop(transit)
         transfers += kv.take_transfers()
         while transfers and data.draw(st.booleans()):
             transfer = transfers.pop(data.draw(st.integers(0, len(transfers) - 1)))

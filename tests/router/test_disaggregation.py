@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from support.processes import (
 )
 from support.serving_processes import demo
 
-from minisgl.config import EngineConfig
+from minisgl.config import EngineConfig, memory
 from minisgl.errors import ConfigError
 from minisgl.router.config import RouterConfig
-from minisgl.router.process import with_pages_shared
+from minisgl.router.process import Commands, RouterProcess, with_pages_shared
+from minisgl.server.config import ServerConfig
 
 PATH = "/v1/completions"
 NUM_TOKENS = 600  # of a prompt, whose text in a body is long enough for a transfer
@@ -74,10 +77,35 @@ async def counted(client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
+def ranks_of(folder: Path, replica: int) -> list[int]:
+    """The processes of a replica's ranks; none while it is not running."""
+    children = children_of(folder)
+    own = [pid for pid, part in children.items() if part[-2:] == ["replica-process", str(replica)]]
+    others = [
+        pid
+        for pid, part in children.items()
+        if "spawn_main" in " ".join(part) and parent_of(pid) in own
+    ]
+    return [*own, *others]
+
+
+def parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError):  # it has ended
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def wait_for_successor(folder: Path, replica: int, killed: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while not (found := ranks_of(folder, replica)) or found[0] == killed[0]:
+        assert time.monotonic() < deadline, "the replica was not started again"
+        time.sleep(0.02)
+
+
 async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_loses_no_request(
     tmp_path: Path,
 ) -> None:
-    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300")
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300", "--tp", "2")
     with demo(tmp_path, *options) as (process, url):
         await asyncio.to_thread(wait_for_ready, url, 2)
         decode = httpx.AsyncHTTPTransport(uds=replica_sockets(tmp_path)[1])
@@ -116,22 +144,30 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             assert tokens_of(answer) == wholes[3] and host_tokens(answer) == 0
             assert (await counted(client))[FALLBACKS, "1"] == 1
 
-            asked = [asyncio.ensure_future(ask(client, each)) for each in prompts[4:]]
-            running = ("minisgl_running_requests", "0")
-            while not (await counted(client))[running]:  # noqa: ASYNC110 - asks a server
-                await asyncio.sleep(0)
-            killed = next(pid for pid, part in children_of(tmp_path).items() if part[-1] == "0")
-            os.kill(killed, signal.SIGKILL)
-            assert [tokens_of(each) for each in await asyncio.gather(*asked)] == wholes[4:]
-            assert tokens_of(await ask(client, prompts[3], cache_salt="new")) == wholes[3]
-            assert (await counted(client))[PREFILLS, "failed"] >= 2
-            await asyncio.to_thread(wait_for_ready, url, 2)
-            again = await ask(client, prompts[3], cache_salt="again")
-            assert tokens_of(again) == wholes[3] and host_tokens(again) >= NUM_TOKENS - 16
+            # First a rank dies whose process is not the replica's, and then the replica's.
+            for rank, some in ((1, slice(4, 6)), (0, slice(2, 4))):
+                before = await counted(client)
+                asked = [
+                    asyncio.ensure_future(ask(client, each, cache_salt=f"rank {rank}"))
+                    for each in prompts[some]
+                ]
+                running = ("minisgl_running_requests", "0")
+                while not (await counted(client))[running]:  # noqa: ASYNC110 - asks a server
+                    await asyncio.sleep(0)
+                killed = ranks_of(tmp_path, replica=0)
+                os.kill(killed[rank], signal.SIGKILL)
+                answers = await asyncio.gather(*asked)
+                assert [tokens_of(each) for each in answers] == wholes[some]
+                assert tokens_of(await ask(client, prompts[3], cache_salt="new")) == wholes[3]
+                lost = (PREFILLS, "failed")
+                assert (await counted(client))[lost] >= before[lost] + 2
+                await asyncio.to_thread(wait_for_successor, tmp_path, 0, killed)
+                await asyncio.to_thread(wait_for_ready, url, 2)
+                again = await ask(client, prompts[3], cache_salt=f"again after rank {rank}")
+                assert tokens_of(again) == wholes[3] and host_tokens(again) >= NUM_TOKENS - 16
 
             # Without an engine for decode the other one does whole requests.
-            killed = next(pid for pid, part in children_of(tmp_path).items() if part[-1] == "1")
-            os.kill(killed, signal.SIGKILL)
+            os.kill(ranks_of(tmp_path, replica=1)[0], signal.SIGKILL)
             assert tokens_of(await ask(client, prompts[0])) == wholes[0]
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -152,22 +188,34 @@ def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], reason: str)
         RouterConfig(**{"replicas": 2, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"tp": 2}, "--tp"),
-        ({"pp": 2}, "--pp"),
-    ],
-)
-def test_engines_that_cannot_exchange_pages_are_refused(
-    options: dict[str, Any], reason: str
+@pytest.mark.parametrize("roles", ["", "prefill,decode"])
+def test_replicas_are_on_one_node_and_those_with_roles_have_whole_pages(roles: str) -> None:
+    def make(**options: Any) -> RouterProcess:
+        router = RouterConfig(replicas=2, roles=roles)
+        engine = EngineConfig(device="cpu", **options)
+        return RouterProcess(engine, ServerConfig(), router, Commands((), ()))
+
+    with pytest.raises(ConfigError, match="--nnodes 2: replicas are on one node; allowed: 1"):
+        make(tp=2, nnodes=2)
+    if roles:
+        with pytest.raises(ConfigError, match=r"--pp 2: replicas with --roles .*; allowed: 1"):
+            make(pp=2)
+    else:
+        make(pp=2)
+    make(tp=2)
+
+
+def test_pages_travel_through_a_host_cache_that_fits_the_machine_or_its_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{reason}.*one GPU each"):
-        with_pages_shared(EngineConfig(device="cpu", **options), 2)
-
-
-def test_pages_travel_through_a_host_cache_that_fits_the_machine() -> None:
     assert with_pages_shared(EngineConfig(host_cache=3.0), 2).host_cache == 3.0
     chosen = with_pages_shared(EngineConfig(), 2).host_cache
     assert 0 < chosen <= 16
     assert with_pages_shared(EngineConfig(), 100).host_cache < chosen
+    limits = [tmp_path / "memory.max", tmp_path / "limit_in_bytes"]
+    monkeypatch.setattr(memory, "CGROUP_LIMITS", limits)
+    for limit, gb in zip(limits, (1.0, 0.5), strict=True):
+        limit.write_text(f"{int(gb * 1e9)}\n")
+        assert with_pages_shared(EngineConfig(), 2).host_cache == gb / 4
+    limits[1].write_text("max\n")
+    assert with_pages_shared(EngineConfig(), 2).host_cache == 0.25

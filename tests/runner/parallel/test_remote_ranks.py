@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,17 @@ import pytest
 from support.nodes import until
 
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
-from minisgl.runner.parallel.channel import Message, RankEnd, RankFailed, RankReady, Waitable
+from minisgl.runner.parallel.channel import (
+    Message,
+    RankEnd,
+    RankFailed,
+    RankListens,
+    RankReady,
+    Waitable,
+)
 from minisgl.runner.parallel.launcher import ProcessState
 from minisgl.runner.parallel.mask_ring import StepMasks
+from minisgl.runner.parallel.plan_codec import LISTEN, decode_listen
 from minisgl.runner.parallel.remote_ranks import RemoteRanks
 from minisgl.runner.parallel.rendezvous import FileRendezvous
 from minisgl.runner.parallel.worker import RankSpec
@@ -181,3 +189,25 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
         channel.unreachable = True
         with pytest.raises(EngineStoppedError, match=r"Rank 0 failed: A rank cannot be reached\."):
             ranks.send(b"plan")
+
+
+def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
+    with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(ranks.listen, "host:0", b"secret")
+        for rank in (3, 1, 2):  # in any order
+            data = channel.ends[rank].receive()
+            assert data is not None and data.startswith(LISTEN)
+            assert decode_listen(data) == ("host:0", b"secret")
+            channel.ends[rank].report(RankListens(f"host:{rank}"))
+        assert listening.result(10) == ["host:1", "host:2", "host:3"]
+    with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(ranks.listen, "host:0", b"")
+        for rank, end in channel.ends.items():
+            end.report(RankListens("", "Address already in use" if rank == 2 else ""))
+        with pytest.raises(OSError, match="Address already in use"):
+            listening.result(10)
+    with remote_ranks() as (ranks, launcher, _), ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(ranks.listen, "host:0", b"")
+        launcher.exit_codes[3] = -9
+        with pytest.raises(EngineStoppedError, match=r"Rank 3 .* was killed by SIGKILL"):
+            listening.result(10)

@@ -1,0 +1,109 @@
+"""Engines that exchange KV pages over TCP, with models: what `share_pages` refuses, and brings."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.parity import complete, greedy
+from support.serving import demo_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.runner import model_fingerprint
+
+PROMPT = [*range(300, 500)]
+TOKEN = "the secret of the cluster"
+
+
+async def engine(**options: Any) -> AsyncEngine:
+    return await demo_engine(host_cache=0.05, num_pages=60, **options)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The checkpoints of which samples were read."""
+    folders: list[Path] = []
+
+    def fingerprint(folder: Path) -> bytes:
+        folders.append(folder)
+        return b"weights"
+
+    monkeypatch.setattr(model_fingerprint, "weights_fingerprint", fingerprint)
+    return folders
+
+
+async def test_engines_exchange_pages_over_tcp_with_those_that_know_the_token(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hashed: list[Path]
+) -> None:
+    monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
+    async with await engine() as prefill, await engine() as decode, await engine() as stranger:
+        assert not hashed, "a start without disk and roles reads no samples"
+        address = await prefill.share_pages("127.0.0.1:0", always_load=False)
+        assert int(address.removeprefix("127.0.0.1:")) > 0
+        await decode.share_pages("127.0.0.1:0", always_load=True)
+        monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", f"not {TOKEN}")
+        await stranger.share_pages("127.0.0.1:0", always_load=True)
+        assert len(hashed) == 3
+
+        whole = await complete(stranger, PROMPT, greedy(8))
+        assert await prefill.offer_pages(PROMPT)
+        assert not await stranger.fetch_pages(address, [*PROMPT, 1, 2, 3] * 2)
+        assert "does not accept the cluster token" in caplog.text
+        assert await decode.fetch_pages(address, PROMPT)
+        output = await complete(decode, PROMPT, greedy(8))
+        assert output.token_ids == whole.token_ids
+        assert output.num_cached_tokens > len(PROMPT) - 32
+        assert decode.stats().counters.num_host_tokens == output.num_cached_tokens
+        sent, received = prefill.stats().transfers, decode.stats().transfers
+        assert sent is not None and received is not None
+        assert sent.sent.num_bytes == received.received.num_bytes > 0
+        with pytest.raises(ConfigError, match=r"address .*: KV pages cannot be exchanged here"):
+            await stranger.share_pages(address, always_load=False)  # it is taken
+        for each in (prefill, decode):
+            each.audit()
+
+
+async def test_engines_of_another_form_are_told_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hashed: list[Path]
+) -> None:
+    async with await engine() as prefill, await engine(kv_cache_dtype="fp8") as decode:
+        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
+        await decode.share_pages(str(tmp_path / "b"), always_load=False)
+        assert await prefill.offer_pages(PROMPT)
+        assert not await decode.fetch_pages(address, PROMPT)
+        assert "another model, --tp, KV dtype or page size" in caplog.text
+    assert not os.listdir(tmp_path)
+
+
+async def test_pages_are_not_shared_without_a_host_cache_or_a_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MINISGL_CLUSTER_TOKEN", raising=False)
+    async with await demo_engine(num_pages=60) as plain:
+        with pytest.raises(ConfigError, match="--host-cache 0: engines exchange pages through it"):
+            await plain.share_pages("127.0.0.1:0", always_load=False)
+    shared = await engine()
+    async with shared:
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1:0: .* need a shared secret"):
+            await shared.share_pages("192.0.2.1:0", always_load=False)
+    with pytest.raises(EngineStoppedError):
+        await shared.share_pages("127.0.0.1:0", always_load=False)
+
+
+async def test_requests_that_wait_for_pages_end_with_an_engine_that_fails(
+    tmp_path: Path, hashed: list[Path]
+) -> None:
+    async with await engine() as prefill, await engine() as decode:
+        begun = asyncio.Event()
+        decode._runner.transfer = lambda transfers, done: begun.set()
+        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
+        await decode.share_pages(str(tmp_path / "b"), always_load=False)
+        assert await prefill.offer_pages(PROMPT)
+        fetching = asyncio.ensure_future(decode.fetch_pages(address, PROMPT))
+        await asyncio.wait_for(begun.wait(), 20)
+        decode._die(EngineStoppedError("A rank was killed."))
+        assert not await asyncio.wait_for(fetching, 20)
