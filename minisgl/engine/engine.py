@@ -315,6 +315,7 @@ class AsyncEngine:
         kv = self._scheduler.kv
         try:
             ranks = tuple(await asyncio.to_thread(self._runner.listen, address, token))
+            self._check_open()
             sharing = Sharing(place, token, ranks, fingerprint, page_bytes)
             self._transfers = Transfers(kv, sharing, self._runner.transfer, self._pump_soon)
         except OSError as error:

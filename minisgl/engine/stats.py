@@ -197,7 +197,7 @@ class TransferStats:
 
     sent: TransferTotals = field(default_factory=TransferTotals)
     received: TransferTotals = field(default_factory=TransferTotals)
-    num_failed: int = 0  # that this engine computed instead
+    num_failed: int = 0  # that this engine computed instead, or their ends
 
     def copy(self) -> TransferStats:
         return TransferStats(replace(self.sent), replace(self.received), self.num_failed)

@@ -120,7 +120,7 @@ class KVCacheManager:
         if num_host_pages:
             piece = max(1, min(MAX_PIECE, num_pages // MIN_PIECES))
             self._host = HostTier(num_host_pages, rule=load_rule, piece=piece)
-        self.transfer_ids = itertools.count(1)
+        self.transfer_ids = itertools.count(1)  # also of transfers to and from other engines
         self._disk: DiskTier | None = None
         if disk is not None:
             self._disk = DiskTier(disk, page_size * TOKEN_BYTES, self.transfer_ids)

@@ -28,10 +28,10 @@ class PageIndex(Protocol):
 
 
 class Way(Enum):
-    """Between host memory and what it is that pages go to, or come from."""
+    """What a transfer does with host pages."""
 
     WRITE = "write"  # to the disk
-    READ = "read"
+    READ = "read"  # from there
     SEND = "send"  # to another engine
     RECEIVE = "receive"
 

@@ -50,7 +50,7 @@ class TransferError(MinisglError):
 class Address:
     """Where an engine, or one of its ranks, is found."""
 
-    path: str = ""  # of a Unix socket, in a folder that only this user may enter; empty for TCP
+    path: str = ""  # of a Unix socket, which only this user may open; empty for TCP
     host: str = ""
     port: int = 0  # 0: any free one
 
@@ -106,6 +106,8 @@ class Address:
             else:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            if self.path:
+                Path(self.path).chmod(0o600)  # before anybody can connect
             listener.listen(BACKLOG)
         except BaseException:
             listener.close()
@@ -203,6 +205,8 @@ def connection(address: str, token: bytes) -> Iterator[socket.socket]:
     as TransferError."""
     try:
         where = Address.parse(address)
+        if not (token or where.is_private()):
+            raise TransferError("beyond this machine engines need a shared secret")
         family, target = where.resolve()
         with socket.socket(family, socket.SOCK_STREAM) as peer:
             _limit_waiting(peer)

@@ -216,7 +216,7 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
     yield from (transfers, moved, busy)
     yield CounterMetricFamily(
         "minisgl_kv_transfer_fallbacks",
-        "Prefixes that this engine computed because they did not come.",
+        "Prefixes that this engine computed, or their ends, because they did not come.",
         stats.num_failed,
     )
 

@@ -4,11 +4,11 @@
         python scripts/bench/bench_disaggregation.py -- \\
             --model /tmp/q --load-format dummy --dtype bfloat16
 
-Starts `minisgl serve` with the given options twice, on two GPUs: with `--roles prefill,decode`, and
-with two whole engines. On each, --streams streams decode steadily. The time between two tokens of a
-stream (ITL) is measured while nothing else runs, and while prompts of --prompt-len tokens arrive,
-one every --every seconds. The ratio is that of the p99 to the quiet p99. Prompt and output tokens
-are those that were complete within the measured time.
+Starts `minisgl serve` with the given options twice, on two times --tp GPUs: with
+`--roles prefill,decode`, and with two whole engines. On each, --streams streams decode steadily.
+The time between two tokens of a stream (ITL) is measured while nothing else runs, and while prompts
+of --prompt-len tokens arrive, one every --every seconds. The ratio is that of the p99 to the quiet
+p99. Prompt and output tokens are those that were complete within the measured time.
 """
 
 from __future__ import annotations

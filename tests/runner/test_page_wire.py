@@ -71,6 +71,7 @@ def test_pages_arrive_as_they_are_whatever_their_pieces(tmp_path: Path, kind: st
     with served(where, [memoryview(sent)[:1000], memoryview(sent)[1000:]]) as (address, words):
         ask(address, pieces)
         assert bytes(got) == sent and words == ["pages"]
+        assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.iterdir())
     with pytest.raises(TransferError):
         ask(address, pieces)
     assert not [*tmp_path.iterdir()]
@@ -94,6 +95,8 @@ def test_tcp_is_for_those_who_know_the_token(caplog: pytest.LogCaptureFixture) -
         ask(address, [memoryview(got)], TOKEN)
         assert got == b"secret"
     assert "it has another cluster token" in caplog.text
+    with pytest.raises(TransferError, match="need a shared secret"):
+        ask("192.0.2.1:4000", [])
 
 
 @pytest.mark.parametrize(
