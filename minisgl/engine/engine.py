@@ -292,7 +292,9 @@ class AsyncEngine:
         return stream
 
     async def share_pages(self, address: str, *, always_load: bool) -> str:
-        """Exchange KV pages with other engines, which find this one at `address`. Called once.
+        """Exchange KV pages with other engines, which find this one at `address`.
+
+        Called once, or again after a ConfigError.
 
         address: the path of a Unix socket, with a slash, or HOST:PORT; port 0 is any free one.
         Beyond this machine the engines need the same cluster token. always_load: load what they

@@ -329,7 +329,7 @@ class Transfers:
 
     def _end(self, transfer: int, num_pages: int) -> None:
         ended = self._under_way.pop(transfer, None)
-        if ended is not None:
+        if ended is not None and not ended.done():  # it is cancelled where the loop ends
             ended.set_result(num_pages)
 
     def close(self) -> None:

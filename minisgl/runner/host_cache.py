@@ -262,10 +262,12 @@ class HostCache:
 
     def listen(self, address: str, token: bytes, rank: int) -> str:
         """Take part in transfers between engines; returns where the same rank of others finds this
-        one. It comes before any of them.
+        one. It comes before any of them; the last call counts.
 
         address: of the engine. token: of the cluster. Raises OSError.
         """
+        if self._exchange is not None:
+            self._exchange.close()
         where = Address.parse(address).of_rank(rank)
         views, enter_thread = self.slabs.views, self._lanes.enter_thread
         nixl = None

@@ -43,16 +43,16 @@ async def test_engines_exchange_pages_over_tcp_with_those_that_know_the_token(
         assert not hashed, "a start without disk and roles reads no samples"
         address = await prefill.share_pages("127.0.0.1:0", always_load=False)
         assert int(address.removeprefix("127.0.0.1:")) > 0
+        with pytest.raises(ConfigError, match=r"address .*: KV pages cannot be exchanged here"):
+            await decode.share_pages(address, always_load=False)  # it is taken
         await decode.share_pages("127.0.0.1:0", always_load=True)
         monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", f"not {TOKEN}")
         await stranger.share_pages("127.0.0.1:0", always_load=True)
-        assert len(hashed) == 3
+        assert len(hashed) == 4
 
         assert not await stranger.fetch_pages(address, PROMPT)
         assert "does not accept the cluster token" in caplog.text
         await check_handover(prefill, decode, address)
-        with pytest.raises(ConfigError, match=r"address .*: KV pages cannot be exchanged here"):
-            await stranger.share_pages(address, always_load=False)  # it is taken
 
 
 async def test_engines_of_another_form_are_told_apart(

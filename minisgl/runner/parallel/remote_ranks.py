@@ -104,11 +104,12 @@ class RemoteRanks:
         self._send(encode_transfers(transfers), None)
 
     def listen(self, address: str, token: bytes) -> list[str]:
-        """Let every rank take part in transfers between engines; see ModelRunner. Called once.
+        """Let every rank take part in transfers between engines; see HostCache.
 
         Returns their addresses, in the order of ranks. Blocks. Raises OSError, or the reason why
         the ranks are lost.
         """
+        self._listening.clear()
         self._send(encode_listen(address, token), None)
         with self._changed:
             while len(self._listening) < len(self._watch.silence) and not self.lost.done():

@@ -239,7 +239,7 @@ class TensorParallelRunner:
         self._own.transfer(transfers, self._transfers.ended)
 
     def listen(self, address: str, token: bytes) -> tuple[str, ...]:
-        """Of all ranks, as ModelRunner does. Called once; blocks."""
+        """Of all ranks, as ModelRunner does. Blocks."""
         return (*self._own.listen(address, token), *self.others.listen(address, token))
 
     def traffic(self) -> HostTraffic | None:

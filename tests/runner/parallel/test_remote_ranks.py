@@ -200,9 +200,9 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
             assert decode_listen(data) == ("host:0", b"secret")
             channel.ends[rank].report(RankListens(f"host:{rank}"))
         assert listening.result(10) == ["host:1", "host:2", "host:3"]
-    with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
         listening = thread.submit(ranks.listen, "host:0", b"")
         for rank, end in channel.ends.items():
+            assert end.receive()
             end.report(RankListens("", "Address already in use" if rank == 2 else ""))
         with pytest.raises(OSError, match="Address already in use"):
             listening.result(10)
