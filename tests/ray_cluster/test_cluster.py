@@ -6,6 +6,7 @@ The folder is not called ray, because pytest would then offer it to `import ray`
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -219,6 +220,38 @@ def test_the_end_lets_a_stream_finish_and_leaves_no_process(
     assert last[-1] == "data: [DONE]" and '"finish_reason":"length"' in last[-2]
     assert process.wait(120) == 0
     wait_until(lambda: not processes(process), 30)
+
+
+def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_be() -> None:
+    port = free_port()
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--device", "cpu")
+    command = (sys.executable, "-m", "minisgl", "serve", "--ray", *options, "--port", str(port))
+    with cluster(*command) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: num_ready(url) == 1)
+
+        def handed_over(index: int) -> int:
+            answer = ask(url, f"{index} {index * 7919} " * 100, temperature=0, max_tokens=4)
+            assert answer.status_code == 200
+            count = answer.json()["usage"]["prompt_tokens_details"].get("host_cached_tokens", 0)
+            return int(count)
+
+        prompts = itertools.count(100)
+        wait_until(lambda: handed_over(next(prompts)) > 200, 60)
+        page = httpx.get(f"{url}/metrics", timeout=30).text
+        kinds = [
+            line.rpartition(" ")[2] != "0.0"
+            for line in page.splitlines()
+            if line.startswith("minisgl_kv_transfers_total{")
+        ]
+        assert sorted(kinds) == [False, False, True, True]  # one has sent, and one received
+
+        before = processes(process, "ray::ServeReplica:minisgl:prefill")
+        assert len(before) == 1
+        os.kill(before[0], signal.SIGKILL)
+        for _ in range(4):
+            handed_over(next(prompts))
+        wait_until(lambda: handed_over(next(prompts)) > 200)
 
 
 def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path) -> None:

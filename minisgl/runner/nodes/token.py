@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from minisgl.config import HIDDEN, ResolvedConfig
+from minisgl.config import HIDDEN, EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError
 
 VARIABLE = "MINISGL_CLUSTER_TOKEN"
@@ -36,7 +36,7 @@ def cluster_token(config: ResolvedConfig, address: str) -> bytes:
     return token
 
 
-def read_token(config: ResolvedConfig) -> bytes:
+def read_token(config: EngineConfig | ResolvedConfig) -> bytes:
     """The secret of the file or else of the environment; empty if there is none.
 
     Raises ConfigError if it is unusable.
