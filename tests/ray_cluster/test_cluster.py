@@ -6,6 +6,7 @@ The folder is not called ray, because pytest would then offer it to `import ray`
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -24,7 +25,12 @@ import httpx
 import pytest
 from support.http_server import error_of, free_port
 
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.runner.nodes.token import VARIABLE
+
 pytest.importorskip("ray.serve", reason="Ray is not installed: scripts/tools/try_ray.sh")
+deployments = importlib.import_module("minisgl.ray.deployments")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 CHAT = "/v1/chat/completions"
@@ -231,7 +237,7 @@ def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_b
         wait_until(lambda: num_ready(url) == 1)
 
         def handed_over(index: int) -> int:
-            answer = ask(url, f"{index} {index * 7919} " * 100, temperature=0, max_tokens=4)
+            answer = ask(url, f"{index} " + "the " * 600, temperature=0, max_tokens=4)
             assert answer.status_code == 200
             count = answer.json()["usage"]["prompt_tokens_details"].get("host_cached_tokens", 0)
             return int(count)
@@ -252,6 +258,21 @@ def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_b
         for _ in range(4):
             handed_over(next(prompts))
         wait_until(lambda: handed_over(next(prompts)) > 200)
+
+
+def test_engines_on_several_nodes_need_a_secret_to_exchange_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(deployments.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(deployments.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    assert deployments._pages_address(EngineConfig()) == "127.0.0.1:0"
+    nodes[1]["Alive"] = True
+    with pytest.raises(ConfigError, match="several nodes .* shared secret: set MINISGL_CLUSTER"):
+        deployments._pages_address(EngineConfig())
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
+    assert deployments._pages_address(EngineConfig()) == "10.0.0.7:0"
 
 
 def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path) -> None:
