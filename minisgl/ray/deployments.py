@@ -162,7 +162,7 @@ def _pages_address(engine: EngineConfig) -> str:
     if sum(node["Alive"] for node in ray.nodes()) > 1:
         raise ConfigError(
             "--roles",
-            f"{PREFILL},...",
+            f"{PREFILL},{DECODE}",
             "on a cluster of several nodes the engines need a shared secret to exchange KV pages: "
             f"set {VARIABLE} or {OPTION} on each node, to the output of `openssl rand -hex 32`",
         )
