@@ -71,7 +71,8 @@ class Carrier(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Remote:
-    """A rank of another engine, from which pages are read. Of one thread at a time."""
+    """A rank of another engine, from which pages are read. Threads may share it: of what two note
+    at once, one may be lost."""
 
     agent: str
     is_known: bool = False  # to the agent here
@@ -256,7 +257,7 @@ class NixlPages:
         self._agent = None  # whose last reference it is
 
     def close(self) -> None:
-        """End the agent, before the memory is freed. Waits for no more than a call of NIXL."""
+        """End the agent, before the memory is freed. Waits for the call of NIXL under way."""
         self._closed = True
         with self._lock:
             self._end_agent()

@@ -5,7 +5,6 @@ Each test has agents of tests/support/fake_nixl.py; those with the mark `nixl` h
 
 from __future__ import annotations
 
-import gc
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.fake_nixl import FakeAgents
+from support.host_cache_cases import cache_of, holds, write
 
+from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
-from minisgl.runner import nixl_pages, page_parts
+from minisgl.runner import host_cache, nixl_pages, page_parts
+from minisgl.runner.host_cache import HostCache
+from minisgl.runner.lanes import Lanes
 from minisgl.runner.nixl_pages import MAX_FAILURES, Agent, Carrier, NixlPages, Remote, is_installed
 from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_wire import Address
@@ -313,6 +317,39 @@ def test_memory_is_registered_when_all_of_it_is_allocated_and_not_after_the_end(
     assert len(agents.made) == 1
 
 
+def test_a_host_cache_lets_nixl_read_its_slabs(
+    tmp_path: Path, agents: FakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cache, "SLAB_BYTES", 3 * 4096)  # several slabs
+    monkeypatch.setattr(host_cache, "is_installed", lambda: True)
+    monkeypatch.setattr(nixl_pages, "_make_agent", agents.make)
+    cpu = torch.device("cpu")
+    memory = [cache_of(cpu), cache_of(cpu)]
+    caches = [HostCache(kv, 12, Lanes(cpu)) for kv in memory]
+    addresses = [
+        cache.listen(f"{tmp_path}/{name}", b"", 0) for cache, name in zip(caches, "ab", strict=True)
+    ]
+    exchanges = [cache._exchange for cache in caches]
+    until(lambda: all(each and each._nixl and each._nixl.is_ready for each in exchanges))
+    assert [private for _, private in agents.made] == [True, True]
+    for page in range(1, 9):
+        write(memory[0], page, float(page))
+    caches[0].queue(Copies(offloads=tuple((page, page + 2) for page in range(1, 9))))
+    ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    host_pages = tuple(range(3, 11))
+    send = Transfer(1, Way.SEND, (), host_pages, NAME)
+    take = Transfer(2, Way.RECEIVE, (), host_pages[::-1], NAME, (addresses[0],))
+    caches[0].transfer([send], lambda *end: ends.put(end))
+    caches[1].transfer([take], lambda *end: ends.put(end))
+    assert {ends.get(timeout=20), ends.get(timeout=20)} == {(1, 8), (2, 8)}
+    assert agents.num_reads >= 1
+    caches[1].queue(Copies(loads=(Load(1, host_pages[::-1], tuple(range(1, 9))),)))[1].wait()
+    assert all(holds(memory[1], page, float(page)) for page in range(1, 9))
+    for cache in caches:
+        cache.close()
+    assert not agents.alive
+
+
 @pytest.mark.nixl
 def test_an_agent_of_nixl_listens_on_loopback_alone_and_costs_nothing_while_idle() -> None:
     pytest.importorskip("nixl", reason="NIXL is not installed: scripts/tools/try_nixl.sh")
@@ -324,8 +361,7 @@ def test_an_agent_of_nixl_listens_on_loopback_alone_and_costs_nothing_while_idle
     began = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - began < 0.25
-    del agent
-    gc.collect()
+    del agent  # which ends what it does, without the garbage collector
     until(lambda: listening() == before)
 
 
