@@ -6,15 +6,12 @@ It does not depend on Ray: whoever runs it says how engines are asked.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
 from importlib import metadata
-from time import monotonic
 from typing import Protocol
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,13 +21,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.errors import MinisglError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
+from minisgl.ray.prefills import PrefillEngines, Prefills
 from minisgl.router.app import RouterHealth
 from minisgl.router.failures import ReplicaLostError, last_events
-from minisgl.router.fleet import MIN_PREFILL_BYTES
-from minisgl.router.forward import HOP_HEADERS, MAX_ATTEMPTS, OWN_HEADERS, PREFILL_S
+from minisgl.router.forward import HOP_HEADERS, MAX_ATTEMPTS, OWN_HEADERS
 from minisgl.router.keys import route_key
 from minisgl.router.metrics import join_pages
-from minisgl.router.table import MAX_KEY_BYTES, RouteTable
 from minisgl.server import schemas
 from minisgl.server.access_log import log_failure, request_id
 from minisgl.server.app import middleware_of
@@ -44,39 +40,22 @@ from minisgl.server.error_responses import (
     answer_http_exception,
     json_response,
 )
-from minisgl.server.handover import PREFILL, PREFILLED, Offered
 from minisgl.server.hosts import Hosts
 from minisgl.server.metrics import CONTENT_TYPE, Answered
 from minisgl.server.pages import page_routes
 from minisgl.server.request_ids import HEADER
 from minisgl.server.root_path import route_path
 
-logger = logging.getLogger(__name__)
-
-ENGINES = "engines"
-# For an engine that computes prompts to take one. If none does, none is asked for a while.
-ACCEPT_S, PAUSE_S = 2.0, 5.0
-
 
 class EngineLostError(Exception):
     """The engine that was asked has ended."""
 
 
-class Engines(Protocol):
+class Engines(PrefillEngines, Protocol):
     """The way to the engines."""
-
-    @property
-    def has_prefill(self) -> bool:
-        """Whether some engines compute prompts for the others."""
-        ...
 
     def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
         """Yield one engine's answer; raises EngineLostError. Closing it ends the request there."""
-        ...
-
-    def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
-        """As `ask`, of an engine that computes prompts; before all else yields an empty part when
-        it has the request."""
         ...
 
     async def count(self) -> tuple[int, int]:
@@ -131,9 +110,7 @@ class Forward:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._sent = RouteTable[str]()  # to all engines that answer, of which one is chosen later
-        self._accepts = True  # an engine that computes prompts took the last one
-        self._paused_until = 0.0
+        self._prefills = Prefills(engines)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_request(scope, receive)
@@ -159,7 +136,7 @@ class Forward:
         has_begun = False
         for _ in range(MAX_ATTEMPTS):
             try:
-                asked = await self._prefilled(key, request)
+                asked = await self._prefills.hand_over(key, request)
                 async with aclosing(self._engines.ask(key, asked)) as answer:
                     async for part in answer:
                         if isinstance(part, Head):
@@ -181,43 +158,6 @@ class Forward:
             raise error
         log_failure(request_id(scope), 200, error)
         await send({"type": "http.response.body", "body": last_events(scope, error)})
-
-    async def _prefilled(self, key: bytes | None, request: HTTPRequest) -> HTTPRequest:
-        """The request for the engine that answers, after another one has computed its prompt.
-
-        It is the same if none has, or if most of the prompt was sent to the engines before.
-        """
-        if key is None or not self._engines.has_prefill:
-            return request
-        known = self._sent.matches(key, [ENGINES])[ENGINES]
-        self._sent.sent(key, ENGINES)
-        if min(len(key), MAX_KEY_BYTES) - known < MIN_PREFILL_BYTES:
-            return request
-        if monotonic() < self._paused_until:
-            return request
-        if not self._accepts:  # one request tries
-            self._paused_until = monotonic() + PAUSE_S
-        asked = request.with_header(PREFILL, b"1")
-        accepted = False
-        try:
-            async with aclosing(self._engines.ask_prefill(key, asked)) as answer:
-                async with asyncio.timeout(ACCEPT_S):
-                    await anext(answer)
-                accepted, self._paused_until = True, 0.0
-                async with asyncio.timeout(PREFILL_S):
-                    parts = [part async for part in answer]
-            head = parts[0] if parts else None
-            if isinstance(head, Head) and head.status == 200:
-                body = b"".join(part for part in parts if isinstance(part, bytes))
-                offered = msgspec.json.decode(body, type=Offered)
-                if offered.offered:
-                    request = request.with_header(PREFILLED, offered.address.encode())
-        except (EngineLostError, NotReadyError, TimeoutError, msgspec.MsgspecError) as error:
-            logger.warning("A prompt is computed where it is answered: %s", type(error).__name__)
-            if not accepted:
-                self._paused_until = monotonic() + PAUSE_S
-        self._accepts = accepted
-        return request
 
 
 async def read_request(scope: Scope, receive: Receive) -> HTTPRequest:

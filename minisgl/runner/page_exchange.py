@@ -22,14 +22,13 @@ from minisgl.errors import without_words
 from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import Mark
 from minisgl.runner.nixl_pages import NixlPages
-from minisgl.runner.page_parts import receive_parts, send_parts
+from minisgl.runner.page_parts import receive_all, receive_parts, send_all, send_parts
 from minisgl.runner.page_wire import (
     SILENCE_S,
     Address,
     PageServer,
     TransferError,
     connection,
-    fill,
     receive,
     send,
 )
@@ -130,11 +129,10 @@ class PageExchange:
     def _answer(self, peer: socket.socket) -> None:
         """Send a peer what it takes. It may come before this rank has heard of that."""
         take = receive(peer, Take)
-        name = take.name
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._offered, SILENCE_S):
+            if not self._changed.wait_for(lambda: take.name in self._offered, SILENCE_S):
                 return
-            offered = self._offered.pop(name)
+            offered = self._offered.pop(take.name)
         offered.expiry.cancel()
         num_pages = 0
         try:
@@ -142,13 +140,9 @@ class PageExchange:
             for mark in offered.after:
                 mark.wait()
             views = self._views(offered.transfer.host_pages)
-            if take.reads:
-                for count in send_parts(peer, views, self._nixl):
-                    num_pages += count
-            else:
-                for view in views:
-                    peer.sendall(view)
-                    num_pages += 1
+            parts = send_parts(peer, views, self._nixl) if take.reads else send_all(peer, views)
+            for count in parts:
+                num_pages += count
         except RuntimeError as error:
             if not self._closed:
                 logger.error("KV pages cannot be sent: %s", without_words(error))
@@ -168,13 +162,11 @@ class PageExchange:
             nixl = self._nixl if self._nixl is not None and self._nixl.is_ready else None
             with connection(address, self._token) as peer:
                 send(peer, Take(transfer.name, reads=nixl is not None))
+                parts = receive_all(peer, views)
                 if nixl is not None:
-                    for count in receive_parts(peer, address, views, nixl):
-                        num_pages += count
-                else:
-                    for view in views:
-                        fill(peer, view)
-                        num_pages += 1
+                    parts = receive_parts(peer, address, views, nixl)
+                for count in parts:
+                    num_pages += count
         except TransferError as error:
             logger.debug("KV pages did not come: %s", error)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Pages on a connection between two ranks, some at a time, where both have NIXL.
+"""Pages on a connection between two ranks: all at once, or in parts where both have NIXL.
 
     receiver                          sender
     Take(name, reads=True) ─────────▶
@@ -41,10 +41,24 @@ class Part(Struct, array_like=True):
     is_read: bool = False
 
 
+def send_all(peer: socket.socket, views: Sequence[memoryview]) -> Iterator[int]:
+    """Send pages; yields 1 after each."""
+    for view in views:
+        peer.sendall(view)
+        yield 1
+
+
+def receive_all(peer: socket.socket, views: Sequence[memoryview]) -> Iterator[int]:
+    """Receive pages; yields 1 after each."""
+    for view in views:
+        fill(peer, view)
+        yield 1
+
+
 def send_parts(
     peer: socket.socket, views: Sequence[memoryview], nixl: NixlPages | None
 ) -> Iterator[int]:
-    """Send pages, or let the peer read them; yields the number of those in each part."""
+    """Send pages, or let the peer read them; yields how many it has, or has read."""
     readable = Readable()
     if nixl is not None and len(views) <= MAX_PAGES:
         readable = nixl.readable(views)
@@ -57,13 +71,12 @@ def send_parts(
         wanted = views[at : at + part.num_pages]
         if part.num_pages < 1 or len(wanted) < part.num_pages:
             raise EOFError
+        at += part.num_pages
         if part.is_read:
             peer.sendall(HELD)
+            yield part.num_pages
         else:
-            for view in wanted:
-                peer.sendall(view)
-        at += part.num_pages
-        yield part.num_pages
+            yield from send_all(peer, wanted)
 
 
 def _await(peer: socket.socket, nixl: NixlPages) -> None:
@@ -78,7 +91,7 @@ def _await(peer: socket.socket, nixl: NixlPages) -> None:
 def receive_parts(
     peer: socket.socket, address: str, views: Sequence[memoryview], nixl: NixlPages
 ) -> Iterator[int]:
-    """Receive pages from the rank at `address`; yields the number of those in each part."""
+    """Receive pages from the rank at `address`, or read them; yields how many have come."""
     readable = receive(peer, Readable)
     remote = nixl.remote(address, readable.agent) if readable.agent else None
     size = min(PART_PAGES, max(1, PART_BYTES // len(views[0])))
@@ -98,9 +111,7 @@ def receive_parts(
                 continue
         began = time.perf_counter()
         send(peer, Part(len(part)))
-        for view in part:
-            fill(peer, view)
+        yield from receive_all(peer, part)
         if remote is not None:
             seconds = time.perf_counter() - began
             remote.carried(Carrier.SOCKET, sum(map(len, part)), seconds)
-        yield len(part)

@@ -14,7 +14,7 @@ import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
 
-from minisgl.ray import ingress
+from minisgl.ray import prefills
 from minisgl.ray.engine import EngineReplica, EngineUnhealthyError
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
 from minisgl.ray.ingress import EngineLostError, create_ingress_app
@@ -207,14 +207,14 @@ async def test_prompts_are_computed_by_engines_for_that_and_handed_over_by_addre
 
         # While no engine takes prompts, only now and then one request waits for it.
         now = [100.0]
-        monkeypatch.setattr(ingress, "monotonic", lambda: now[0])
-        monkeypatch.setattr(ingress, "ACCEPT_S", 0.01)
+        monkeypatch.setattr(prefills, "monotonic", lambda: now[0])
+        monkeypatch.setattr(prefills, "ACCEPT_S", 0.01)
         assert await ask(prompt(4), None) is None
         assert await ask(prompt(5)) is None
-        now[0] += ingress.PAUSE_S + 1
+        now[0] += prefills.PAUSE_S + 1
         assert await ask(prompt(6), EngineLostError()) is None
         assert await ask(prompt(7)) is None
-        now[0] += ingress.PAUSE_S + 1
+        now[0] += prefills.PAUSE_S + 1
         assert await ask(prompt(8), handed) is not None
         assert await ask(prompt(9), handed) is not None
 
