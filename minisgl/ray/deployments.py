@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -42,7 +43,7 @@ from minisgl.server.hosts import Hosts, is_loopback
 from minisgl.server.process import start_engine
 from minisgl.server.request_ids import HEADER
 
-ENGINE, INGRESS = "engine", "ingress"  # and PREFILL, for the engines of that role
+ENGINE, INGRESS = "engine", "ingress"  # and PREFILL
 # Of the address, which is the cluster's.
 ADDRESS_OPTIONS = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
 MAX_OPEN = 1 << 16  # requests of an ingress
@@ -74,18 +75,14 @@ def build(
     hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
     inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
-    roles = router.role_of_each
-    if roles:
-        with_pages_shared(engine, router.replicas)  # to refuse what does not go with it
+    if router.roles:  # what does not go with them is refused before anything starts
+        with_pages_shared(engine, router.replicas)
         if ray.is_initialized():
             _pages_address(engine)
-    num_prefills = roles.count(PREFILL)
-    numbers = {ENGINE: router.replicas - num_prefills}
-    if roles:
-        numbers[PREFILL] = num_prefills
-    handles = {
-        name: _engines(name, number, engine, inner, router, options)
-        for name, number in numbers.items()
+    numbers = Counter(router.role_of_each) or {"": router.replicas}
+    engines = {
+        _name(role): _engines(role, number, engine, inner, router, options)
+        for role, number in numbers.items()
     }
     ingress = serve.deployment(
         serve.ingress()(IngressDeployment),
@@ -95,21 +92,26 @@ def build(
         graceful_shutdown_timeout_s=server.drain_timeout,
         ray_actor_options={"num_cpus": 0},
     )
-    return ingress.bind(handles, server, hosts)
+    return ingress.bind(engines, server, hosts)
+
+
+def _name(role: str) -> str:
+    """Of the deployment of engines with this role."""
+    return PREFILL if role == PREFILL else ENGINE
 
 
 def _engines(
-    name: str,
+    role: str,
     number: int,
     engine: EngineConfig,
     server: ServerConfig,
     router: RouterConfig,
     options: RayConfig,
 ) -> Any:
-    """A deployment of engines. Raises ConfigError."""
+    """A deployment of so many engines. Raises ConfigError."""
     engines = serve.deployment(
         EngineDeployment,
-        name=name,
+        name=_name(role),
         # The engine itself refuses requests beyond its limits, in the form of the API.
         max_ongoing_requests=2 * (engine.max_running_requests + engine.max_queued_requests),
         graceful_shutdown_timeout_s=server.drain_timeout,
@@ -121,7 +123,6 @@ def _engines(
         },
         **_scaling(number, options),
     )
-    role = (PREFILL if name == PREFILL else DECODE) if router.roles else ""
     return engines.bind(engine, server, role, router.replicas)
 
 
