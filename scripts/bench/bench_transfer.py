@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minisgl.bench.script import above_zero
 from minisgl.kvcache.store import Transfer, Way
 from minisgl.runner import nixl_pages
 from minisgl.runner.nixl_pages import NixlPages, is_installed
@@ -105,9 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--page-mb", type=float, default=2.6, help="bytes of a page, in 10^6")
-    parser.add_argument("--pages", type=int, default=400, help="pages of a transfer")
-    parser.add_argument("--rounds", type=int, default=5, help="transfers of each kind")
+    parser.add_argument(
+        "--page-mb", type=above_zero(float), default=2.6, help="bytes of a page, in 10^6"
+    )
+    parser.add_argument("--pages", type=above_zero(int), default=400, help="pages of a transfer")
+    parser.add_argument("--rounds", type=above_zero(int), default=5, help="transfers of each kind")
     arguments = parser.parse_args()
     print(f"{arguments.pages} pages of {arguments.page_mb:g} MB, GB/s")
     print(f"{'':24}{'median':>8}{'lowest':>8}{'highest':>8}")
