@@ -1,4 +1,4 @@
-"""The server on a Ray cluster: an HTTP ingress and engines, as two deployments of Ray Serve.
+"""The server on a Ray cluster: an HTTP ingress and engines, as deployments of Ray Serve.
 
 `serve run minisgl.ray:app` and `minisgl serve --ray` run the same application.
 """

@@ -20,8 +20,8 @@ class RayConfig:
     )
     ray_max_replicas: int | None = option(
         None,
-        "Number of engines up to which Ray starts more under load, from --replicas on; none if not "
-        "given.",
+        "Number of engines up to which Ray starts more under load, from --replicas on (with "
+        "--roles of each kind); none if not given.",
         group=GROUP,
     )
     ray_target_requests: int = option(

@@ -1,4 +1,8 @@
-"""The two deployments of Ray Serve: the ingress, and the engines behind it."""
+"""The deployments of Ray Serve: the ingress, and the engines behind it.
+
+With --roles there are two deployments of engines: those that answer, and those that compute prompts
+for them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import asyncio
 import gc
 import logging
 import socket
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -19,20 +24,26 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.config import EngineConfig, refuse
+from minisgl.errors import ConfigError
 from minisgl.ray.config import RayConfig
 from minisgl.ray.engine import EngineReplica
 from minisgl.ray.exchange import Answer, HTTPRequest
 from minisgl.ray.ingress import EngineLostError, create_ingress_app
 from minisgl.ray.routing import PrefixRouter
 from minisgl.router.config import RouterConfig
+from minisgl.router.policies import DECODE, PREFILL
+from minisgl.router.process import with_pages_shared
+from minisgl.runner.nodes.token import OPTION, VARIABLE, read_token
+from minisgl.runner.page_wire import Address
 from minisgl.server import with_all_keys
 from minisgl.server.config import ServerConfig
 from minisgl.server.engine_state import NotReadyError
+from minisgl.server.handover import Handover, SharingEngine
 from minisgl.server.hosts import Hosts, is_loopback
 from minisgl.server.process import start_engine
 from minisgl.server.request_ids import HEADER
 
-ENGINE, INGRESS = "engine", "ingress"
+ENGINE, INGRESS = "engine", "ingress"  # and PREFILL
 # Of the address, which is the cluster's.
 ADDRESS_OPTIONS = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile")
 MAX_OPEN = 1 << 16  # requests of an ingress
@@ -64,9 +75,43 @@ def build(
     hosts = _hosts(server, on_loopback=owns_address and is_loopback(server.host))
     inner = replace(server, **{name: getattr(ServerConfig(), name) for name in ADDRESS_OPTIONS})
     inner = replace(inner, allowed_host=(), cors_origin=(), api_key_file=None)
+    if router.roles:  # what does not go with them is refused before anything starts
+        with_pages_shared(engine, router.replicas)
+        if ray.is_initialized():
+            _pages_address(engine)
+    numbers = Counter(router.role_of_each) or {"": router.replicas}
+    engines = {
+        _name(role): _engines(role, number, engine, inner, router, options)
+        for role, number in numbers.items()
+    }
+    ingress = serve.deployment(
+        serve.ingress()(IngressDeployment),
+        name=INGRESS,
+        num_replicas=router.router_processes,
+        max_ongoing_requests=MAX_OPEN,
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(engines, server, hosts)
+
+
+def _name(role: str) -> str:
+    """Of the deployment of engines with this role."""
+    return PREFILL if role == PREFILL else ENGINE
+
+
+def _engines(
+    role: str,
+    number: int,
+    engine: EngineConfig,
+    server: ServerConfig,
+    router: RouterConfig,
+    options: RayConfig,
+) -> Any:
+    """A deployment of so many engines. Raises ConfigError."""
     engines = serve.deployment(
         EngineDeployment,
-        name=ENGINE,
+        name=_name(role),
         # The engine itself refuses requests beyond its limits, in the form of the API.
         max_ongoing_requests=2 * (engine.max_running_requests + engine.max_queued_requests),
         graceful_shutdown_timeout_s=server.drain_timeout,
@@ -76,17 +121,9 @@ def build(
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"policy": router.router_policy},
         },
-        **_scaling(router, options),
+        **_scaling(number, options),
     )
-    ingress = serve.deployment(
-        serve.ingress()(IngressDeployment),
-        name=INGRESS,
-        num_replicas=router.router_processes,
-        max_ongoing_requests=MAX_OPEN,
-        graceful_shutdown_timeout_s=server.drain_timeout,
-        ray_actor_options={"num_cpus": 0},
-    )
-    return ingress.bind(engines.bind(engine, inner), server, hosts)
+    return engines.bind(engine, server, role, router.replicas)
 
 
 def _hosts(server: ServerConfig, *, on_loopback: bool) -> tuple[str, ...]:
@@ -103,22 +140,57 @@ def _num_gpus(engine: EngineConfig) -> int:
     return num_ranks if engine.device == "cuda" or (engine.device == "auto" and has_gpus) else 0
 
 
-def _scaling(router: RouterConfig, options: RayConfig) -> dict[str, Any]:
+def _scaling(number: int, options: RayConfig) -> dict[str, Any]:
+    """number: of engines."""
     if options.ray_max_replicas is None:
-        return {"num_replicas": router.replicas}
-    if options.ray_max_replicas < router.replicas:
-        refuse(options, "ray_max_replicas", f"allowed: --replicas ({router.replicas}) or more")
-    limits = {"min_replicas": router.replicas, "max_replicas": options.ray_max_replicas}
+        return {"num_replicas": number}
+    if options.ray_max_replicas < number:
+        refuse(
+            options, "ray_max_replicas", f"allowed: {number} or more, as many as Ray begins with"
+        )
+    limits = {"min_replicas": number, "max_replicas": options.ray_max_replicas}
     target = {"target_ongoing_requests": options.ray_target_requests}
     return {"autoscaling_config": {**limits, **target}}
+
+
+def _pages_address(engine: EngineConfig) -> str:
+    """Where an engine of this node exchanges KV pages with the others.
+
+    Raises ConfigError if they may be on other nodes, and there is no secret to know them by.
+    """
+    if read_token(engine):
+        return str(Address(host=ray.util.get_node_ip_address()))
+    if sum(node["Alive"] for node in ray.nodes()) > 1:
+        raise ConfigError(
+            "--roles",
+            f"{PREFILL},{DECODE}",
+            "on a cluster of several nodes the engines need a shared secret to exchange KV pages: "
+            f"set {VARIABLE} or {OPTION} on each node, to the output of `openssl rand -hex 32`",
+        )
+    return str(Address(host="127.0.0.1"))
 
 
 class EngineDeployment(EngineReplica):
     """An engine in a process of Ray's."""
 
-    async def __init__(self, engine: EngineConfig, config: ServerConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, engine: EngineConfig, config: ServerConfig, role: str, num_engines: int
+    ) -> None:
+        """role: empty if it does whole requests. num_engines: of the application, by its
+        options."""
         _log_with_ray_serve()
-        super().__init__(await start_engine(engine), config)
+        if not role:
+            super().__init__(await start_engine(engine), config)
+        else:
+            address = _pages_address(engine)
+            started = await start_engine(with_pages_shared(engine, num_engines))
+            sharing = cast("SharingEngine", started)
+            try:
+                address = await sharing.share_pages(address, always_load=role == DECODE)
+            except BaseException:
+                await started.close()
+                raise
+            super().__init__(started, config, Handover(sharing, address).around)
         # Freeze long-lived objects so that the GC does not scan them.
         gc.collect()
         gc.freeze()
@@ -137,9 +209,10 @@ class IngressDeployment:
     """The HTTP application in a process of Ray's."""
 
     def __init__(
-        self, engines: DeploymentHandle, config: ServerConfig, hosts: tuple[str, ...]
+        self, engines: dict[str, DeploymentHandle], config: ServerConfig, hosts: tuple[str, ...]
     ) -> None:
-        """hosts: the names that requests may be addressed to; empty: any."""
+        """engines: by the names of their deployments. hosts: the names that requests may be
+        addressed to; empty: any."""
         _log_with_ray_serve()
         self._engines = RayEngines(engines)
         self._config = config
@@ -151,14 +224,29 @@ class IngressDeployment:
 
 
 class RayEngines:
-    """The way to the engines, by a handle of their deployment."""
+    """The way to the engines, by handles of their deployments."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-        self._answers = handle.options(method_name="answer", stream=True)
+    def __init__(self, handles: Mapping[str, DeploymentHandle]) -> None:
+        self._handles = handles
+        self._answers = handles[ENGINE].options(method_name="answer", stream=True)
+        self._prefills: DeploymentHandle | None = None
+        if PREFILL in handles:
+            self._prefills = handles[PREFILL].options(method_name="prefill", stream=True)
 
-    async def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
-        answer = self._answers.remote(key, request)
+    @property
+    def has_prefill(self) -> bool:
+        return self._prefills is not None
+
+    def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
+        return self._ask(self._answers, key, request)
+
+    def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+        return self._ask(self._prefills, key, request)
+
+    async def _ask(
+        self, answers: DeploymentHandle, key: bytes | None, request: HTTPRequest
+    ) -> Answer:
+        answer = answers.remote(key, request)
         try:
             async for part in answer:
                 yield part
@@ -178,9 +266,12 @@ class RayEngines:
         return sum(states.values()), states.get("RUNNING", 0)
 
     async def metrics(self) -> Mapping[str, bytes]:
-        pages = self._handle.broadcast("labelled_metrics")
-        found = await pages.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
-        return dict(page for page in found if isinstance(page, tuple))
+        asked = [handle.broadcast("labelled_metrics") for handle in self._handles.values()]
+        found = [
+            await pages.results_async(timeout_s=METRICS_SECONDS, return_exceptions=True)
+            for pages in asked
+        ]
+        return dict(page for pages in found for page in pages if isinstance(page, tuple))
 
 
 class Front:

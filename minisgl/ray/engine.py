@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
+
 from minisgl.ray.exchange import Answer, HTTPRequest, answer
 from minisgl.server.app import create_app
 from minisgl.server.config import ServerConfig
-from minisgl.server.engine_state import EngineState
+from minisgl.server.engine_state import Around, EngineState
 from minisgl.server.served_engine import ServedEngine
 
 
@@ -16,9 +18,13 @@ class EngineUnhealthyError(RuntimeError):
 class EngineReplica:
     """Answers requests, and says whether it is well."""
 
-    def __init__(self, engine: ServedEngine, config: ServerConfig) -> None:
+    def __init__(
+        self, engine: ServedEngine, config: ServerConfig, around: Around | None = None
+    ) -> None:
+        """around: what is done for a request before it is answered, see server/handover.py."""
         self._engine = engine
         state = EngineState(config)
+        state.around = around
         state.start(engine)
         self._app = create_app(state)
 
@@ -33,6 +39,14 @@ class EngineReplica:
                 yield part
         finally:
             await parts.aclose()
+
+    async def prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+        """As `answer`, but before all else yield an empty part, which says that this engine has
+        the request."""
+        yield b""
+        async with aclosing(self.answer(key, request)) as parts:
+            async for part in parts:
+                yield part
 
     async def check_health(self) -> None:
         """Raises EngineUnhealthyError if a step has stalled or failed."""

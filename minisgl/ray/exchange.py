@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp, Message, Scope
 
@@ -20,6 +20,9 @@ class HTTPRequest:
     query: bytes
     headers: Headers
     body: bytes
+
+    def with_header(self, name: bytes, value: bytes) -> HTTPRequest:
+        return replace(self, headers=[*self.headers, (name, value)])
 
     def scope(self) -> Scope:
         return {

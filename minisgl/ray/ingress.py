@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.ray.exchange import Answer, Head, HTTPRequest
+from minisgl.ray.prefills import PrefillEngines, Prefills
 from minisgl.router.app import RouterHealth
 from minisgl.router.failures import ReplicaLostError, last_events
 from minisgl.router.forward import HOP_HEADERS, MAX_ATTEMPTS, OWN_HEADERS
@@ -45,7 +46,7 @@ class EngineLostError(Exception):
     """The engine that was asked has ended."""
 
 
-class Engines(Protocol):
+class Engines(PrefillEngines, Protocol):
     """The way to the engines."""
 
     def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
@@ -97,6 +98,7 @@ class Forward:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
+        self._prefills = Prefills(engines)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = await read_request(scope, receive)
@@ -123,7 +125,8 @@ class Forward:
         sent = b""
         for _ in range(MAX_ATTEMPTS):
             try:
-                async with aclosing(self._engines.ask(key, request)) as answer:
+                asked = await self._prefills.hand_over(key, request)
+                async with aclosing(self._engines.ask(key, asked)) as answer:
                     async for part in answer:
                         if isinstance(part, Head):
                             head = part

@@ -98,8 +98,8 @@ class _Answer:
             replica.num_open += 1
             try:
                 asked = request
-                if prefill is not None and await self._prefill(prefill, request):
-                    asked = with_header(request, PREFILLED, b"%d" % prefill.index)
+                if prefill is not None and (where := await self._prefill(prefill, request)):
+                    asked = with_header(request, PREFILLED, where.encode())
                 if self._leaving.done() or await self._ask(replica, asked):
                     return
             except UpstreamLostError:
@@ -141,9 +141,9 @@ class _Answer:
         finally:
             self._give_back(replica)
 
-    async def _prefill(self, replica: Replica, request: bytes) -> bool:
-        """Have `replica` compute the prompt and offer its pages; returns whether it has."""
-        outcome = FAILED
+    async def _prefill(self, replica: Replica, request: bytes) -> str:
+        """Have `replica` compute the prompt and offer its pages; returns where, empty if not."""
+        where = ""
         replica.num_open += 1
         self._fleet.num_sent[replica.index] += 1
         try:
@@ -152,16 +152,17 @@ class _Answer:
                 asked = with_header(request, PREFILL, b"1")
                 head = await upstream.ask(asked, relays=False)
                 body = b"".join([piece async for piece in upstream.pieces()])
-                if head.status == 200 and msgspec.json.decode(body, type=Offered).offered:
-                    outcome = DONE
+                if head.status == 200:
+                    offered = msgspec.json.decode(body, type=Offered)
+                    where = offered.address if offered.offered else ""
         except (UpstreamLostError, TimeoutError, msgspec.MsgspecError):
             pass
         finally:
             replica.num_open -= 1
             self._give_back(replica)
         if not self._leaving.done():
-            self._fleet.num_prefills[outcome] += 1
-        return outcome == DONE
+            self._fleet.num_prefills[DONE if where else FAILED] += 1
+        return where
 
     async def _connect(self, replica: Replica) -> Upstream:
         """A connection, closed when the client leaves; raises UpstreamLostError if it has left."""

@@ -151,7 +151,6 @@ class RouterProcess:
 
     def _replica_specs(self, folder: Path) -> list[ReplicaSpec]:
         """The options of each replica: the user's, but for what concerns the address."""
-        pages_paths = [str(folder / f"pages-{index}.sock") for index in range(len(self._roles))]
         return [
             ReplicaSpec(
                 index=index,
@@ -168,7 +167,7 @@ class RouterProcess:
                 ),
                 share=share,
                 role=self._roles[index] if self._roles else "",
-                pages_paths=tuple(pages_paths),
+                pages_path=str(folder / f"pages-{index}.sock") if self._roles else "",
             )
             for index, share in enumerate(self._shares)
         ]

@@ -49,11 +49,11 @@ class ReplicaProcess(ServerProcess):
 
     async def _begin(self, engine: ServedEngine, welcome: Welcome) -> None:
         spec = self._spec
-        if spec.pages_paths:
+        if spec.pages_path:
             sharing = cast("SharingEngine", engine)
-            path = spec.pages_paths[spec.index]
+            path = spec.pages_path
             await sharing.share_pages(path, always_load=spec.role == DECODE)
-            self._state.around = Handover(sharing, spec.pages_paths).around
+            self._state.around = Handover(sharing, path).around
         await super()._begin(engine, welcome)
 
     def _announce(self, welcome: Welcome, names: Sequence[str]) -> None:
@@ -75,8 +75,8 @@ def run_replica(
         os.sched_setaffinity(0, spec.share.cores)
     # The parent says nothing more: reading ends when it does.
     sockets = [spec.server.uds]
-    if spec.pages_paths:
-        pages = Address(path=spec.pages_paths[spec.index])
+    if spec.pages_path:
+        pages = Address(path=spec.pages_path)
         sockets += [pages.path, *(pages.of_rank(rank).path for rank in range(spec.engine.tp))]
     end_with_parent(lambda: os.read(INPUT, 1) or None, spec.server.drain_timeout, sockets)
     try:

@@ -45,7 +45,7 @@ class ReplicaSpec:
     server: ServerConfig
     share: Share
     role: str = ""  # where replicas divide the work
-    pages_paths: tuple[str, ...] = ()  # of the sockets through which they exchange KV pages
+    pages_path: str = ""  # of the socket at which it exchanges KV pages
 
 
 class ReplicaStartError(MinisglError):

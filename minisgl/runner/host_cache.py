@@ -34,6 +34,7 @@ from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
 from minisgl.runner.disk_lane import DiskLane
 from minisgl.runner.lanes import Lanes
+from minisgl.runner.nixl_pages import NixlPages, is_installed
 from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_files import PageFiles
 from minisgl.runner.page_wire import Address
@@ -139,6 +140,12 @@ class Slabs:
     def views(self, host_pages: Sequence[int]) -> list[memoryview]:
         """The memory of host pages, in any order. Blocks as `runs` does."""
         return [row.numpy().data for _, run in self.runs(host_pages) for row in run.unbind()]
+
+    def regions(self) -> Iterator[tuple[int, int]]:
+        """Address and bytes of each slab. Blocks until it is allocated."""
+        for slab in list(self._slabs):
+            memory = slab.result()
+            yield memory.data_ptr(), memory.nbytes
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -324,7 +331,10 @@ class HostCache:
             self._exchange.close()
         where = Address.parse(address).of_rank(rank)
         views, enter_thread = self.slabs.views, self._lanes.enter_thread
-        self._exchange = PageExchange(where, token, rank, views, enter_thread)
+        nixl = None
+        if is_installed():
+            nixl = NixlPages(self.slabs.regions, where.is_private(), enter_thread)
+        self._exchange = PageExchange(where, token, rank, views, enter_thread, nixl)
         return str(self._exchange.address)
 
     def _copies_of(self, host_pages: Sequence[int]) -> list[CopyMark]:

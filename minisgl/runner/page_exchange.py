@@ -21,13 +21,14 @@ from msgspec import Struct
 from minisgl.errors import without_words
 from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import Mark
+from minisgl.runner.nixl_pages import NixlPages
+from minisgl.runner.page_parts import receive_all, receive_parts, send_all, send_parts
 from minisgl.runner.page_wire import (
     SILENCE_S,
     Address,
     PageServer,
     TransferError,
     connection,
-    fill,
     receive,
     send,
 )
@@ -36,9 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class Take(Struct, array_like=True):
-    """The first message of a rank that receives. The answer is the bytes of all pages."""
+    """The first message of a rank that receives. The answer is the bytes of all pages, or what
+    page_parts.py says."""
 
     name: bytes  # of the transfer
+    reads: bool = False  # it can read pages by NIXL
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class PageExchange:
         rank: int,
         views: Callable[[Sequence[int]], list[memoryview]],
         enter_thread: Callable[[], None],
+        nixl: NixlPages | None = None,
     ) -> None:
         """Listen at `address`. rank: among the ranks of its engine. views: the memory of host
         pages; it may block. Raises OSError."""
@@ -68,6 +72,7 @@ class PageExchange:
         self._rank = rank
         self._views = views
         self._enter_thread = enter_thread
+        self._nixl = nixl
         self._offered: dict[bytes, _Offered] = {}  # by name
         self._changed = threading.Condition()  # for what is offered
         self._closed = False
@@ -98,6 +103,8 @@ class PageExchange:
             for offered in self._offered.values():
                 offered.expiry.cancel()
             self._offered.clear()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _thread(self, target: Callable[..., None], *args: object) -> None:
         threading.Thread(target=target, args=args, name="minisgl-receiving", daemon=True).start()
@@ -121,20 +128,21 @@ class PageExchange:
 
     def _answer(self, peer: socket.socket) -> None:
         """Send a peer what it takes. It may come before this rank has heard of that."""
-        name = receive(peer, Take).name
+        take = receive(peer, Take)
         with self._changed:
-            if not self._changed.wait_for(lambda: name in self._offered, SILENCE_S):
+            if not self._changed.wait_for(lambda: take.name in self._offered, SILENCE_S):
                 return
-            offered = self._offered.pop(name)
+            offered = self._offered.pop(take.name)
         offered.expiry.cancel()
         num_pages = 0
         try:
             self._enter_thread()
             for mark in offered.after:
                 mark.wait()
-            for view in self._views(offered.transfer.host_pages):
-                peer.sendall(view)
-                num_pages += 1
+            views = self._views(offered.transfer.host_pages)
+            parts = send_parts(peer, views, self._nixl) if take.reads else send_all(peer, views)
+            for count in parts:
+                num_pages += count
         except RuntimeError as error:
             if not self._closed:
                 logger.error("KV pages cannot be sent: %s", without_words(error))
@@ -150,11 +158,15 @@ class PageExchange:
             for mark in after:
                 mark.wait()
             views = self._views(transfer.host_pages)
-            with connection(transfer.peers[self._rank], self._token) as peer:
-                send(peer, Take(transfer.name))
-                for view in views:
-                    fill(peer, view)
-                    num_pages += 1
+            address = transfer.peers[self._rank]
+            nixl = self._nixl if self._nixl is not None and self._nixl.is_ready else None
+            with connection(address, self._token) as peer:
+                send(peer, Take(transfer.name, reads=nixl is not None))
+                parts = receive_all(peer, views)
+                if nixl is not None:
+                    parts = receive_parts(peer, address, views, nixl)
+                for count in parts:
+                    num_pages += count
         except TransferError as error:
             logger.debug("KV pages did not come: %s", error)
         except Exception as error:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SILENCE_S = 10.0
 # Of pages in one system call, without the interpreter's lock.
 PIECE_BYTES = 64 << 20
-MAX_MESSAGE_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 20
 BACKLOG = 128
 MAX_PEERS = 128  # at a time; more are turned away
 FULL_S = 0.1  # between two tries to accept a peer when the system is out of something

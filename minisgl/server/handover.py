@@ -1,9 +1,9 @@
 """Requests whose prompt one engine computes and whose tokens another generates.
 
 The router sends such a request twice, as the client sent it but for a header: first with PREFILL to
-an engine that computes the prompt and offers its pages, and then with PREFILLED, which names that
-engine, to the one that answers. Clients cannot set the headers: the router drops theirs, and the
-engines listen on private sockets.
+an engine that computes the prompt and offers its pages, and then with PREFILLED, which says where
+that engine exchanges pages, to the one that answers. Clients cannot set the headers: the router
+drops theirs, and only it reaches the engines.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Offered(Struct):
     """The answer to a request with PREFILL."""
 
     offered: int  # prompts
+    address: str  # where their pages are
 
 
 class SharingEngine(Protocol):
@@ -55,20 +56,19 @@ class SharingEngine(Protocol):
 class Handover:
     """What is done for a request before it is answered, or instead."""
 
-    def __init__(self, engine: SharingEngine, addresses: Sequence[str]) -> None:
-        """addresses: where the engines exchange pages, by the index of the replica."""
+    def __init__(self, engine: SharingEngine, address: str) -> None:
+        """address: where `engine` exchanges pages."""
         self._engine = engine
-        self._addresses = addresses
+        self._address = address
 
     def around(self, scope: Scope, reply: Reply, answer: ASGIApp) -> ASGIApp:
         """The application that handles the request of `reply`; `answer` answers it."""
         headers = dict(scope["headers"])
         jobs = _prompts(reply)
         if PREFILL in headers:
-            return _Prefilled(self._engine, jobs)
+            return _Prefilled(self._engine, jobs, self._address)
         if PREFILLED in headers:
-            address = self._addresses[int(headers[PREFILLED])]
-            return _Continued(self._engine, jobs, address, answer)
+            return _Continued(self._engine, jobs, headers[PREFILLED].decode(), answer)
         return answer
 
 
@@ -81,9 +81,10 @@ def _prompts(reply: Reply) -> list[GenerationJob]:
 class _Prefilled:
     """The answer of the engine that computes prompts."""
 
-    def __init__(self, engine: SharingEngine, jobs: Sequence[GenerationJob]) -> None:
+    def __init__(self, engine: SharingEngine, jobs: Sequence[GenerationJob], address: str) -> None:
         self._engine = engine
         self._jobs = jobs
+        self._address = address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         offering = asyncio.ensure_future(self._offer(f"{request_id(scope)}-prefill"))
@@ -91,7 +92,8 @@ class _Prefilled:
         try:
             await asyncio.wait((offering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if offering.done():
-                await json_response(Offered(offering.result()))(scope, receive, send)
+                offered = Offered(offering.result(), self._address)
+                await json_response(offered)(scope, receive, send)
         finally:
             offering.cancel()
             leaving.cancel()

@@ -6,6 +6,8 @@ The folder is not called ray, because pytest would then offer it to `import ray`
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import json
 import os
 import shutil
@@ -23,7 +25,12 @@ import httpx
 import pytest
 from support.http_server import error_of, free_port
 
+from minisgl.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.runner.nodes.token import VARIABLE
+
 pytest.importorskip("ray.serve", reason="Ray is not installed: scripts/tools/try_ray.sh")
+deployments = importlib.import_module("minisgl.ray.deployments")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 CHAT = "/v1/chat/completions"
@@ -219,6 +226,53 @@ def test_the_end_lets_a_stream_finish_and_leaves_no_process(
     assert last[-1] == "data: [DONE]" and '"finish_reason":"length"' in last[-2]
     assert process.wait(120) == 0
     wait_until(lambda: not processes(process), 30)
+
+
+def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_be() -> None:
+    port = free_port()
+    options = ("--replicas", "2", "--roles", "prefill,decode", "--device", "cpu")
+    command = (sys.executable, "-m", "minisgl", "serve", "--ray", *options, "--port", str(port))
+    with cluster(*command) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: num_ready(url) == 1)
+
+        def handed_over(index: int) -> int:
+            answer = ask(url, f"{index} " + "the " * 600, temperature=0, max_tokens=4)
+            assert answer.status_code == 200
+            count = answer.json()["usage"]["prompt_tokens_details"].get("host_cached_tokens", 0)
+            return int(count)
+
+        prompts = itertools.count(100)
+        wait_until(lambda: handed_over(next(prompts)) > 200, 60)
+        page = httpx.get(f"{url}/metrics", timeout=30).text
+        kinds = [
+            line.rpartition(" ")[2] != "0.0"
+            for line in page.splitlines()
+            if line.startswith("minisgl_kv_transfers_total{")
+        ]
+        assert sorted(kinds) == [False, False, True, True]  # one has sent, and one received
+
+        before = processes(process, "ray::ServeReplica:minisgl:prefill")
+        assert len(before) == 1
+        os.kill(before[0], signal.SIGKILL)
+        for _ in range(4):
+            handed_over(next(prompts))
+        wait_until(lambda: handed_over(next(prompts)) > 200)
+
+
+def test_engines_on_several_nodes_need_a_secret_to_exchange_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = [{"Alive": True}, {"Alive": False}]
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(deployments.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(deployments.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    assert deployments._pages_address(EngineConfig()) == "127.0.0.1:0"
+    nodes[1]["Alive"] = True
+    with pytest.raises(ConfigError, match="several nodes the engines need a shared secret"):
+        deployments._pages_address(EngineConfig())
+    monkeypatch.setenv(VARIABLE, "0123456789abcdef")
+    assert deployments._pages_address(EngineConfig()) == "10.0.0.7:0"
 
 
 def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path) -> None:

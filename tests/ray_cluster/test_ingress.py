@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine
 from support.http_server import HELLO, error_of, until
 
+from minisgl.ray import prefills
 from minisgl.ray.engine import EngineReplica, EngineUnhealthyError
-from minisgl.ray.exchange import Answer, HTTPRequest
+from minisgl.ray.exchange import Answer, Head, HTTPRequest
 from minisgl.ray.ingress import EngineLostError, create_ingress_app
 from minisgl.router.front import Immortal
 from minisgl.server.config import ServerConfig
+from minisgl.server.handover import PREFILL, PREFILLED, Handover, Offered
 from minisgl.server.process import Server, bind, http_settings
 
 CHAT = "/v1/chat/completions"
@@ -33,10 +36,27 @@ class LocalEngines:
         self.keys: list[bytes | None] = []
         self.parts_left: int | None = None
         self.num_ready = 2
+        self.has_prefill = False
+        self.asked: list[HTTPRequest] = []  # in the order of requests
+        self.prefills: list[HTTPRequest] = []
+        # What becomes of the next prefills: their offers, or why there are none.
+        self.offers: list[Offered | Exception | None] = []
+
+    async def ask_prefill(self, key: bytes, request: HTTPRequest) -> Answer:
+        self.prefills.append(request)
+        offer = self.offers.pop(0)
+        if offer is None:  # no engine takes it
+            await asyncio.Event().wait()
+        if isinstance(offer, Exception):
+            raise offer
+        yield b""
+        yield Head(200, [])
+        yield msgspec.json.encode(offer)
 
     async def ask(self, key: bytes | None, request: HTTPRequest) -> Answer:
         self.num_asked += 1
         self.keys.append(key)
+        self.asked.append(request)
         async with contextlib.aclosing(self.replica.answer(key, request)) as parts:
             async for part in parts:
                 if self.parts_left == 0:
@@ -160,6 +180,84 @@ async def test_a_request_whose_client_leaves_ends_on_its_engine() -> None:
             await client.post(CHAT, json=asked, timeout=0.1)
         await until(lambda: len(engine.aborted) == 2)
         assert not engine.running
+
+
+async def test_prompts_are_computed_by_engines_for_that_and_handed_over_by_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prompt(index: int) -> Any:
+        said = f"{index} " * 1500
+        return {**ASKED, "messages": [{"role": "user", "content": said}], "max_tokens": 2}
+
+    async with serving(FakeEngine(max_seq_len=10_000)) as (client, engines):
+        engines.has_prefill = True
+        handed = Offered(1, "10.0.0.7:4000")
+
+        async def ask(asked: Any, *offers: Offered | Exception | None) -> bytes | None:
+            """Where the engine that answers found the pages."""
+            engines.offers = [*offers]
+            headers = {"x-minisgl-prefilled": "evil:1", "x-minisgl-prefill": "1"}
+            answer = await client.post(CHAT, json=asked, headers=headers)
+            assert answer.json()["choices"][0]["message"]["content"] == "de"
+            assert not engines.offers
+            return dict(engines.asked[-1].headers).get(PREFILLED)
+
+        assert await ask(prompt(1), handed) == b"10.0.0.7:4000"
+        assert engines.prefills[0].headers.count((PREFILL, b"1")) == 1
+        assert engines.prefills[0].body == engines.asked[-1].body
+        assert await ask({**ASKED, "max_tokens": 2}) is None  # short
+        turn = prompt(1)
+        turn["messages"] += [{"role": "user", "content": "more"}]
+        assert await ask(turn) is None  # the engines that answer have most of it
+        assert await ask(prompt(2), Offered(0, "10.0.0.7:4000")) is None
+        assert await ask(prompt(3), handed) is not None
+
+        # While no engine takes prompts, only now and then one request waits for it.
+        now = [100.0]
+        monkeypatch.setattr(prefills, "monotonic", lambda: now[0])
+        monkeypatch.setattr(prefills, "ACCEPT_S", 0.01)
+        assert await ask(prompt(4), None) is None
+        assert await ask(prompt(5)) is None
+        now[0] += prefills.PAUSE_S + 1
+        assert await ask(prompt(6), EngineLostError()) is None
+        assert await ask(prompt(7)) is None
+        now[0] += prefills.PAUSE_S + 1
+        assert await ask(prompt(8), handed) is not None
+        assert await ask(prompt(9), handed) is not None
+
+
+class SharingEngine(FakeEngine):
+    """Offers and fetches whatever it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+
+    async def share_pages(self, address: str, *, always_load: bool) -> str:
+        return address
+
+    async def offer_pages(self, prompt_token_ids: Sequence[int], **_: object) -> bool:
+        return True
+
+    async def fetch_pages(self, address: str, prompt_token_ids: Sequence[int], **_: object) -> bool:
+        self.fetched.append(address)
+        return True
+
+
+async def test_an_engine_says_that_it_has_a_prompt_before_it_computes_it() -> None:
+    engine = SharingEngine()
+    around = Handover(engine, "10.0.0.7:4000").around
+    replica = EngineReplica(engine, ServerConfig(), around)  # type: ignore[arg-type]
+    body = msgspec.json.encode(ASKED)
+    request = HTTPRequest("POST", CHAT, b"", [(b"content-type", b"application/json")], body)
+    parts = [part async for part in replica.prefill(b"", request.with_header(PREFILL, b"1"))]
+    assert parts[0] == b"" and isinstance(parts[1], Head) and parts[1].status == 200
+    assert isinstance(parts[2], bytes)
+    assert msgspec.json.decode(parts[2], type=Offered) == Offered(1, "10.0.0.7:4000")
+    asked = request.with_header(PREFILLED, b"10.0.0.8:5000")
+    head, *_ = [part async for part in replica.answer(b"", asked)]
+    assert isinstance(head, Head) and head.status == 200
+    assert engine.fetched == ["10.0.0.8:5000"]
 
 
 async def test_health_counts_engines_and_metrics_are_labelled() -> None:

@@ -33,6 +33,8 @@ def test_options_are_named_as_on_the_command_line_and_take_texts_or_values() -> 
     assert server.strict_fields and server.api_key == ("one", "two")
     assert server.drain_timeout == 5 and server.served_model_name == ("a", "b")
     assert ray == RayConfig(ray=True, ray_max_replicas=4)
+    _, _, router, _ = options_of({"replicas": "2", "roles": "prefill,decode"})
+    assert router.role_of_each == ("prefill", "decode")
 
 
 @pytest.mark.parametrize(

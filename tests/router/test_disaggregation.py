@@ -142,7 +142,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             assert (await counted(client))[PREFILLS, "done"] == 4
 
             # A transfer that fails: nobody has offered this.
-            answer = await ask(alone, prompts[3], headers={"x-minisgl-prefilled": "0"})
+            answer = await ask(alone, prompts[3], headers={"x-minisgl-prefilled": "/nowhere"})
             assert tokens_of(answer) == wholes[3] and host_tokens(answer) == 0
             assert (await counted(client))[FALLBACKS, "1"] == 1
 

@@ -129,6 +129,7 @@ def test_the_mixed_benchmark_compares_the_times_between_tokens(arrivals: tuple[s
         ("bench_shared_prefix.py", ("--num", "0"), "0: allowed: a number above 0"),
         ("bench_mixed.py", ("--input", "5", "4"), "LOW is above HIGH"),
         ("bench_mixed.py", ("--rate", "often"), "invalid number value: 'often'"),
+        ("bench_transfer.py", ("--pages", "0"), "0: allowed: a number above 0"),
     ],
 )
 def test_a_benchmark_script_refuses_an_invalid_value(
@@ -148,6 +149,18 @@ def test_the_benchmark_of_a_restart_compares_both_engines() -> None:
         assert float(first) > 0 and float(p50) > 0
     assert table["first"][2] == "0.0%"
     assert any(line.endswith("GB on disk") for line in lines)
+
+
+def test_the_benchmark_of_transfers_compares_what_carries_pages() -> None:
+    done = run_script("bench_transfer.py", "--page-mb", 0.1, "--pages", 4, "--rounds", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, _, *rows = done.stdout.splitlines()
+    assert first == "4 pages of 0.1 MB, GB/s"
+    names = [name.strip() for name, *_ in (re.split(r"\s{2,}", row) for row in rows)]
+    assert names[:2] == ["socket, Unix", "socket, TCP"]  # and those of NIXL where it is installed
+    for row in rows:
+        lowest, highest = map(float, row.split()[-2:])
+        assert 0 <= lowest <= highest
 
 
 def test_bench_grammar_compiles_and_masks_twenty_constraints() -> None:

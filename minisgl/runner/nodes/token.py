@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 
-from minisgl.config import HIDDEN, ResolvedConfig
+from minisgl.config import HIDDEN, EngineConfig, ResolvedConfig
 from minisgl.errors import ConfigError
 from minisgl.keys import read_secret
 
@@ -32,7 +32,7 @@ def cluster_token(config: ResolvedConfig, address: str) -> bytes:
     return token
 
 
-def read_token(config: ResolvedConfig) -> bytes:
+def read_token(config: EngineConfig | ResolvedConfig) -> bytes:
     """The secret of the file or else of the environment; empty if there is none.
 
     Raises ConfigError if it is unusable.
