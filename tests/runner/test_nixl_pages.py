@@ -229,9 +229,9 @@ def test_a_read_that_does_not_end_well_ends_its_agent_which_another_follows(
 
     agents.before = look
     exchange(sender, receiver)  # the rest of it, or all, by socket
-    assert ended[0] and before not in agents.alive, "somebody may still write to the pages"
     agents.state = ""
     receiver.wait_for_agent()
+    assert ended[0] and before not in agents.alive, "somebody may still write to the pages"
     assert receiver.nixl._name != before
     exchange(sender, receiver)
     assert agents.num_reads > 0
@@ -343,7 +343,7 @@ def test_a_host_cache_lets_nixl_read_its_slabs(
     caches[1].transfer([take], lambda *end: ends.put(end))
     assert {ends.get(timeout=20), ends.get(timeout=20)} == {(1, 8), (2, 8)}
     assert agents.num_reads >= 1
-    caches[1].queue(Copies(loads=(Load(1, host_pages[::-1], tuple(range(1, 9))),)))[1].wait()
+    caches[1].queue(Copies(loads=(Load(1, host_pages[::-1], tuple(range(1, 9))),)))()[1].wait()
     assert all(holds(memory[1], page, float(page)) for page in range(1, 9))
     for cache in caches:
         cache.close()
