@@ -114,7 +114,7 @@ class Harness:
         self.disk_namespaces: dict[bytes, bytes] = {}
         self.in_flight: deque[StepResult] = deque()
         self.deferred: StepPlan | None = None
-        self.masks = MaskFiller(50, (EOS,))
+        self.masks = MaskFiller(50, (EOS,), clock=lambda: 0.0)
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
