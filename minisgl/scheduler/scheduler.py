@@ -230,9 +230,6 @@ class Scheduler:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
         draft = _Draft(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
-        if self._held_grants:
-            draft.grants += [grant for running, grant in self._held_grants if running.active]
-            self._held_grants = []
         if self._wants_page:
             self._grant_pages(draft)
         if self._loading:
@@ -242,6 +239,9 @@ class Scheduler:
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
+        if self._held_grants:
+            draft.grants += [grant for running, grant in self._held_grants if running.active]
+            self._held_grants = []
         group, lag = self._next_group(draft)
         if not (group.rows or draft.chunks or draft.joins or self.kv.is_copying_out):
             self._hold_grants(draft.grants)  # all decode rows are in flight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
 from minisgl.kvcache.store import Way
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -108,6 +108,15 @@ class Harness:
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
         )
+        self.num_granted = 0  # pages for rows since the last plan
+        reserve = kv.reserve
+
+        def count_granted(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
+            pages = reserve(lease, num_tokens, **joins)
+            self.num_granted += 0 if joins or pages is None else len(pages)
+            return pages
+
+        kv.reserve = count_granted  # type: ignore[method-assign]
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_transfers = True
@@ -175,10 +184,9 @@ class Harness:
 
     def check_offloads(self, plan: StepPlan) -> None:
         """A plan with decode rows offloads no more than it may, beside as many as they take."""
+        granted, self.num_granted = self.num_granted, 0
         if self.offloads_per_plan is None or plan.copies is None or not plan.decode_slots:
             return
-        joined = {join.slot for join in plan.joins}
-        granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
