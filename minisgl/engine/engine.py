@@ -683,8 +683,8 @@ class AsyncEngine:
         for request in self._scheduler.fail(step, error):
             self._end_stream(request)
         self._deferred = None  # it is later than any step that may fail
-        if self._transfers is not None:
-            self._transfers.step_ended(step - 1)
+        if self._transfers is not None:  # steps before this one may be in flight
+            self._transfers.step_ended((self._scheduler.next_to_settle or step) - 1)
 
     def _die(self, error: Exception) -> None:
         """Handle a fatal error: fail every open request with it."""

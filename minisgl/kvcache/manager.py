@@ -201,13 +201,19 @@ class KVCacheManager:
         return (num_tokens - 1) // self.page_size
 
     def reserve(
-        self, lease: Lease, num_tokens: int, *, num_beside: int | None = None
+        self,
+        lease: Lease,
+        num_tokens: int,
+        *,
+        num_beside: int | None = None,
+        num_granted: int = 0,
     ) -> Sequence[int] | None:
         """Grow the lease to hold `num_tokens`; returns the new pages, None if there are too few.
 
         num_beside: if the next plan has decode rows, which are not to wait for copies: number of
         tokens of prompts that it computes beside them. There are too few pages, too, if more would
         have to be offloaded than it can carry; it carries what it can, for a later call.
+        num_granted: pages that it grants to those rows, which may be what earlier calls made free.
         """
         count = -(-num_tokens // self.page_size) - len(lease.pages)
         if count <= 0:
@@ -218,7 +224,7 @@ class KVCacheManager:
                 self._hurry()
                 if missing > self._cache.num_evictable:
                     return None
-            max_offloads = self._max_offloads(missing, num_beside)
+            max_offloads = self._max_offloads(missing, num_beside, num_granted)
             self._allocator.free(self._cache.evict(missing, max_offloads))
             if count > self._allocator.num_free:
                 return None
@@ -228,17 +234,18 @@ class KVCacheManager:
             self._load(lease)
         return pages
 
-    def _max_offloads(self, missing: int, num_beside: int | None) -> int | None:
+    def _max_offloads(self, missing: int, num_beside: int | None, num_granted: int) -> int | None:
         """How many pages the next plan may offload to provide `missing` ones; None: any number.
 
         Where host memory pays, a page is copied in a fraction of the time in which it is computed.
-        So a plan may offload as many pages as it computes.
+        So a plan may offload as many pages as it computes. And it may offload as many as its rows
+        take: otherwise a request would wait for room for as long as they are many.
         """
         if self._host is None or self._offloads_per_plan is None or num_beside is None:
             return None
-        most = self._offloads_per_plan + num_beside // self.page_size
-        suffices = self._host.num_planned + missing <= most
-        return most if suffices else self._offloads_per_plan
+        pace = self._offloads_per_plan + num_granted
+        most = pace + num_beside // self.page_size
+        return most if self._host.num_planned + missing <= most else pace
 
     def _load(self, lease: Lease) -> None:
         """Begin to load the end of the lease's match into its first new pages."""

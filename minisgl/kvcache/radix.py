@@ -373,7 +373,7 @@ class RadixCache:
 
     def make_room(self, num_pages: int) -> bool:
         host = self._host
-        if host is None:
+        if host is None or num_pages > host.num_pages:
             return False
         while host.num_free < num_pages:
             node = self._host_leaves.pop()

@@ -249,8 +249,9 @@ class HostCache:
         before = self._lanes.mark()
 
         def load() -> dict[int, CopyMark]:
-            marks = {load.id: self._load(load, before) for load in copies.loads}
-            self._loads |= marks
+            marks: dict[int, CopyMark] = {}
+            for load in copies.loads:  # those before one that fails are awaited
+                self._loads[load.id] = marks[load.id] = self._load(load, before)
             return marks
 
         return load

@@ -230,9 +230,6 @@ class Scheduler:
         """Plan the next step, which the caller must launch; None if there is nothing to compute."""
         draft = _Draft(self._step + 1, budget=self._max_prefill_length)
         retractions = self.counters.num_retractions
-        if self._held_grants:
-            draft.grants += [grant for running, grant in self._held_grants if running.active]
-            self._held_grants = []
         if self._wants_page:
             self._grant_pages(draft)
         if self._loading:
@@ -242,6 +239,9 @@ class Scheduler:
         # A request retracted for this plan must not be readmitted at once and displace another.
         if self._waiting and retractions == self.counters.num_retractions:
             self._admit(draft)
+        if self._held_grants:
+            draft.grants += [grant for running, grant in self._held_grants if running.active]
+            self._held_grants = []
         group, lag = self._next_group(draft)
         if not (group.rows or draft.chunks or draft.joins or self.kv.is_copying_out):
             self._hold_grants(draft.grants)  # all decode rows are in flight
@@ -476,12 +476,13 @@ class Scheduler:
             return
         admitted: list[Waiting] = []
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
+        num_granted = sum(len(grant.pages) for grant in draft.grants)
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
             if self.kv.has_disk and not waiting.sought and self._fetch(waiting):
                 continue
-            running = self._start(waiting, reserved, draft)
+            running = self._start(waiting, reserved, num_granted, draft)
             if running is None:
                 break
             admitted.append(waiting)
@@ -512,8 +513,14 @@ class Scheduler:
         able = filterfalse(_fetching, islice(waiting, window))
         return sorted(filter(_ready, able), key=sort_key)
 
-    def _start(self, waiting: Waiting, reserved: float, draft: _Draft) -> Running | None:
-        """Give a request a slot and pages for its known tokens; None if there are too few pages."""
+    def _start(
+        self, waiting: Waiting, reserved: float, num_granted: int, draft: _Draft
+    ) -> Running | None:
+        """Give a request a slot and pages for its known tokens; None if there are too few pages.
+
+        reserved: tokens that the running requests are expected to need. num_granted: pages that
+        the draft grants to decode rows.
+        """
         request = waiting.request
         key = waiting.pack()
         num_known = len(request.token_ids)
@@ -526,7 +533,8 @@ class Scheduler:
                 self.kv.close(lease)
                 return None
         num_beside = self._num_beside_rows(lease, num_known, draft)
-        if self.kv.reserve(lease, num_known, num_beside=num_beside) is None:
+        pages = self.kv.reserve(lease, num_known, num_beside=num_beside, num_granted=num_granted)
+        if pages is None:
             self.kv.close(lease)
             return None
 

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.gated_runner import gated_server, until
 from support.page_sharing import PROMPT, check_handover, sharing_engine
+from support.parity import complete, greedy
 from support.serving import demo_engine
 
 from minisgl.engine import AsyncEngine
-from minisgl.errors import ConfigError, EngineStoppedError
+from minisgl.errors import ConfigError, EngineStoppedError, StepError
 from minisgl.runner import model_fingerprint
+from minisgl.scheduler.plan import StepResult
 
 TOKEN = "the secret of the cluster"
 
@@ -95,3 +98,37 @@ async def test_requests_that_wait_for_pages_end_with_an_engine_that_fails(
         await asyncio.wait_for(begun.wait(), 20)
         decode._die(EngineStoppedError("A rank was killed."))
         assert not await asyncio.wait_for(fetching, 20)
+
+
+async def test_an_offer_is_none_before_the_step_that_copies_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later step fails first, and then that one."""
+    async with gated_server(host_cache=0.01) as gated:
+        engine, runner = gated.engine, gated.runner
+        collect, fails = runner.collect, set[int]()
+
+        def collect_or_fail(handle: StepResult) -> StepResult:
+            result = collect(handle)
+            if handle.step in fails:
+                raise StepError(f"step {handle.step} was told to fail")
+            return result
+
+        monkeypatch.setattr(runner, "collect", collect_or_fail)
+        await engine.share_pages(str(tmp_path / "pages"), always_load=False)
+        runner.close_gate()
+        offering = asyncio.ensure_future(engine.offer_pages(PROMPT[:20]))
+        await until(lambda: len(runner.launched) == 1)
+        runner.step()
+        await until(lambda: len(runner.launched) == 2)  # and copies
+        copying = runner.launched[-1].step
+        fails.add(copying)
+        runner.fail_at = frozenset({copying + 1})
+        with pytest.raises(StepError):
+            await complete(engine, PROMPT[:5], greedy(1))
+        await asyncio.sleep(0)
+        assert not offering.done()
+        runner.open()
+        assert not await offering
+        host = engine.stats().host
+        assert host is not None and not host.num_used_pages

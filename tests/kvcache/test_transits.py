@@ -69,6 +69,17 @@ def test_pages_that_came_twice_or_have_lost_their_prefix_are_freed() -> None:
     kv.audit(0)
 
 
+def test_a_prefix_larger_than_host_memory_pushes_nothing_out_of_it() -> None:
+    kv = manager(num_host_pages=4)
+    compute(kv, [*range(33)])
+    cached = kv.expect(4)
+    assert cached is not None
+    kv.adopt(cached, pack_tokens([*range(100, 117)]), 0, 4)
+    assert kv.copy_out(pack_tokens([*range(33)]), 33) is None and kv.expect(5) is None
+    assert kv.match(pack_tokens([*range(100, 117)]), 17) == 16
+    kv.audit(1)
+
+
 def test_a_failed_step_takes_the_copies_that_it_was_to_make() -> None:
     kv = manager()
     compute(kv, [*range(13)])

@@ -20,7 +20,7 @@ from minisgl.kvcache.copies import Copies, Load, LoadRule
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
 from minisgl.runner import host_cache
-from minisgl.runner.copy_lanes import HostCopyLane, copy_lane
+from minisgl.runner.copy_lanes import CopyMark, HostCopyLane, copy_lane
 from minisgl.runner.facts import device_facts
 from minisgl.runner.host_cache import HostCache, Ring, Slabs, offloads_per_plan, staging_bytes
 from minisgl.runner.lanes import Lanes
@@ -115,6 +115,22 @@ def test_no_piece_is_staged_over_one_that_has_not_been_copied(
 def test_awaiting_a_load_that_never_began_does_nothing() -> None:
     cache = HostCache(cache_of(CPU), 10, Lanes(CPU))
     assert cache.queue(Copies(awaits=(7,)))() == {}
+
+
+def test_a_load_is_awaited_though_the_next_one_of_its_plan_could_not_begin() -> None:
+    held: list[CopyMark] = []
+
+    class Lane(HostCopyLane):
+        def hold_compute(self, mark: CopyMark) -> None:
+            held.append(mark)
+
+    cache = HostCache(cache_of(CPU), 10, Lanes(CPU), lambda lanes: Lane())
+    first, second = Load(1, (3,), (5,)), Load(2, (3, 4), (6,))  # which lacks a page
+    with pytest.raises(ValueError, match="zip"):
+        cache.queue(Copies(loads=(first, second)))()
+    cache.queue(Copies(awaits=(1, 2)))
+    assert len(held) == 1
+    cache.close()
 
 
 def test_a_thread_allocates_slabs_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
 from minisgl.kvcache.store import Way
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -108,13 +108,22 @@ class Harness:
             num_stages=self.num_stages,
             look_ahead=self.look_ahead,
         )
+        self.num_granted = 0  # pages for rows since the last plan
+        reserve = kv.reserve
+
+        def count_granted(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
+            pages = reserve(lease, num_tokens, **joins)
+            self.num_granted += 0 if joins or pages is None else len(pages)
+            return pages
+
+        kv.reserve = count_granted  # type: ignore[method-assign]
         self.runner = FakeRunner(page_size=self.page_size, runs=random.Random(self.run_seed))
         self.runner.disk = self.disk or self.runner.disk
         self.runner.holds_transfers = True
         self.disk_namespaces: dict[bytes, bytes] = {}
         self.in_flight: deque[StepResult] = deque()
         self.deferred: StepPlan | None = None
-        self.masks = MaskFiller(50, (EOS,))
+        self.masks = MaskFiller(50, (EOS,), clock=lambda: 0.0)
         self.plans: list[StepPlan] = []
         self.slot_namespaces: dict[int, bytes] = {}
         self.page_namespaces: dict[int, bytes] = {}  # of the requests that wrote them last
@@ -174,15 +183,14 @@ class Harness:
         self.sampled |= dict.fromkeys((*plan.decode_slots, *sampling), plan.step)
 
     def check_offloads(self, plan: StepPlan) -> None:
-        """A plan with decode rows offloads no more than it may, but for the rows' own pages."""
+        """A plan with decode rows offloads no more than it may, beside as many as they take."""
+        granted, self.num_granted = self.num_granted, 0
         if self.offloads_per_plan is None or plan.copies is None or not plan.decode_slots:
             return
-        joined = {join.slot for join in plan.joins}
-        granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
         num_computed = sum(len(chunk.token_ids) for chunk in plan.chunks)
         most = self.offloads_per_plan + num_computed // self.page_size
         piece = max(1, self.num_pages // MIN_PIECES)
-        assert len(plan.copies.offloads) <= max(most, granted + piece)
+        assert len(plan.copies.offloads) <= granted + max(most, piece)
 
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
@@ -1143,7 +1151,9 @@ def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
         plan = harness.launch()
         assert plan is not None and plan.decode_slots  # nobody else waits
         waits += not plan.joins
-        sizes.append(0 if plan.copies is None else len(plan.copies.offloads))
+        joined = {join.slot for join in plan.joins}
+        granted = sum(len(grant.pages) for grant in plan.grants if grant.slot not in joined)
+        sizes.append((0 if plan.copies is None else len(plan.copies.offloads)) - granted)
         harness.settle()
     if offloads_per_plan is None:
         assert waits == 0 and sizes[0] > 10
@@ -1152,6 +1162,38 @@ def test_a_request_that_loads_waits_for_room_that_plans_beside_rows_make(
     harness.run()
     check_output(again)
     assert again.num_host_tokens > 20
+
+
+def test_a_request_gets_room_beside_rows_that_take_more_pages_than_plans_make_free() -> None:
+    harness = Harness(
+        page_size=1,
+        num_pages=600,
+        num_slots=20,
+        num_host_pages=2000,
+        offloads_per_plan=2,
+        max_prefill_length=64,
+        conservativeness=0.01,
+    )
+    wanted = list(range(40))
+    harness.run(make_request("first", wanted, 1))
+    harness.run(*(make_request(str(i), [i] * 30, 1) for i in range(30)))
+    for i in range(4):
+        harness.scheduler.submit(make_request(f"row {i}", [40 + i], 90, ignore_eos=True))
+    for _ in range(3):
+        harness.launch()
+        harness.settle()
+    again = make_request("again", wanted, 4, ignore_eos=True)
+    harness.scheduler.submit(again)
+    num_plans = 0
+    while harness.scheduler._queued:
+        plan = harness.launch()
+        assert plan is not None and len(plan.decode_slots) == 4
+        harness.settle()
+        num_plans += 1
+    assert 5 < num_plans <= 40 / 2 + 1
+    harness.run()
+    check_output(again)
+    assert again.num_host_tokens > 30
 
 
 def test_a_request_that_computes_as_much_as_it_displaces_joins_at_once() -> None:

@@ -35,6 +35,7 @@ VERDICT_S = 1.0
 CLOSE_LIMIT_S = 10.0
 # After a failure on a GPU this process exits, with this delay so that errors can be reported.
 EXIT_AFTER_S = 5.0
+TOLD_TO_END = "The ranks have been told to end."
 
 
 class RemoteRanks:
@@ -67,7 +68,7 @@ class RemoteRanks:
         others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.config.step_timeout)
         self._listening: dict[int, RankListens] = {}
-        self._changed = threading.Condition()  # for _watch.ready, _listening and lost
+        self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
         self._ending = False
         self._killing: threading.Timer | None = None
         self._gone = threading.Event()
@@ -118,10 +119,12 @@ class RemoteRanks:
         self._listening.clear()
         self._send(encode_listen(address, token), None)
         with self._changed:
-            while len(self._listening) < len(self._watch.silence) and not self.lost.done():
+            while len(self._listening) < len(self._watch.silence) and not self._ending:
                 self._changed.wait()
         if self.lost.done():
             self.lost.result()
+        if len(self._listening) < len(self._watch.silence):
+            raise EngineStoppedError(TOLD_TO_END)
         found = [self._listening[rank] for rank in sorted(self._listening)]
         for each in found:
             if each.obstacle:
@@ -135,7 +138,7 @@ class RemoteRanks:
     def _send(self, data: bytes, masks: StepMasks | None) -> None:
         with self._sending:
             if self._ending and not self.lost.done():
-                raise EngineStoppedError("The ranks have been told to end.")
+                raise EngineStoppedError(TOLD_TO_END)
             try:
                 self._channel.send(data, masks)
             except OSError as error:
@@ -165,7 +168,7 @@ class RemoteRanks:
         self._killing.daemon = True
         self._killing.start()
         with self._sending:
-            self._ending = True
+            self._end_soon()
             self._channel.send_close()
 
     def end(self) -> None:
@@ -178,7 +181,7 @@ class RemoteRanks:
 
     def kill(self, reason: BaseException | None = None) -> None:
         """Kill the ranks and wait for their end. reason: why, for other nodes."""
-        self._ending = True
+        self._end_soon()
         if isinstance(reason, MinisglError):
             self._channel.send_failure(reason)
         self._launcher.kill(CLOSE_LIMIT_S)
@@ -187,6 +190,12 @@ class RemoteRanks:
     def close_rendezvous(self) -> None:
         """Free the rendezvous. Where steps may hang, only after the group is closed or at exit."""
         self._rendezvous.close()
+
+    def _end_soon(self) -> None:
+        """Hear the ranks no longer."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
 
     def fail(self, reason: Exception) -> None:
         """Kill the ranks and fail `lost` with `reason`. Blocks until they are dead."""

@@ -216,6 +216,12 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
         launcher.exit_codes[3] = -9
         with pytest.raises(EngineStoppedError, match=r"Rank 3 .* was killed by SIGKILL"):
             listening.result(10)
+    with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
+        listening = thread.submit(ranks.listen, "host:0", b"")
+        assert all(end.receive() for end in channel.ends.values())
+        ranks.begin_to_end()
+        with pytest.raises(EngineStoppedError, match="told to end"):
+            listening.result(10)
 
 
 @pytest.mark.parametrize("end_of_neighbour", [1, -signal.SIGABRT, None])
