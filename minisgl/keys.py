@@ -40,7 +40,7 @@ def keys_of_file(path: str) -> list[str]:
 def check_key(source: str, key: str) -> None:
     """Raise ConfigError for a key that no header can carry, and so nobody could use."""
     if len(key) > MAX_KEY_CHARS or not re.fullmatch("[!-~]+", key):
-        allowed = f"allowed: up to {MAX_KEY_CHARS} characters of ASCII without spaces"
+        allowed = f"allowed: 1 to {MAX_KEY_CHARS} characters of ASCII without spaces"
         raise ConfigError(source, HIDDEN, allowed)
 
 

@@ -54,7 +54,7 @@ def test_an_empty_key_variable_does_not_disable_authentication(
         (b"", r"\(without a key\): allowed: one or more keys"),
         (b"# a comment\n", r"\(without a key\): allowed: one or more keys"),
         (b"fine\nsecret and more\n", "line 2 is more than one word; allowed: a key a line"),
-        ("fine\nsecrèt\n".encode(), r"\(not shown\): allowed: up to 8192 characters of ASCII"),
+        ("fine\nsecrèt\n".encode(), r"\(not shown\): allowed: 1 to 8192 characters of ASCII"),
         ("secrèt\n".encode("latin-1"), "not UTF-8; allowed: a text of up to 1024 KiB"),
         (b"secret\n" * (MAX_FILE_BYTES // 7 + 1), "too large; allowed: a text of up to 1024 KiB"),
     ],

@@ -193,7 +193,10 @@ class EngineConfig:
             refuse(self, "node_rank", f"allowed: 0 to {self.nnodes - 1} (--nnodes {self.nnodes})")
         if self.tp * self.pp % self.nnodes:
             what = "--tp" if self.pp == 1 else "--tp times --pp"
-            reason = f"the nodes cannot share {self.tp * self.pp} ranks ({what}) evenly"
+            reason = (
+                f"the nodes cannot share {self.tp * self.pp} ranks ({what}) evenly; "
+                f"allowed: {what} a multiple of {self.nnodes}"
+            )
             refuse(self, "nnodes", reason)
         if not self.master_addr:
             refuse(self, "master_addr", "allowed: a host name or an address")

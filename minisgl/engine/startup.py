@@ -27,6 +27,7 @@ from minisgl.models.generation import GenerationDefaults, read_generation_defaul
 from minisgl.models.hub import locate_model
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
+from minisgl.runner.disk_cache import check_folder
 from minisgl.runner.facts import device_facts
 from minisgl.runner.host_cache import offloads_per_plan
 from minisgl.runner.load import Report, load_runner
@@ -93,6 +94,8 @@ def load(config: EngineConfig, progress: Report | None = None) -> Loaded[Any]:
     defaults = read_generation_defaults(folder, tokenizer.eos_token_id if tokenizer else None)
     runner: ModelRunner | TensorParallelRunner
     ranks: Ranks | None = None
+    if resolved.disk_cache:
+        check_folder(resolved)  # before the weights are read, which may take minutes
     if resolved.num_ranks == 1:
         runner = load_runner(resolved, model_config, folder, report)
     else:

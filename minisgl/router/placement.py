@@ -37,6 +37,8 @@ def shares(
         size = max(1, len(cores) // num_replicas)
         starts = [index * size % len(cores) for index in range(num_replicas)]
         return [Share(cores=tuple(cores[start : start + size])) for start in starts]
+    if not gpus:
+        raise ConfigError("--device", device, "no GPU is visible here; allowed: auto or cpu")
     if len(gpus) < num_replicas * gpus_each:
         of = f" of {gpus_each} GPUs" if gpus_each > 1 else ""
         raise ConfigError(

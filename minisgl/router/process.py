@@ -179,7 +179,8 @@ class RouterProcess:
         num_ready = sum(state.is_ready for state in states)
         for index, (old, new) in enumerate(zip(before, states, strict=True)):
             if new.is_ready and not old.is_ready:
-                logger.info("Replica %d is ready (%d of %d)", index, num_ready, len(states))
+                role = f" for {self._roles[index]}" if self._roles else ""
+                logger.info("Replica %d%s is ready (%d of %d)", index, role, num_ready, len(states))
         was_announced = any(state.is_ready for state in before)
         if num_ready and not was_announced:
             names = self._server.served_model_name or (self._engine.model or DEMO_NAME,)

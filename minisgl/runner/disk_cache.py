@@ -11,18 +11,28 @@ from minisgl.errors import ConfigError
 from minisgl.runner.page_files import PageFiles, open_folder
 
 
-def open_store(
-    config: ResolvedConfig, layers: Sequence[KVSpec], fingerprint: bytes, rank: int
-) -> PageFiles:
-    """The files of one rank, among those of all stages. Raises ConfigError for an unfit folder."""
-    folder = Path(config.disk_cache).expanduser()
+def check_folder(config: ResolvedConfig) -> None:
+    """Make the folder if there is none. Raises ConfigError for an unfit one."""
     try:
-        open_folder(folder)
+        open_folder(_folder(config))
     except OSError as error:
-        reason = f"the folder cannot be used: {error.strerror}"
+        reason = (
+            f"the folder cannot be used: {error.strerror}; allowed: a folder that is there or "
+            "can be made"
+        )
         raise ConfigError("--disk-cache", config.disk_cache, reason) from error
     except ValueError as error:
         raise ConfigError("--disk-cache", config.disk_cache, str(error)) from error
+
+
+def open_store(
+    config: ResolvedConfig, layers: Sequence[KVSpec], fingerprint: bytes, rank: int
+) -> PageFiles:
+    """The files of one rank, among those of all stages, in a folder that was checked."""
     of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32).digest()
     page_bytes = sum(spec.bytes_per_token for spec in layers) * config.page_size
-    return PageFiles(folder, of_rank, page_bytes, config.disk_cache_bytes)
+    return PageFiles(_folder(config), of_rank, page_bytes, config.disk_cache_bytes)
+
+
+def _folder(config: ResolvedConfig) -> Path:
+    return Path(config.disk_cache).expanduser()

@@ -97,7 +97,7 @@ def open_folder(folder: Path) -> None:
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ValueError(
             "it holds what prompts leave in the KV cache, and other users may enter it; "
-            f"'chmod 700 {folder}' closes it"
+            "allowed: a folder for this alone, such as a new one, or one closed by chmod 700"
         )
 
 

@@ -43,7 +43,11 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"tp": True}, "--tp True: allowed: a whole number"),
         ({"model": None}, "--model None: allowed: a text"),
         ({"nnodes": 0}, "--nnodes 0: allowed: 1 or more"),
-        ({"tp": 3, "nnodes": 2}, r"^--nnodes 2: the nodes cannot share 3 ranks \(--tp\) evenly$"),
+        (
+            {"tp": 3, "nnodes": 2},
+            r"^--nnodes 2: the nodes cannot share 3 ranks \(--tp\) evenly; "
+            "allowed: --tp a multiple of 2$",
+        ),
         ({"node_rank": 1}, r"^--node-rank 1: allowed: 0 to 0 \(--nnodes 1\)$"),
         ({"tp": 2, "nnodes": 2, "node_rank": -1}, r"--node-rank -1: allowed: 0 to 1"),
         ({"master_port": 0}, "--master-port 0: allowed: 1 to 65535"),

@@ -19,7 +19,8 @@ from support.parity import Case, batch, count_excused, greedy, load_engine
 from support.slow_lanes import SlowLane
 from support.tensor_parallel import EVERYTHING, NUM_TOKENS, short_case_of, shortened
 
-from minisgl.engine import AsyncEngine
+from minisgl.config import EngineConfig
+from minisgl.engine import AsyncEngine, startup
 from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import LoadRule
 from minisgl.runner import load
@@ -106,13 +107,19 @@ def test_another_checkpoint_of_the_same_sizes_finds_nothing(tmp_path: Path) -> N
     assert serve(copy, folder) > 0
 
 
-def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_unfit_folder_is_refused_before_weights_are_read(
+    tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for read in ("load_runner", "load_ranks"):
+        monkeypatch.setattr(startup, read, lambda *spec: pytest.fail("weights are read"))
+    options = EngineConfig(device="cpu", tp=tp, host_cache=HOST_GB, disk_cache=str(tmp_path))
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="it holds what prompts leave"):
-        serve(short_case_of("llama3"), tmp_path)
+        startup.load(options)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the folder cannot be used"):
-        serve(short_case_of("llama3"), tmp_path / "file")
+        startup.load(dataclasses.replace(options, disk_cache=str(tmp_path / "file")))
 
 
 def test_a_damaged_file_changes_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ from minisgl.models.generation import GenerationDefaults
 from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.request import RequestOutput, SamplingParams
+from minisgl.runner.disk_cache import check_folder
 from minisgl.runner.facts import device_facts
 from minisgl.runner.load import load_runner
 from minisgl.runner.parallel.tensor_parallel import load_ranks
@@ -93,6 +94,8 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     )
     if padded:  # a CPU captures nothing, but runs what would be captured, padded rows and all
         config = dataclasses.replace(config, cuda_graph_max_bs=padded)
+    if config.disk_cache:
+        check_folder(config)
     defaults = GenerationDefaults(frozenset())
     if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
