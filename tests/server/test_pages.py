@@ -181,8 +181,8 @@ def test_where_no_browser_can_be_opened_the_log_says_where_the_page_is(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"open": True, "no_ui": True}, "--open .*cannot be combined with --no-ui"),
-        ({"open": True, "uds": "/tmp/socket"}, "--open .*cannot be combined with --uds"),
+        ({"open": True, "no_ui": True}, "--open: .*cannot be combined with --no-ui"),
+        ({"open": True, "uds": "/tmp/socket"}, "--open: .*cannot be combined with --uds"),
     ],
 )
 def test_the_option_open_is_refused_where_there_is_no_page_to_open(
