@@ -239,7 +239,8 @@ class RadixCache:
             if at.num_users > 1:
                 return
             self._num_evictable -= len(at.pages)
-            self._set_ahead(at, False)
+            if at.is_ahead:
+                self._set_ahead(at, False)
             at = at.parent
 
     def release(self, node: Node) -> None:
@@ -266,9 +267,11 @@ class RadixCache:
             return
         if _is_device_leaf(node):
             self._leaves.offer(node, self._num_nodes)
+        if self._host is None:
+            return
         if _is_host_leaf(node):
             self._host_leaves.offer(node, self._num_nodes)
-        if self._host is not None and _is_bare_leaf(node):
+        if _is_bare_leaf(node):
             self._bare.offer(node, self._num_nodes)
 
     def evict(self, num_pages: int, max_offloads: int | None = None) -> list[int]:
