@@ -6,17 +6,8 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-source "$root/scripts/venv.sh"
-ensure_venv "[test]"
-
-packages() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-
-nixl_venv=${XDG_CACHE_HOME:-$HOME/.cache}/minisgl/try_nixl
-[ -x "$nixl_venv/bin/python" ] || "$python" -m venv "$nixl_venv"
-echo "import site; site.addsitedir('$(packages "$python")')" \
-  >"$(packages "$nixl_venv/bin/python")/checkout.pth"
-requirement=$(grep -o '"nixl>=[^"]*' "$root/pyproject.toml" | tr -d '"')
-"$nixl_venv/bin/python" -m pip install --quiet --disable-pip-version-check "$requirement"
+source "$root/scripts/tools/extra_venv.sh"
+ensure_venv_with try_nixl "$(grep -o '"nixl>=[^"]*' "$root/pyproject.toml" | tr -d '"')"
 
 cd "$root"
-OMP_NUM_THREADS=1 exec "$nixl_venv/bin/python" -m pytest -m nixl tests/runner tests/router "$@"
+OMP_NUM_THREADS=1 exec "$extra_python" -m pytest -m nixl tests/runner tests/router "$@"
