@@ -38,7 +38,8 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pages on their way to or from host memory, outside of the order of steps.
+    """Pages on their way to or from host memory, or from the device of one engine to that of
+    another, outside of the order of steps.
 
     Every rank transfers its part of each page.
     """
@@ -49,6 +50,11 @@ class Transfer:
     host_pages: tuple[int, ...]  # nobody else writes them meanwhile
     name: bytes = b""  # of a transfer between engines, the same on both sides
     peers: tuple[str, ...] = ()  # addresses of the ranks from which those of this engine receive
+    pages: tuple[int, ...] = ()  # on the device, instead of host pages
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages) or len(self.host_pages)
 
 
 # Called with the id of a transfer and the number of pages, from its first on, that are done.

@@ -434,6 +434,10 @@ class ModelRunner:
         assert self._host_cache is not None, "there are no host pages"
         return (self._host_cache.listen(address, token, self._ranks.rank),)
 
+    @property
+    def shares_device(self) -> bool:
+        return self._host_cache is not None and self._host_cache.shares_device
+
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""
         self._worker.shutdown()
