@@ -12,6 +12,10 @@ they are free at once. A load writes its pages outside of that order: they are l
 
 With a disk, what falls out of host memory is written there, and `fetch` brings it back. These
 transfers belong to no plan (`take_transfers`): they touch host pages only.
+
+Other engines read pages that are lent to them, and write pages that are expected from them. Both
+are out of the order of launches, too: no plan writes the ones before `drop`, or uses the others
+before `adopt`.
 """
 
 from __future__ import annotations
