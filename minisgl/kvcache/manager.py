@@ -102,7 +102,7 @@ class _InFlight:
 
 @dataclass(slots=True, eq=False)
 class Transit:
-    """Pages of a prefix on their way to or from another engine: in host memory, or on the device."""
+    """Pages of a prefix that another engine reads or writes: in host memory, or on the device."""
 
     host_pages: Sequence[int] = ()
     pages: Sequence[int] = ()  # on the device, instead of host pages
