@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import queue
 import threading
@@ -18,9 +17,8 @@ import torch
 from support.device_page_cases import (
     CPU,
     DeviceRank,
-    check_receiving,
+    check_between_processes,
     random_planes,
-    send_what_is_asked,
     some_pages,
 )
 from support.host_cache_cases import cache_of, holds, write
@@ -120,17 +118,7 @@ def test_both_sides_wait_for_what_uses_their_pages(ranks: tuple[DeviceRank, Devi
 
 
 def test_another_process_sends_pages_until_it_is_killed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    arguments = (str(tmp_path / "a"), "tiny", PART_PAGES, CPU, theirs)
-    process = context.Process(target=send_what_is_asked, args=arguments, daemon=True)
-    process.start()
-    try:
-        assert process.pid
-        check_receiving(str(tmp_path / "b"), "tiny", PART_PAGES, CPU, ours, process.pid)
-    finally:
-        process.kill()
-        process.join()
+    check_between_processes(tmp_path, "tiny", PART_PAGES, CPU)
 
 
 def test_what_the_sender_has_not_confirmed_does_not_count(
@@ -182,11 +170,12 @@ def test_ranks_that_mean_different_pages_transfer_none(
     ranks: tuple[DeviceRank, DeviceRank],
 ) -> None:
     sender, receiver = ranks
+    for rank in ranks:
+        rank.exchange._views = lambda _: [memoryview(bytearray(10))]
     sender.queue(Transfer(1, Way.SEND, (), (3,), NAME))
     receiver.receive(1, sender.address, [4], NAME)
     assert sender.end() == receiver.end() == (1, 0)
     sender.send(2, [3], NAME)
-    receiver.exchange._views = lambda _: [memoryview(bytearray(100))]
     receiver.queue(Transfer(2, Way.RECEIVE, (), (4,), NAME, (sender.address,)))
     assert sender.end() == receiver.end() == (2, 0)
     receiver.expect(2, [], [])
@@ -276,6 +265,7 @@ def test_closing_waits_for_the_copy_under_way_and_lets_none_begin(
     lane = type("Lane", (SlowLane,), {"gate": gate})
     sender = DeviceRank(str(tmp_path / "a"), seed=1, make_lane=lane)
     receiver = DeviceRank(str(tmp_path / "b"), seed=2)
+    receiver.device.take(sender.address, sender.device.window(0), [4])  # it stays mapped
     take = receiver.device.take
 
     def take_late(address: str, window: Window, pages: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import random
@@ -9,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -112,7 +114,36 @@ def some_pages(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1, NUM_PAGES), count)
 
 
-def send_what_is_asked(
+def check_between_processes(
+    folder: Path, case: str, part_pages: int, device: torch.device, gpus: tuple[str, str] = ("", "")
+) -> None:
+    """A process sends pages to another one until it is killed.
+
+    part_pages: odd numbers of pages travel, in parts of this one. gpus: all that the sender sees,
+    and the receiver.
+    """
+    context = multiprocessing.get_context("spawn")
+    asking, asked = context.Pipe()
+    sender = context.Process(
+        target=_send_what_is_asked, args=(str(folder / "a"), case, part_pages, device, asked)
+    )
+    with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=gpus[0]):
+        sender.start()
+    try:
+        arguments = (str(folder / "b"), case, part_pages, device, asking, sender.pid)
+        receiver = context.Process(target=_check_receiving, args=arguments)
+        with patch.dict(os.environ, CUDA_VISIBLE_DEVICES=gpus[1]):
+            receiver.start()
+        receiver.join(200)
+        receiver.kill()
+        receiver.join()
+        assert receiver.exitcode == 0, "see what it has printed"
+    finally:
+        sender.kill()
+        sender.join()
+
+
+def _send_what_is_asked(
     address: str, case: str, part_pages: int, device: torch.device, asked: Connection
 ) -> None:
     """The sender, with seed 1, as a process: tells its address, then the end of each transfer."""
@@ -123,11 +154,13 @@ def send_what_is_asked(
             asked.send(rank.end())
 
 
-def check_receiving(
+def _check_receiving(
     address: str, case: str, part_pages: int, device: torch.device, sender: Connection, pid: int
 ) -> None:
-    """Receive from `send_what_is_asked`, and kill it in the middle of a transfer. What has not been
-    confirmed does not count, and this process goes on with what it has mapped."""
+    """Receive from `_send_what_is_asked`, and kill it in the middle of a transfer.
+
+    What has not been confirmed does not count, and this process goes on with what it has mapped.
+    """
     with closing(DeviceRank(address, case, 2, device, part_pages=part_pages)) as rank:
         assert sender.poll(120)
         peer = sender.recv()
