@@ -190,13 +190,19 @@ def test_memory_that_cannot_be_mapped_brings_no_pages_and_one_line(
     sender, receiver = ranks
     window = sender.device.window(0)
     tag, pid, _, name = msgspec.msgpack.decode(window.handle)
-    file, grows = os.open(tmp_path, os.O_RDONLY), os.memfd_create(name)
+    other, folder, shrinks = (
+        FileSharing().share(1 << 20),
+        os.open(tmp_path, os.O_RDONLY),
+        os.memfd_create(name),
+    )
+    os.ftruncate(shrinks, 1 << 20)
     try:
         handles = [
             b"",
             msgspec.msgpack.encode(("cuda", b"", pid, 0, b"", 0)),
-            msgspec.msgpack.encode((tag, pid, file, name)),  # of another namespace
-            msgspec.msgpack.encode((tag, pid, grows, name)),  # which may become shorter
+            msgspec.msgpack.encode((tag, pid, other.file, name)),  # as in another namespace
+            msgspec.msgpack.encode((tag, pid, folder, name)),
+            msgspec.msgpack.encode((tag, pid, shrinks, name)),  # which may become shorter
             msgspec.msgpack.encode((tag, 1 << 30, 0, name)),
         ]
         windows = [msgspec.structs.replace(window, handle=handle) for handle in handles]
@@ -213,8 +219,9 @@ def test_memory_that_cannot_be_mapped_brings_no_pages_and_one_line(
             assert line.levelno == logging.WARNING
             assert "cannot go straight from device to device" in line.message
     finally:
-        os.close(file)
-        os.close(grows)
+        other.close()
+        os.close(folder)
+        os.close(shrinks)
     receiver.expect(2, [], [])
 
 
