@@ -28,7 +28,7 @@ class PageIndex(Protocol):
 
 
 class Way(Enum):
-    """What a transfer does with host pages."""
+    """What a transfer does with pages."""
 
     WRITE = "write"  # to the disk
     READ = "read"  # from there
@@ -38,8 +38,8 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pages on their way to or from host memory, or from the device of one engine to that of
-    another, outside of the order of steps.
+    """Pages on their way to or from host memory, or between the devices of two engines, outside of
+    the order of steps.
 
     Every rank transfers its part of each page.
     """
@@ -54,7 +54,7 @@ class Transfer:
 
     @property
     def num_pages(self) -> int:
-        return len(self.pages) or len(self.host_pages)
+        return len(self.pages or self.host_pages)
 
 
 # Called with the id of a transfer and the number of pages, from its first on, that are done.

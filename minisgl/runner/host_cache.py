@@ -25,11 +25,14 @@ from torch import Tensor
 
 from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
+from minisgl.distributed.peer_memory import PeerMemoryError
+from minisgl.errors import without_words
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
+from minisgl.runner.device_pages import DevicePages
 from minisgl.runner.disk_lane import DiskLane
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.nixl_pages import NixlPages, is_installed
@@ -147,6 +150,7 @@ class HostCache:
 
         self._ring = Ring(buffer(NUM_STAGED))
         self._arriving = buffer(1)  # a piece of a load
+        self._make_lane = make_lane
         self._down, self._up = make_lane(lanes), make_lane(lanes)
         self._loads: dict[int, CopyMark] = {}  # that no plan has awaited
         self._offloading: deque[_Copied] = deque()  # in the order of their lane
@@ -251,13 +255,16 @@ class HostCache:
             uses_disk = transfer.way in (Way.WRITE, Way.READ)
             lane = self._disk if uses_disk else self._exchange
             assert lane is not None, f"nothing can {transfer.way.value} here"
-            lane.queue(transfer, self._copies_of(transfer.host_pages), done)
+            # What was launched before writes the pages of the device, or may still read them.
+            launched = [self._lanes.mark()] if transfer.pages else []
+            lane.queue(transfer, [*launched, *self._copies_of(transfer.host_pages)], done)
 
     def listen(self, address: str, token: bytes, rank: int) -> str:
         """Take part in transfers between engines; returns where the same rank of others finds this
         one. It comes before any of them; the last call counts.
 
-        address: of the engine. token: of the cluster. Raises OSError.
+        At a Unix socket, pages of the device can be transferred, too; the buffers for that are
+        allocated here. address: of the engine. token: of the cluster. Raises OSError.
         """
         if self._exchange is not None:
             self._exchange.close()
@@ -266,8 +273,32 @@ class HostCache:
         nixl = None
         if is_installed():
             nixl = NixlPages(self.slabs.regions, where.is_private(), enter_thread)
-        self._exchange = PageExchange(where, token, rank, views, enter_thread, nixl)
+        device = self._device_pages() if where.path else None
+        try:
+            self._exchange = PageExchange(where, token, rank, views, enter_thread, nixl, device)
+        except OSError:
+            if device is not None:
+                device.close()
+            raise
         return str(self._exchange.address)
+
+    def _device_pages(self) -> DevicePages | None:
+        """The straight way between devices, where there is one."""
+        self._lanes.enter_thread()
+        reason: object
+        try:
+            return DevicePages(self._planes, self._lanes, self._make_lane)
+        except (PeerMemoryError, OSError) as error:
+            reason = error
+        except RuntimeError as error:  # there is no memory for it
+            reason = without_words(error)
+        logger.warning("KV pages of other engines come through host memory: %s", reason)
+        return None
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether pages of the device can be transferred, too. Not before `listen`."""
+        return self._exchange is not None and self._exchange.shares_device
 
     def _copies_of(self, host_pages: Sequence[int]) -> list[CopyMark]:
         """The ends of the copies under way that read or write one of `host_pages`."""

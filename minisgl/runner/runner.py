@@ -417,7 +417,7 @@ class ModelRunner:
             yield load
 
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers of host pages after the launched steps' copies.
+        """Begin transfers after the launched steps and their copies.
 
         Returns at once; `done` is called on any thread, unless the runner is closed before.
         """
