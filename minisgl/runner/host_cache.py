@@ -13,6 +13,7 @@ it is done, because that may still use the pages.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -40,6 +41,8 @@ from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_files import PageFiles
 from minisgl.runner.page_wire import Address
 from minisgl.runner.slabs import Slabs
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
 # Pieces that may wait for their DMA to the host before the compute lane must: those of two plans,
@@ -255,8 +258,10 @@ class HostCache:
             uses_disk = transfer.way in (Way.WRITE, Way.READ)
             lane = self._disk if uses_disk else self._exchange
             assert lane is not None, f"nothing can {transfer.way.value} here"
-            # What was launched before writes the pages of the device, or may still read them.
-            launched = [self._lanes.mark()] if transfer.pages else []
+            # What was launched before may still use pages that are received. Those that are sent
+            # were written by steps that have ended.
+            is_received = transfer.pages and transfer.way is Way.RECEIVE
+            launched = [self._lanes.mark()] if is_received else []
             lane.queue(transfer, [*launched, *self._copies_of(transfer.host_pages)], done)
 
     def listen(self, address: str, token: bytes, rank: int) -> str:
