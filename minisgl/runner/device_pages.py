@@ -111,8 +111,10 @@ class DevicePages:
         return Window(self._handle, offset, self._num_pages, self._page_bytes)
 
     def put(self, slot: int, pages: Sequence[int]) -> None:
-        """Copy pages, which may be none, into a slot of the caller's. What was there before has been
-        there until now. Blocks; raises PeerMemoryError."""
+        """Copy pages, which may be none, into a slot of the caller's. Blocks.
+
+        What was in the slot before has been there until now. Raises PeerMemoryError.
+        """
         if len(pages) > self._num_pages:
             raise PeerMemoryError("the other engine wants more than there is room for")
         self._run(lambda memory: self._gather(memory, slot, pages))
