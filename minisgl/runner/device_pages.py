@@ -75,7 +75,8 @@ class DevicePages:
             self._free.put(slot)
         sharing = sharing_of(self._device)
         self._map = sharing.map
-        self._memory: _Memory | None = None
+        self._handle = b""  # of the window
+        self._memory: _Memory | None = None  # None: closed
         self._lane.queue(lambda: self._allocate(planes, sharing), []).wait()
 
     def _allocate(self, planes: Planes, sharing: Sharing) -> None:
@@ -83,6 +84,7 @@ class DevicePages:
         try:
             shape = (self._num_pages, self._page_bytes)
             arriving = torch.empty(shape, dtype=torch.uint8, device=self._device)
+            self._handle = window.handle
             self._memory = _Memory(planes, window, arriving)
             self._gather(self._memory, 0, [0])  # compiles the kernel
         except BaseException:
@@ -104,15 +106,17 @@ class DevicePages:
             self._free.put(slot)
 
     def window(self, slot: int) -> Window:
-        """What another rank needs to read a slot. Raises PeerMemoryError."""
-        with self._lock:
-            handle = self._open_memory().window.handle
+        """What another rank needs to read a slot."""
         offset = slot * self._num_pages * self._page_bytes
-        return Window(handle, offset, self._num_pages, self._page_bytes)
+        return Window(self._handle, offset, self._num_pages, self._page_bytes)
 
     def put(self, slot: int, pages: Sequence[int]) -> None:
-        """Copy any number of pages into a slot of the caller's, whose pages before were there until
-        now. Blocks; raises PeerMemoryError."""
+        """Copy pages, which may be none, into a slot of the caller's. Blocks.
+
+        What was in the slot before has been there until now. Raises PeerMemoryError.
+        """
+        if len(pages) > self._num_pages:
+            raise PeerMemoryError("the other engine wants more than there is room for")
         self._run(lambda memory: self._gather(memory, slot, pages))
 
     def _gather(self, memory: _Memory, slot: int, pages: Sequence[int]) -> None:
@@ -167,29 +171,26 @@ class DevicePages:
             return found
         return found.pin_memory().to(self._device, non_blocking=True)
 
-    def _open_memory(self) -> _Memory:
-        if self._memory is None:
-            raise PeerMemoryError("the engine is being closed")
-        return self._memory
-
     def _run(self, work: Callable[[_Memory], None]) -> None:
         """Do `work` on the lane, and wait for its end."""
         with self._lock:
-            memory = self._open_memory()
+            memory = self._memory
+            if memory is None:
+                raise PeerMemoryError("the engine is being closed")
             self._lane.queue(lambda: work(memory), []).wait()
 
     def close(self) -> None:
         """Free the buffers, after the copy under way."""
-
-        def give_back() -> None:
-            memory.window.close()
-            for _, mapped in memory.mapped.values():
-                mapped.close()
-
         with self._lock:
             if self._memory is None:
                 return
             memory, self._memory = self._memory, None
+
+            def give_back() -> None:
+                memory.window.close()
+                for _, mapped in memory.mapped.values():
+                    mapped.close()
+
             try:
                 self._lane.queue(give_back, []).wait()
             except RuntimeError as error:

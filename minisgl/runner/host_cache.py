@@ -268,8 +268,8 @@ class HostCache:
         """Take part in transfers between engines; returns where the same rank of others finds this
         one. It comes before any of them; the last call counts.
 
-        At a Unix socket, pages of the device can be transferred, too; the buffers for that are
-        allocated here. address: of the engine. token: of the cluster. Raises OSError.
+        address: of the engine; at a Unix socket pages of the device can be transferred, too, for
+        which buffers are allocated. token: of the cluster. Raises OSError.
         """
         if self._exchange is not None:
             self._exchange.close()
