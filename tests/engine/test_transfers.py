@@ -393,7 +393,7 @@ def do_nothing(sender: Side, receiver: Side) -> None:
         ((True, True), fill_device),
         ((True, True), lend_to_another),
     ],
-    ids=str,
+    ids=["only the sender can", "only the receiver can", "no room", "too much is lent"],
 )
 async def test_pages_that_cannot_go_from_device_to_device_go_through_host_memory(
     tmp_path: Path, is_direct: tuple[bool, bool], prepare: Callable[[Side, Side], None]
