@@ -103,6 +103,13 @@ class Capacity:
             max_seq_len=min(config.max_seq_len, (num_pages - 1) * config.page_size),
         )
 
+    @property
+    def max_in_transit(self) -> int:
+        """Number of pages that other engines may keep: half of them, if the longest sequence fits
+        beside them."""
+        num_pages = self.num_pages - 1
+        return min(num_pages // 2, num_pages - -(-self.max_seq_len // self.page_size))
+
 
 def overlap_enabled() -> bool:
     """True unless the environment turns overlap scheduling off. Raises ConfigError."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,23 +33,24 @@ _SIGNATURES = {
     "cuIpcGetMemHandle": (POINTER(_Handle), c_uint64),
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _Handle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
 
 
 class PeerMemoryError(RuntimeError):
-    """The driver cannot share memory."""
+    """Memory cannot be shared between processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Address:
-    """An address in an allocation of this process, in a form that other processes can map."""
+class Exported:
+    """An address in an allocation of a process, in a form that other processes can map."""
 
     handle: bytes
     offset: int
 
 
 class PeerMemory:
-    """The mapped memory of other processes."""
+    """The mapped memory of other processes. Threads that call it must have a CUDA context."""
 
     def __init__(self) -> None:
         """Load the CUDA driver. Raises PeerMemoryError if there is none."""
@@ -73,11 +74,11 @@ class PeerMemory:
         tensors alive. If a tensor cannot be mapped, its address is 0 and `error` is set: raising
         would leave other ranks waiting.
         """
-        sent: list[_Address | None] = [None] * num_ranks
-        dist.all_gather_object(sent, self._attempt(self._address, own), group=group)
+        sent: list[Exported | None] = [None] * num_ranks
+        dist.all_gather_object(sent, self._attempt(self.export, own), group=group)
         return tuple(
-            own.data_ptr() if source == rank else self._attempt(self._map, address) or 0
-            for source, address in enumerate(sent)
+            own.data_ptr() if source == rank else self._attempt(self._map, exported) or 0
+            for source, exported in enumerate(sent)
         )
 
     def _attempt(self, work: Callable[[Given], Found], given: Given | None) -> Found | None:
@@ -89,22 +90,38 @@ class PeerMemory:
 
     def close(self) -> None:
         for base in self._mapped.values():
-            self._call("cuIpcCloseMemHandle", base)
+            self.release(base)
         self._mapped.clear()
 
-    def _address(self, tensor: Tensor) -> _Address:
+    def export(self, tensor: Tensor) -> Exported:
+        """Let other processes map the memory of a tensor, for as long as it lives. Raises
+        PeerMemoryError."""
         base, size, handle = c_uint64(), c_size_t(), _Handle()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
         self._call("cuIpcGetMemHandle", byref(handle), base.value)
-        return _Address(bytes(handle), tensor.data_ptr() - base.value)
+        return Exported(bytes(handle), tensor.data_ptr() - base.value)
 
-    def _map(self, address: _Address) -> int:
-        # An allocation may hold several tensors, but can be opened only once.
-        if address.handle not in self._mapped:
-            base, handle = c_uint64(), _Handle.from_buffer_copy(address.handle)
-            self._call("cuIpcOpenMemHandle_v2", byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)
-            self._mapped[address.handle] = base.value
-        return self._mapped[address.handle] + address.offset
+    def open(self, handle: bytes) -> int:
+        """Map an allocation of another process; returns its address here, to be given to `release`.
+        Raises PeerMemoryError, also for allocations of this process."""
+        base = c_uint64()
+        opened = _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(base), opened, _LAZY_ENABLE_PEER_ACCESS)
+        return base.value
+
+    def release(self, base: int) -> None:
+        """Undo one `open`. No copy may be under way. Raises PeerMemoryError."""
+        self._call("cuIpcCloseMemHandle", base)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy between addresses on any GPUs, mapped or not. Raises PeerMemoryError."""
+        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+    def _map(self, exported: Exported) -> int:
+        # An allocation may hold several tensors, for which it is opened once.
+        if exported.handle not in self._mapped:
+            self._mapped[exported.handle] = self.open(exported.handle)
+        return self._mapped[exported.handle] + exported.offset
 
     def _call(self, name: str, *arguments: object) -> None:
         if (code := self._functions[name](*arguments)) != 0:

@@ -104,6 +104,7 @@ class AsyncEngine:
                 offloads_per_plan=loaded.offloads_per_plan,
                 load_rule=loaded.load_rule,
                 disk=loaded.disk,
+                max_in_transit=self.capacity.max_in_transit,
             ),
             num_slots=self.capacity.num_slots,
             max_seq_len=self.capacity.max_seq_len,
@@ -319,7 +320,8 @@ class AsyncEngine:
         try:
             ranks = tuple(await asyncio.to_thread(self._runner.listen, address, token))
             self._check_open()
-            sharing = Sharing(place, token, ranks, fingerprint, page_bytes)
+            direct = self._runner.shares_device
+            sharing = Sharing(place, token, ranks, fingerprint, page_bytes, direct)
             self._transfers = Transfers(kv, sharing, self._runner.transfer, self._pump_soon)
         except OSError as error:
             reason = f"KV pages cannot be exchanged here: {error.strerror or error}"

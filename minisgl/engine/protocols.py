@@ -52,7 +52,8 @@ class Runner(Protocol[Handle]):
         ...
 
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers of host pages, after the copies of launched plans.
+        """Begin transfers of host pages, after the copies of launched plans, or of pages on the
+        device, after these plans.
 
         Returns at once. done: called on any thread with the id of each, and the number of pages,
         from its first on, that every rank has done.
@@ -65,6 +66,11 @@ class Runner(Protocol[Handle]):
         address: of the engine; token: of the cluster. Returns where the same ranks of other engines
         find those of this one. Blocks; called on any thread. Raises OSError or EngineStoppedError.
         """
+        ...
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether, since `listen`, other engines may map what is on the device."""
         ...
 
     def traffic(self) -> HostTraffic | None:

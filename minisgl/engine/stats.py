@@ -184,9 +184,11 @@ class TransferTotals:
     num_transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    num_direct: int = 0  # of the transfers, those from device to device
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def add(self, num_bytes: int, seconds: float, *, is_direct: bool = False) -> None:
         self.num_transfers += 1
+        self.num_direct += is_direct
         self.num_bytes += num_bytes
         self.seconds += seconds
 

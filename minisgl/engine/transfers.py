@@ -1,14 +1,16 @@
 """Prefixes that one engine computes and another continues.
 
     prefill engine                                   decode engine
-    compute, copy to host pages: an offer
+    compute, keep on the device: an offer
     ◀─────────────── Want(key) ─────────────────────
     ──────────────── Offer(name, ranks) ───────────▶
     SEND to each rank ═════ bytes of its part ═════▶ RECEIVE by each rank, adopt
 
-An adopted prefix is like one that was evicted to host memory: the request that needs it finds it in
-the prefix cache, and waits for its load. Nothing waits for a transfer but the request itself, and
-nothing depends on it: what does not come is computed.
+Where one engine can map what is on the device of the other, pages go from the one device to the
+other, and the request finds them in the prefix cache. Otherwise, or where too many are on their way
+already, they go from host memory to host memory: the prefill engine copies them there first, and an
+adopted prefix is like one that was evicted, so that the request waits for its load. Nothing waits
+for a transfer but the request itself, and nothing depends on it: what does not come is computed.
 
 Each rank exchanges its part with the same rank of the other engine (runner/page_exchange.py). The
 pages of an offer are kept until no rank of this engine sends them any more, so what has come whole
@@ -25,12 +27,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from msgspec import Struct
 
-from minisgl.engine.stats import TransferStats
+from minisgl.engine.stats import TransferStats, TransferTotals
 from minisgl.errors import EngineStoppedError
 from minisgl.kvcache.manager import KVCacheManager, Transit
 from minisgl.kvcache.prefix import TOKEN_BYTES, pack_tokens
@@ -50,6 +52,8 @@ logger = logging.getLogger(__name__)
 # For which an offer that nobody has fetched keeps its pages.
 OFFER_S = 60.0
 NUM_RECEIVERS = 4  # prefixes at a time
+# For which an engine is asked for host pages only, after nothing has come from its device.
+INDIRECT_S = 60.0
 NAME_BYTES = 16
 
 
@@ -59,6 +63,7 @@ class Want(Struct, array_like=True):
     fingerprint: bytes
     key: bytes
     first: int
+    is_direct: bool = False  # from device to device, if they can
 
 
 class Offer(Struct, array_like=True):
@@ -68,6 +73,7 @@ class Offer(Struct, array_like=True):
     name: bytes = b""
     ranks: tuple[str, ...] = ()
     refusal: str = ""  # why there are no pages
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,15 @@ class Sharing:
     ranks: tuple[str, ...]  # where its ranks listen
     fingerprint: bytes  # of everything but the tokens that the bytes of a page depend on
     page_bytes: int  # over all ranks
+    is_direct: bool = False  # other engines may map what is on the device of a rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """A prefix for which another engine is to come."""
+
+    prefix: Prefix
+    transit: Transit
 
 
 class Transfers:
@@ -112,7 +127,8 @@ class Transfers:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._copying: list[tuple[Transit, asyncio.Future[bool]]] = []
-        self._offers: dict[bytes, deque[Transit]] = {}  # by key, oldest first
+        self._offers: dict[bytes, deque[_Offered]] = {}  # by key, oldest first
+        self._indirect: dict[str, float] = {}  # until when, by the engine's address
         self._under_way: dict[int, asyncio.Future[int]] = {}  # transfers, by id
         self._turns = asyncio.Semaphore(NUM_RECEIVERS)
         self._asking = ThreadPoolExecutor(NUM_RECEIVERS, "minisgl-asking")
@@ -143,23 +159,28 @@ class Transfers:
         """Offer what the device has of a prefix; False if it has nothing, or no room for it."""
         if self._closed:
             return False
-        transit = self._kv.copy_out(prefix.packed, prefix.num_tokens, prefix.namespace)
+        transit = None
+        if self._sharing.is_direct:
+            transit = self._kv.lend(prefix.packed, prefix.num_tokens, prefix.namespace)
         if transit is None:
-            return False
+            transit = self._kv.copy_out(prefix.packed, prefix.num_tokens, prefix.namespace)
+            if transit is None or not await self._is_copied(transit):
+                return False
+        key, offered = self._key(prefix), _Offered(prefix, transit)
+        self._offers.setdefault(key, deque()).append(offered)
+        self._loop.call_later(OFFER_S, self._expire, key, offered)
+        return True
+
+    async def _is_copied(self, transit: Transit) -> bool:
+        """Wait for the step that copies pages out; False if it fails, which frees them."""
         copied = self._loop.create_future()
         self._copying.append((transit, copied))
         self._launch()
         try:
-            is_copied = await asyncio.shield(copied)
+            return await asyncio.shield(copied)
         except asyncio.CancelledError:
             copied.add_done_callback(lambda _: self._kv.drop(transit))
             raise
-        if not is_copied:
-            return False
-        key = self._key(prefix)
-        self._offers.setdefault(key, deque()).append(transit)
-        self._loop.call_later(OFFER_S, self._expire, key, transit)
-        return True
 
     def step_ended(self, step: int) -> None:
         """Look which offers are complete, or have failed, with the end of `step`."""
@@ -173,67 +194,79 @@ class Transfers:
                 left.append((transit, copied))
         self._copying = left
 
-    def _take(self, key: bytes) -> Transit | None:
+    def _take(self, key: bytes) -> _Offered | None:
         waiting = self._offers.get(key)
         if not waiting:
             return None
-        transit = waiting.popleft()
+        offered = waiting.popleft()
         if not waiting:
             del self._offers[key]
-        return transit
+        return offered
 
-    def _expire(self, key: bytes, transit: Transit) -> None:
+    def _expire(self, key: bytes, offered: _Offered) -> None:
         waiting = self._offers.get(key)
-        if waiting and transit in waiting:
-            waiting.remove(transit)
+        if waiting and offered in waiting:
+            waiting.remove(offered)
             if not waiting:
                 del self._offers[key]
-            self._kv.drop(transit)
+            self._drop(offered.transit)
+
+    def _drop(self, transit: Transit) -> None:
+        """End a transit; requests may have waited for its pages."""
+        self._kv.drop(transit)
+        if not self._closed:
+            self._launch()
 
     def _answer(self, peer: socket.socket) -> None:
         """Answer another engine. Called on a thread."""
-        want = receive(peer, Want)
-        granted: Future[Offer] = Future()
-
-        def grant() -> None:
-            try:
-                granted.set_result(self._grant(want))
-            except Exception as error:
-                granted.set_exception(error)
-
-        self._loop.call_soon_threadsafe(grant)
+        grant = self._grant(receive(peer, Want))
+        try:
+            granted = asyncio.run_coroutine_threadsafe(grant, self._loop)
+        except RuntimeError:  # the loop is closed
+            grant.close()
+            raise
         try:
             offer = granted.result()
         except TransferError as error:
             offer = Offer(refusal=str(error))
+        except CancelledError:  # the loop is being closed
+            return
         send(peer, offer)
 
-    def _grant(self, want: Want) -> Offer:
+    async def _grant(self, want: Want) -> Offer:
         """Begin to send the pages that another engine wants. Raises TransferError."""
         if want.fingerprint != self._sharing.fingerprint:
             raise TransferError("the other engine has another model, --tp, KV dtype or page size")
-        transit = self._take(want.key)
-        if transit is None:
+        offered = self._take(want.key)
+        if offered is None:
             raise TransferError("the other engine does not have the prefix")
-        host_pages = tuple(transit.host_pages[max(0, want.first) :])
-        if not host_pages:
+        transit = offered.transit
+        if transit.pages and not want.is_direct:
+            prefix = offered.prefix
+            copy = self._kv.copy_out(prefix.packed, prefix.num_tokens, prefix.namespace)
             self._kv.drop(transit)
+            if copy is None or not await self._is_copied(copy):
+                raise TransferError("host memory of the other engine has no room for the prefix")
+            transit = copy
+        first = max(0, want.first)
+        pages, host_pages = tuple(transit.pages[first:]), tuple(transit.host_pages[first:])
+        if not (pages or host_pages):
+            self._drop(transit)
             raise TransferError("the other engine has no more of the prefix")
         name, began = secrets.token_bytes(NAME_BYTES), time.perf_counter()
         try:
-            sending = self._begin(Way.SEND, host_pages, name)
+            sending = self._begin(Way.SEND, name, host_pages, pages)
         except TransferError:
-            self._kv.drop(transit)
+            self._drop(transit)
             raise
 
         def end(sent: asyncio.Future[int]) -> None:
-            self._kv.drop(transit)
-            if num_pages := sent.result():
-                num_bytes = num_pages * self._sharing.page_bytes
-                self.stats.sent.add(num_bytes, time.perf_counter() - began)
+            self._drop(transit)
+            self._count(self.stats.sent, sent.result(), began, is_direct=bool(pages))
 
         sending.add_done_callback(end)
-        return Offer(len(host_pages), name, self._sharing.ranks)
+        num_pages = len(pages) or len(host_pages)
+        return Offer(num_pages, name, self._sharing.ranks, is_direct=bool(pages))
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -253,46 +286,71 @@ class Transfers:
             num_missing = self._num_pages(prefix) - first
             if num_missing <= 0:
                 return True
-            transit = self._kv.expect(num_missing)
-            if transit is None:
-                return self._failed("host memory has no room for it")
             began = time.perf_counter()
+            transit: Transit | None = None
             try:
-                num_pages = await self._receive(address, prefix, first, transit)
+                if self._is_direct(address):
+                    transit = self._kv.expect_on_device(
+                        prefix.packed, first, num_missing, prefix.namespace
+                    )
+                key, is_direct = self._key(prefix), transit is not None
+                offer = await self._ask(
+                    address, Want(self._sharing.fingerprint, key, first, is_direct)
+                )
+                if not 0 < offer.num_pages <= num_missing:
+                    raise TransferError("the other engine offers what was not asked for")
+                if transit is not None and not offer.is_direct:
+                    self._drop(transit)
+                    transit = None
+                if transit is None:
+                    transit = self._kv.expect(offer.num_pages)
+                if transit is None:
+                    raise TransferError("host memory has no room for it")
+                num_pages = await self._receive(address, offer, transit)
             except TransferError as error:
-                self._kv.drop(transit)
+                if transit is not None:
+                    self._drop(transit)
                 return self._failed(str(error))
             self._kv.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
-            if num_pages:
-                num_bytes = num_pages * self._sharing.page_bytes
-                self.stats.received.add(num_bytes, time.perf_counter() - began)
+            self._count(self.stats.received, num_pages, began, is_direct=bool(transit.pages))
             return num_pages > 0
 
-    async def _receive(self, address: str, prefix: Prefix, first: int, transit: Transit) -> int:
-        """Receive pages of a prefix into those of `transit`; returns how many have come.
+    def _is_direct(self, address: str) -> bool:
+        """Whether to ask for pages on the device of an engine."""
+        return self._sharing.is_direct and time.monotonic() >= self._indirect.get(address, 0.0)
+
+    async def _receive(self, address: str, offer: Offer, transit: Transit) -> int:
+        """Receive pages into those of `transit`; returns how many have come.
 
         Nobody writes to them any more then. Raises TransferError if none can come.
         """
-        want = Want(self._sharing.fingerprint, self._key(prefix), first)
+        if len(offer.ranks) != len(self._sharing.ranks):
+            raise TransferError("the other engine has another number of ranks")
+        pages = tuple(transit.pages[: offer.num_pages])
+        host_pages = tuple(transit.host_pages[: offer.num_pages])
+        num_pages = await self._begin(Way.RECEIVE, offer.name, host_pages, pages, offer.ranks)
+        if num_pages < offer.num_pages:
+            reason = f"a rank of the other engine has ended, or was silent for {SILENCE_S:g} s"
+            if pages and not num_pages:
+                reason += ", or what is on its device cannot be mapped"
+                self._indirect[address] = time.monotonic() + INDIRECT_S
+            self._failed(f"{num_pages} of {offer.num_pages} pages have come: {reason}")
+        return num_pages
+
+    async def _ask(self, address: str, want: Want) -> Offer:
+        """What another engine offers. Raises TransferError."""
+
+        def ask() -> Offer:
+            with connection(address, self._sharing.token) as peer:
+                send(peer, want)
+                return receive(peer, Offer)
+
         try:
-            asking = self._loop.run_in_executor(self._asking, self._ask, address, want)
+            asking = self._loop.run_in_executor(self._asking, ask)
         except RuntimeError:
             raise TransferError("the engine is being closed") from None
         offer = await asking
-        host_pages = tuple(transit.host_pages[: offer.num_pages])
-        if len(host_pages) != offer.num_pages or len(offer.ranks) != len(self._sharing.ranks):
-            raise TransferError("the other engine offers what was not asked for")
-        num_pages = await self._begin(Way.RECEIVE, host_pages, offer.name, offer.ranks)
-        if num_pages < len(host_pages):
-            reason = f"a rank of the other engine has ended, or was silent for {SILENCE_S:g} s"
-            self._failed(f"{num_pages} of {len(host_pages)} pages have come: {reason}")
-        return num_pages
-
-    def _ask(self, address: str, want: Want) -> Offer:
-        with connection(address, self._sharing.token) as peer:
-            send(peer, want)
-            offer = receive(peer, Offer)
-        if offer.num_pages <= 0:
+        if offer.refusal:
             raise TransferError(offer.refusal)
         return offer
 
@@ -304,16 +362,29 @@ class Transfers:
 
     # -- both --------------------------------------------------------------------------------------
 
+    def _count(
+        self, totals: TransferTotals, num_pages: int, began: float, *, is_direct: bool
+    ) -> None:
+        if num_pages:
+            num_bytes = num_pages * self._sharing.page_bytes
+            totals.add(num_bytes, time.perf_counter() - began, is_direct=is_direct)
+
     def _begin(
-        self, way: Way, host_pages: tuple[int, ...], name: bytes, peers: tuple[str, ...] = ()
+        self,
+        way: Way,
+        name: bytes,
+        host_pages: tuple[int, ...],
+        pages: tuple[int, ...],
+        peers: tuple[str, ...] = (),
     ) -> asyncio.Future[int]:
-        """Begin a transfer; the result is the number of pages that every rank has done.
+        """Begin a transfer of host pages, or of pages on the device; the result is the number of
+        pages that every rank has done.
 
         Raises TransferError.
         """
         if self._closed:
             raise TransferError("the engine is being closed")
-        transfer = Transfer(next(self._kv.transfer_ids), way, (), host_pages, name, peers)
+        transfer = Transfer(next(self._kv.transfer_ids), way, (), host_pages, name, peers, pages)
         ended = self._under_way[transfer.id] = self._loop.create_future()
         try:
             self._transfer([transfer], self._on_ended)

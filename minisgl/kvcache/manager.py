@@ -12,6 +12,10 @@ they are free at once. A load writes its pages outside of that order: they are l
 
 With a disk, what falls out of host memory is written there, and `fetch` brings it back. These
 transfers belong to no plan (`take_transfers`): they touch host pages only.
+
+Other engines read pages that are lent to them, and write pages that are expected from them. Both
+are out of the order of launches, too: no plan writes the ones before `drop`, or uses the others
+before `adopt`.
 """
 
 from __future__ import annotations
@@ -98,10 +102,12 @@ class _InFlight:
 
 @dataclass(slots=True, eq=False)
 class Transit:
-    """Host pages with pages of a prefix on their way to or from another engine."""
+    """Pages of a prefix that another engine reads or writes: in host memory, or on the device."""
 
-    host_pages: Sequence[int]
-    failed: bool = False  # the step that was to write them has failed; they are free
+    host_pages: Sequence[int] = ()
+    pages: Sequence[int] = ()  # on the device, instead of host pages
+    lease: Lease | None = None  # on these, if they leave
+    failed: bool = False  # the step that was to write host pages has failed; they are free
 
 
 class KVCacheManager:
@@ -115,10 +121,12 @@ class KVCacheManager:
         offloads_per_plan: int | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
+        max_in_transit: int = 0,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: number of pages that travel there beside a decode step without disturbing
-        it. None: any, and none are copied ahead.
+        it. None: any, and none are copied ahead. max_in_transit: number of pages on the device that
+        other engines may keep from requests, of which the largest must always fit.
         """
         self.page_size = page_size
         self.num_pages = num_pages
@@ -143,6 +151,8 @@ class KVCacheManager:
         self._num_loads = 0
         self._new_loads: list[Load] = []  # for the next plan
         self._awaits: list[int] = []  # for the next plan
+        self._settled = 0  # the last step that has succeeded
+        self._max_in_transit = max_in_transit
         self._transits: set[Transit] = set()
         self.is_copying_out = False  # by the next plan, for which another engine waits
 
@@ -354,6 +364,7 @@ class KVCacheManager:
 
     def settled(self, step: int) -> None:
         """Note that the steps up to `step` have succeeded."""
+        self._settled = step
         if self._disk is not None:
             self._disk.settled = step
 
@@ -369,6 +380,20 @@ class KVCacheManager:
 
     # -- pages for and from other engines ----------------------------------------------------------
 
+    def lend(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
+        """Keep the cached prefix on the device as it is, for another engine to read; see `match`.
+
+        None if the device has no page of it, a step that writes it is in flight, or too many pages
+        are in transit.
+        """
+        lease = self.acquire(key, num_tokens, namespace)
+        settled = all(self._written_by[page] <= self._settled for page in lease.pages)
+        whole = not (lease.num_to_load or self.is_loading(lease))
+        if lease.pages and settled and whole and self._has_room_in_transit(len(lease.pages)):
+            return self._begin_transit(Transit(pages=tuple(lease.pages), lease=lease))
+        self.close(lease)
+        return None
+
     def copy_out(self, key: bytes, num_tokens: int, namespace: bytes = b"") -> Transit | None:
         """Copy the cached prefix to host pages of its own, with the next plan; see `match`.
 
@@ -381,7 +406,7 @@ class KVCacheManager:
         if not pages or self._host is None or not self._cache.make_room(len(pages)):
             return None
         self.is_copying_out = True
-        return self._begin_transit(self._host.offload(pages))
+        return self._begin_transit(Transit(self._host.offload(pages)))
 
     def expect(self, num_pages: int) -> Transit | None:
         """Host pages for `num_pages` of another engine; None if there is no room.
@@ -390,10 +415,36 @@ class KVCacheManager:
         """
         if self._host is None or not self._cache.make_room(num_pages):
             return None
-        return self._begin_transit(self._host.take(num_pages))
+        return self._begin_transit(Transit(self._host.take(num_pages)))
 
-    def _begin_transit(self, host_pages: Sequence[int]) -> Transit:
-        transit = Transit(host_pages)
+    def expect_on_device(
+        self, key: bytes, start: int, num_pages: int, namespace: bytes = b""
+    ) -> Transit | None:
+        """Pages on the device for `num_pages` of `key` from page `start` on.
+
+        None if what is before them is not there, or there is no room without another plan: nothing
+        is evicted that has no copy, because only a plan copies it, and other plans may use the
+        pages until they are launched.
+        """
+        has_plans = bool(self._new_loads or self._awaits)
+        if has_plans or (self._host is not None and self._host.num_planned):
+            return None
+        match = self._cache.acquire(key, start, namespace)
+        self._cache.release(match.node)
+        if len(match.pages) < start or not self._has_room_in_transit(num_pages):
+            return None
+        missing = min(num_pages - self._allocator.num_free, self._cache.num_evictable)
+        if missing > 0:
+            self._allocator.free(self._cache.evict(missing, max_offloads=0))
+        if num_pages > self._allocator.num_free:
+            return None
+        return self._begin_transit(Transit(pages=self._allocator.allocate(num_pages)))
+
+    def _has_room_in_transit(self, num_pages: int) -> bool:
+        in_transit = sum(len(transit.pages) for transit in self._transits)
+        return in_transit + num_pages <= self._max_in_transit
+
+    def _begin_transit(self, transit: Transit) -> Transit:
         self._transits.add(transit)
         return transit
 
@@ -401,17 +452,39 @@ class KVCacheManager:
         self, transit: Transit, key: bytes, start: int, num_pages: int, namespace: bytes = b""
     ) -> None:
         """End a transit: its first pages hold `num_pages` of `key` from page `start` on."""
-        assert self._host is not None
         self._transits.remove(transit)
+        if transit.pages:
+            self._allocator.free(self._insert(transit.pages[:num_pages], key, start, namespace))
+            self._allocator.free(transit.pages[num_pages:])
+            return
+        assert self._host is not None
         pages = transit.host_pages
         self._host.free(self._cache.put_host(namespace, key, start, pages[:num_pages]))
         self._host.free(pages[num_pages:])
 
+    def _insert(
+        self, pages: Sequence[int], key: bytes, start: int, namespace: bytes
+    ) -> Sequence[int]:
+        """Have the cache take pages that no step has written; returns those that it refuses: all
+        if it has lost what was before them."""
+        match = self._cache.acquire(key, start, namespace)
+        refused = pages
+        if len(match.pages) == start:
+            self._mark_written(pages, 0)
+            refused = self._cache.insert(match.node, key, start, pages)
+        self._cache.release(match.node)
+        return refused
+
     def drop(self, transit: Transit) -> None:
-        """End a transit, and free its pages."""
-        if not transit.failed:
-            assert self._host is not None
-            self._transits.remove(transit)
+        """End a transit: its pages are free, or those of the prefix cache alone."""
+        if transit.failed:
+            return
+        self._transits.remove(transit)
+        if transit.lease is not None:
+            self.close(transit.lease)
+        elif transit.pages:
+            self._allocator.free(transit.pages)
+        elif self._host is not None:
             self._host.free(transit.host_pages)
 
     def is_written(self, transit: Transit, step: int) -> bool:
@@ -476,6 +549,9 @@ class KVCacheManager:
         self._cache.check([*(lease.node for lease in self._leases), *loading])
         cached = self._cache.pages()
         owners = [*self._allocator.free_pages, *cached]
+        for transit in self._transits:
+            owners += () if transit.lease is not None else transit.pages
+        assert self._has_room_in_transit(0), "other engines keep too much from requests"
         for lease in self._leases:
             owners += lease.owned
             shared = lease.pages[: lease.num_committed]

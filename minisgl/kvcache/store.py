@@ -28,7 +28,7 @@ class PageIndex(Protocol):
 
 
 class Way(Enum):
-    """What a transfer does with host pages."""
+    """What a transfer does with pages."""
 
     WRITE = "write"  # to the disk
     READ = "read"  # from there
@@ -38,7 +38,8 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pages on their way to or from host memory, outside of the order of steps.
+    """Pages on their way to or from host memory, or between the devices of two engines, outside of
+    the order of steps.
 
     Every rank transfers its part of each page.
     """
@@ -49,6 +50,11 @@ class Transfer:
     host_pages: tuple[int, ...]  # nobody else writes them meanwhile
     name: bytes = b""  # of a transfer between engines, the same on both sides
     peers: tuple[str, ...] = ()  # addresses of the ranks from which those of this engine receive
+    pages: tuple[int, ...] = ()  # on the device, instead of host pages
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.pages or self.host_pages)
 
 
 # Called with the id of a transfer and the number of pages, from its first on, that are done.

@@ -17,8 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,21 +26,24 @@ from torch import Tensor
 
 from minisgl.attention.base import LayerKV
 from minisgl.config import KVSpec
+from minisgl.distributed.peer_memory import PeerMemoryError
+from minisgl.errors import without_words
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
+from minisgl.runner.device_pages import DevicePages
 from minisgl.runner.disk_lane import DiskLane
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.nixl_pages import NixlPages, is_installed
 from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_files import PageFiles
 from minisgl.runner.page_wire import Address
+from minisgl.runner.slabs import Slabs
 
 logger = logging.getLogger(__name__)
 
-SLAB_BYTES = 1 << 30  # a power of two, to which torch rounds pinned memory
 PIECE_BYTES = 64 << 20
 # Pieces that may wait for their DMA to the host before the compute lane must: those of two plans,
 # so that one finds room while the other's travel. Then there is one for loads.
@@ -84,72 +86,6 @@ class _Copied(NamedTuple):
 def _marks(lane: Iterable[_Copied], host_pages: Sequence[int]) -> list[CopyMark]:
     """The ends of the copies that use one of `host_pages`."""
     return [copied.mark for copied in lane if not copied.host_pages.isdisjoint(host_pages)]
-
-
-class Slabs:
-    """Host pages in slabs of pinned memory, allocated one after the other by a thread.
-
-    It begins at once: the system pins some 3 GB a second, and prefixes that fall out of the KV
-    cache would wait for it. On an H200 they did, for six seconds of a round of conversations.
-    """
-
-    def __init__(self, num_pages: int, page_bytes: int, lanes: Lanes) -> None:
-        self.num_pages = num_pages
-        self._page_bytes = page_bytes
-        self._pinned = lanes.device.type == "cuda"
-        self._pages_per_slab = min(num_pages, max(1, SLAB_BYTES // page_bytes))
-        self._thread = ThreadPoolExecutor(1, "minisgl-pinning", lanes.enter_thread)
-        self._slabs: list[Future[Tensor]] = [
-            self._thread.submit(self._allocate, min(self._pages_per_slab, num_pages - first))
-            for first in range(0, num_pages, self._pages_per_slab)
-        ]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that are allocated."""
-        return sum(slab.result().nbytes for slab in self._slabs if slab.done())
-
-    def _allocate(self, num_pages: int) -> Tensor:
-        shape = (num_pages, self._page_bytes)
-        if self._pinned:
-            try:
-                return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                logger.warning(
-                    "The system pins no more memory for --host-cache; copies to the rest are slow: "
-                    "%s",
-                    error,
-                )
-        return torch.empty(shape, dtype=torch.uint8)
-
-    def runs(self, host_pages: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The host pages, ascending, as few tensors [n, page_bytes], each with the index of its
-        first page in `host_pages`. Blocks until memory for them is allocated."""
-        start = 0
-        for end in range(1, len(host_pages) + 1):
-            first, last = host_pages[start], host_pages[end - 1]
-            slab = first // self._pages_per_slab
-            if end < len(host_pages):
-                following = host_pages[end]
-                if following == last + 1 and following // self._pages_per_slab == slab:
-                    continue
-            row = first - slab * self._pages_per_slab
-            yield start, self._slabs[slab].result()[row : row + end - start]
-            start = end
-
-    def views(self, host_pages: Sequence[int]) -> list[memoryview]:
-        """The memory of host pages, in any order. Blocks as `runs` does."""
-        return [row.numpy().data for _, run in self.runs(host_pages) for row in run.unbind()]
-
-    def regions(self) -> Iterator[tuple[int, int]]:
-        """Address and bytes of each slab. Blocks until it is allocated."""
-        for slab in list(self._slabs):
-            memory = slab.result()
-            yield memory.data_ptr(), memory.nbytes
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        self._slabs.clear()
 
 
 class _Staged(NamedTuple):
@@ -201,14 +137,15 @@ class HostCache:
         lanes: Lanes,
         make_lane: Callable[[Lanes], CopyLane] = copy_lane,
         store: PageFiles | None = None,
+        report: Callable[[float], None] = lambda fraction: None,
     ) -> None:
-        """num_pages: in host memory."""
+        """num_pages: in host memory. report: gets the fraction of it that is pinned."""
         self._lanes = lanes
         self._planes = Planes.of([plane for layer in kv for plane in (layer.k, layer.v)])
         page_bytes = self._planes.page_bytes
         self._piece = _pages_per_piece(page_bytes, num_pages)
         self._load_pages = max(1, LOAD_BYTES // page_bytes)
-        self.slabs = Slabs(num_pages, page_bytes, lanes)
+        self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
         def buffer(num_pieces: int) -> Tensor:
             shape = (num_pieces * self._piece, page_bytes)
@@ -216,6 +153,7 @@ class HostCache:
 
         self._ring = Ring(buffer(NUM_STAGED))
         self._arriving = buffer(1)  # a piece of a load
+        self._make_lane = make_lane
         self._down, self._up = make_lane(lanes), make_lane(lanes)
         self._loads: dict[int, CopyMark] = {}  # that no plan has awaited
         self._offloading: deque[_Copied] = deque()  # in the order of their lane
@@ -320,13 +258,18 @@ class HostCache:
             uses_disk = transfer.way in (Way.WRITE, Way.READ)
             lane = self._disk if uses_disk else self._exchange
             assert lane is not None, f"nothing can {transfer.way.value} here"
-            lane.queue(transfer, self._copies_of(transfer.host_pages), done)
+            # What was launched before may still use pages that are received. Those that are sent
+            # were written by steps that have ended.
+            is_received = transfer.pages and transfer.way is Way.RECEIVE
+            launched = [self._lanes.mark()] if is_received else []
+            lane.queue(transfer, [*launched, *self._copies_of(transfer.host_pages)], done)
 
     def listen(self, address: str, token: bytes, rank: int) -> str:
         """Take part in transfers between engines; returns where the same rank of others finds this
         one. It comes before any of them; the last call counts.
 
-        address: of the engine. token: of the cluster. Raises OSError.
+        address: of the engine; at a Unix socket pages of the device can be transferred, too, for
+        which buffers are allocated. token: of the cluster. Raises OSError.
         """
         if self._exchange is not None:
             self._exchange.close()
@@ -335,8 +278,32 @@ class HostCache:
         nixl = None
         if is_installed():
             nixl = NixlPages(self.slabs.regions, where.is_private(), enter_thread)
-        self._exchange = PageExchange(where, token, rank, views, enter_thread, nixl)
+        device = self._device_pages() if where.path else None
+        try:
+            self._exchange = PageExchange(where, token, rank, views, enter_thread, nixl, device)
+        except OSError:
+            if device is not None:
+                device.close()
+            raise
         return str(self._exchange.address)
+
+    def _device_pages(self) -> DevicePages | None:
+        """The straight way between devices, where there is one."""
+        self._lanes.enter_thread()
+        reason: object
+        try:
+            return DevicePages(self._planes, self._lanes, self._make_lane)
+        except (PeerMemoryError, OSError) as error:
+            reason = error
+        except RuntimeError as error:  # there is no memory for it
+            reason = without_words(error)
+        logger.warning("KV pages of other engines come through host memory: %s", reason)
+        return None
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether pages of the device can be transferred, too. Not before `listen`."""
+        return self._exchange is not None and self._exchange.shares_device
 
     def _copies_of(self, host_pages: Sequence[int]) -> list[CopyMark]:
         """The ends of the copies under way that read or write one of `host_pages`."""

@@ -231,9 +231,14 @@ class _Builder:
         disk: Disk | None = None
         if prefill_s is not None and config.num_host_pages:
             assert report is not None
-            report("pinning host memory", 0.0)
             store, fingerprint = self.disk or (None, b"")
-            host_cache = HostCache(kv, config.num_host_pages, self._lanes, store=store)
+            host_cache = HostCache(
+                kv,
+                config.num_host_pages,
+                self._lanes,
+                store=store,
+                report=lambda fraction: report("pinning host memory", fraction),
+            )
             self._lanes.synchronize()
             load_rule = slowest_rule(
                 host_cache.measure(prefill_s * config.page_size), self._stage.pipeline

@@ -1,4 +1,6 @@
-"""Pages on a connection between two ranks: all at once, or in parts where both have NIXL.
+"""Pages on a connection between two ranks: all at once, or in parts.
+
+Host pages travel in parts where both ranks have NIXL.
 
     receiver                          sender
     Take(name, reads=True) ─────────▶
@@ -10,6 +12,20 @@
 
 The receiver chooses what carries each part: NIXL over RDMA is faster than a socket, NIXL over TCP
 is slower (on one machine by half), and what UCX has found cannot be asked. So both are measured.
+
+Pages of the device always do, through memory of the sender that the receiver reads.
+
+    Take(name, on_device=True) ─────▶
+    ◀────────────────── Window(handle)
+    Part(num_pages) ────────────────▶
+    ◀──────────────────────────── HELD            the pages are in the window
+    Part(num_pages) ────────────────▶             and have been read; it is free for the next
+    ◀──────────────────────────── HELD
+    Part(0) ────────────────────────▶
+    ◀──────────────────────────── HELD            they were what they should be all the time
+
+A sender that has waited too long gives the window to another transfer. So what was read from it
+counts only when the sender has answered once more.
 """
 
 from __future__ import annotations
@@ -22,6 +38,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from minisgl.runner.device_pages import DevicePages, Window
 from minisgl.runner.nixl_pages import Carrier, NixlError, NixlPages, Readable
 from minisgl.runner.page_wire import SILENCE_S, fill, receive, send
 
@@ -35,7 +52,7 @@ HELD = b"\1"
 
 
 class Part(Struct, array_like=True):
-    """The next pages: they have been read, or their bytes are wanted."""
+    """The next pages: they have been read, or are wanted."""
 
     num_pages: int
     is_read: bool = False
@@ -106,7 +123,7 @@ def receive_parts(
                 remote = None  # for the rest of them, too
             else:
                 send(peer, Part(len(part), is_read=True))
-                fill(peer, memoryview(bytearray(HELD)))
+                _await_held(peer)
                 yield len(part)
                 continue
         began = time.perf_counter()
@@ -115,3 +132,45 @@ def receive_parts(
         if remote is not None:
             seconds = time.perf_counter() - began
             remote.carried(Carrier.SOCKET, sum(map(len, part)), seconds)
+
+
+def send_device_parts(
+    peer: socket.socket, pages: Sequence[int], device: DevicePages
+) -> Iterator[int]:
+    """Let the peer read pages of the device; yields how many it has read."""
+    with device.lend() as slot:
+        send(peer, device.window(slot))
+        start = end = 0  # of the part in the slot
+        while True:
+            part = receive(peer, Part)
+            yield end - start
+            start, end = end, end + part.num_pages
+            if not (start <= end <= len(pages)):
+                raise EOFError
+            device.put(slot, pages[start:end])  # raises if the slot is no longer this one's
+            peer.sendall(HELD)
+            if start == end:
+                return
+
+
+def receive_device_parts(
+    peer: socket.socket, address: str, pages: Sequence[int], device: DevicePages
+) -> Iterator[int]:
+    """Read pages of the rank at `address` into pages of the device; yields how many have come."""
+    window = receive(peer, Window)
+    size = device.part_size(window)
+    num_read = 0  # of the part before
+    for at in range(0, len(pages), size):
+        part = pages[at : at + size]
+        send(peer, Part(len(part)))
+        _await_held(peer)
+        yield num_read
+        device.take(address, window, part)
+        num_read = len(part)
+    send(peer, Part(0))
+    _await_held(peer)
+    yield num_read
+
+
+def _await_held(peer: socket.socket) -> None:
+    fill(peer, memoryview(bytearray(HELD)))

@@ -417,7 +417,7 @@ class ModelRunner:
             yield load
 
     def transfer(self, transfers: Sequence[Transfer], done: Done) -> None:
-        """Begin transfers of host pages after the launched steps' copies.
+        """Begin transfers after the launched steps and their copies.
 
         Returns at once; `done` is called on any thread, unless the runner is closed before.
         """
@@ -433,6 +433,10 @@ class ModelRunner:
         runner, is found by others; raises OSError. Any thread may call it, before any of them."""
         assert self._host_cache is not None, "there are no host pages"
         return (self._host_cache.listen(address, token, self._ranks.rank),)
+
+    @property
+    def shares_device(self) -> bool:
+        return self._host_cache is not None and self._host_cache.shares_device
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread, and free graphs and KV cache."""

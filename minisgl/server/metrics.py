@@ -209,6 +209,11 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
         "Prefixes sent to other engines, and received from them.",
         labels=["direction"],
     )
+    direct = CounterMetricFamily(
+        "minisgl_kv_transfers_direct",
+        "Of these, prefixes that went from device to device.",
+        labels=["direction"],
+    )
     moved = CounterMetricFamily(
         "minisgl_kv_transfer_bytes", "Bytes of KV in such transfers.", labels=["direction"]
     )
@@ -217,9 +222,10 @@ def _transfers(stats: TransferStats) -> Iterator[Metric]:
     )
     for direction, totals in (("sent", stats.sent), ("received", stats.received)):
         transfers.add_metric([direction], totals.num_transfers)
+        direct.add_metric([direction], totals.num_direct)
         moved.add_metric([direction], totals.num_bytes)
         busy.add_metric([direction], totals.seconds)
-    yield from (transfers, moved, busy)
+    yield from (transfers, direct, moved, busy)
     yield CounterMetricFamily(
         "minisgl_kv_transfer_fallbacks",
         "Prefixes that this engine computed, or their ends, because they did not come.",

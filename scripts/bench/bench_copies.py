@@ -1,8 +1,9 @@
 """Measures what limits the copies of a host cache: `python scripts/bench/bench_copies.py`.
 
 First, how long a small upload, as of each step, waits behind a load whose DMAs have various
-sizes. Then the bandwidth of offloads in pieces: alone, beside a load, while a thread pins memory,
-and to that memory. Needs a GPU, and 6 GB of host memory.
+sizes. Then the bandwidth of offloads in pieces: alone, beside a load, and while a thread pins
+memory as torch does it. Last, how fast a host cache has its memory, and copies to that. Needs a
+GPU, and 14 GB of host memory.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from torch import Tensor
 
 from minisgl.bench.report.figures import Distribution
 from minisgl.bench.report.output import make_console
-from minisgl.runner.host_cache import PIECE_BYTES, SLAB_BYTES
+from minisgl.runner.host_cache import PIECE_BYTES
+from minisgl.runner.slabs import SLAB_BYTES, Slabs
 
 LOAD_BYTES = 1 << 30
 UPLOAD_BYTES = 4 << 10
 UPLOAD_EVERY_S = 0.001
 DMA_MB = (1, 4, 8, 16, 64, 256)
-NUM_SLABS = 4
+NUM_PINNED = 4  # pieces of a slab's size that are pinned meanwhile
+NUM_SLABS = 8
+PAGE_BYTES = 1 << 20
 
 
 def pinned(num_bytes: int) -> Tensor:
@@ -91,16 +95,22 @@ def main() -> int:
     copy_in_pieces(device, host, PIECE_BYTES, torch.cuda.Stream())
     console.print(f"beside a load: {time_offloads(other, there) / 1e9:.1f} GB/s")
     torch.cuda.synchronize()
-    slabs: list[Tensor] = []
-    pinning = threading.Thread(
-        target=lambda: slabs.extend(pinned(SLAB_BYTES) for _ in range(NUM_SLABS))
-    )
+    pinning = threading.Thread(target=lambda: [pinned(SLAB_BYTES) for _ in range(NUM_PINNED)])
     pinning.start()
     rates: list[float] = []
     while pinning.is_alive():
         rates.append(time_offloads(other, there))
     console.print(f"while memory is pinned: {Distribution.of(rates).p50 / 1e9:.1f} GB/s")
-    console.print(f"to memory that a thread has pinned: {time_offloads(slabs[0], there) / 1e9:.1f}")
+    began = time.perf_counter()
+    num_pages = NUM_SLABS * SLAB_BYTES // PAGE_BYTES
+    slabs = Slabs(num_pages, PAGE_BYTES, there.device)
+    seconds = time.perf_counter() - began
+    console.print(f"memory of a host cache: {slabs.num_bytes / seconds / 1e9:.1f} GB/s")
+    for page in (0, num_pages - LOAD_BYTES // PAGE_BYTES):
+        ((_, run),) = slabs.runs(range(page, page + LOAD_BYTES // PAGE_BYTES))
+        rate = time_offloads(run.flatten(), there)
+        console.print(f"offloads there, from page {page} on: {rate / 1e9:.1f} GB/s")
+    slabs.close()
     return 0
 
 

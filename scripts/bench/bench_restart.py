@@ -93,6 +93,8 @@ def rate(traffic: Traffic) -> str:
 
 async def measure_both(arguments: argparse.Namespace) -> None:
     console = make_console()
+    if arguments.disk_folder is not None:
+        arguments.disk_folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="minisgl-", dir=arguments.disk_folder) as folder:
         first = await measure(console, arguments, folder)
         gc.collect()
@@ -125,7 +127,9 @@ def main() -> int:
     parser.add_argument("--num", type=number, default=8, help="prompts [default: 8]")
     parser.add_argument("--prefix", type=number, default=8192, help="tokens [default: 8192]")
     parser.add_argument(
-        "--disk-folder", help="where to make a folder for the files [default: the system's]"
+        "--disk-folder",
+        type=Path,
+        help="where to make a folder for the files [default: the system's]",
     )
     return run_script(measure_both(parser.parse_args()))
 

@@ -1,10 +1,12 @@
-"""Measures transfers of KV pages between two processes of this machine, by socket and by NIXL.
+"""Measures transfers of KV pages between two processes of this machine: by socket, by NIXL, and
+straight from one device to the other.
 
     python scripts/bench/bench_transfer.py [--page-mb 2.6] [--pages 400] [--rounds 5]
 
 The code is that of engines with roles: one rank sends host pages to another. By "chosen", ranks
 measure both ways as they go, as engines do where NIXL is installed; without it, only sockets are
-measured. On an H200, host memory is pinned; here it is not.
+measured. In engines on GPUs host memory is pinned; here it is not. By "device", pages travel from
+the last GPU to the first, which may be the same, or within host memory where there is none.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from minisgl.bench.script import above_zero
+from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.store import Transfer, Way
 from minisgl.runner import nixl_pages
+from minisgl.runner.device_pages import DevicePages
+from minisgl.runner.lanes import Lanes
 from minisgl.runner.nixl_pages import NixlPages, is_installed
 from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_wire import Address
 
 NAME = b"name of the transfer"
 LIMIT_S = 120
+NUM_PLANES = 80  # of a page on a device, as of a model with 40 layers
 
 
 class Rank:
@@ -49,14 +56,65 @@ class Rank:
         )
         self._ends: queue.SimpleQueue[int] = queue.SimpleQueue()
 
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes
+
+    def fill(self, value: int) -> None:
+        self.memory[:] = value
+
+    def holds(self, value: int) -> bool:
+        return bool((self.memory == value).all())
+
     def transfer(self, way: Way, peer: str = "") -> None:
         pages = tuple(range(len(self.memory)))
-        transfer = Transfer(1, way, (), pages, NAME, (peer,))
+        self._queue(Transfer(1, way, (), pages, NAME, (peer,)))
+
+    def _queue(self, transfer: Transfer) -> None:
+        self._wanted = transfer.num_pages
         self.exchange.queue(transfer, [], lambda _, num_pages: self._ends.put(num_pages))
 
     def wait(self) -> None:
-        if self._ends.get(timeout=LIMIT_S) != len(self.memory):
+        if self._ends.get(timeout=LIMIT_S) != self._wanted:
             raise SystemExit("a transfer failed")
+
+
+class DeviceRank(Rank):
+    """The same with pages of a device, but for the scratch page."""
+
+    def __init__(self, address: str, gpu: int, num_pages: int, page_bytes: int) -> None:
+        """gpu: counted as a list is."""
+        gpus = range(torch.cuda.device_count())
+        device = torch.device("cuda", gpus[gpu]) if gpus else torch.device("cpu")
+        lanes = Lanes(device)
+        lanes.enter_thread()
+        shape = (num_pages + 1, max(1, page_bytes // NUM_PLANES // 16) * 16)
+        self.planes = [
+            torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(NUM_PLANES)
+        ]
+        lanes.synchronize()
+        pages = DevicePages(Planes.of(self.planes), lanes)
+        self.exchange = PageExchange(
+            Address.parse(address), b"", 0, lambda _: [], lanes.enter_thread, None, pages
+        )
+        self._lanes = lanes
+        self._ends = queue.SimpleQueue()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane[1:].nbytes for plane in self.planes)
+
+    def fill(self, value: int) -> None:
+        for plane in self.planes:
+            plane.fill_(value)
+        self._lanes.synchronize()
+
+    def holds(self, value: int) -> bool:
+        return all(bool((plane[1:] == value).all()) for plane in self.planes)
+
+    def transfer(self, way: Way, peer: str = "") -> None:
+        pages = tuple(range(1, len(self.planes[0])))
+        self._queue(Transfer(1, way, (), (), NAME, (peer,), pages))
 
 
 def wait_for(nixl: NixlPages) -> None:
@@ -69,8 +127,12 @@ def wait_for(nixl: NixlPages) -> None:
 
 def send(pipe: Connection, address: str, carrier: str, num_pages: int, page_bytes: int) -> None:
     """The other process: sends all pages as often as it is told to."""
-    rank = Rank(address, carrier, num_pages, page_bytes)
-    rank.memory[:] = 7
+    rank: Rank
+    if carrier == "device":
+        rank = DeviceRank(address, -1, num_pages, page_bytes)
+    else:
+        rank = Rank(address, carrier, num_pages, page_bytes)
+    rank.fill(7)
     pipe.send(str(rank.exchange.address))
     while pipe.recv():
         rank.transfer(Way.SEND)
@@ -86,7 +148,8 @@ def measure(address: str, carrier: str, arguments: argparse.Namespace) -> list[f
     pipe, end = context.Pipe()
     process = context.Process(target=send, args=(end, address, *sizes), daemon=True)
     process.start()
-    rank = Rank("127.0.0.1:0" if address.startswith("127") else f"{address}-receiver", *sizes)
+    own = "127.0.0.1:0" if address.startswith("127") else f"{address}-receiver"
+    rank = DeviceRank(own, 0, *sizes[1:]) if carrier == "device" else Rank(own, *sizes)
     peer = pipe.recv()
     found = []
     for _ in range(arguments.rounds + 1):
@@ -94,8 +157,8 @@ def measure(address: str, carrier: str, arguments: argparse.Namespace) -> list[f
         began = time.perf_counter()
         rank.transfer(Way.RECEIVE, peer)
         rank.wait()
-        found.append(rank.memory.nbytes / (time.perf_counter() - began) / 1e9)
-    assert (rank.memory == 7).all(), "other bytes have come"
+        found.append(rank.num_bytes / (time.perf_counter() - began) / 1e9)
+    assert rank.holds(7), "other bytes have come"
     pipe.send(False)
     process.join(LIMIT_S)
     rank.exchange.close()
@@ -115,8 +178,9 @@ def main() -> None:
     print(f"{arguments.pages} pages of {arguments.page_mb:g} MB, GB/s")
     print(f"{'':24}{'median':>8}{'lowest':>8}{'highest':>8}")
     with tempfile.TemporaryDirectory(prefix="minisgl-", dir="/tmp") as folder:
-        for carrier in ("socket", *(("NIXL", "chosen") if is_installed() else ())):
-            for name, address in (("Unix", str(Path(folder) / carrier)), ("TCP", "127.0.0.1:0")):
+        for carrier in ("socket", *(("NIXL", "chosen") if is_installed() else ()), "device"):
+            ways = (("Unix", str(Path(folder) / carrier)), ("TCP", "127.0.0.1:0"))
+            for name, address in ways[: 1 if carrier == "device" else 2]:
                 rates = measure(address, carrier, arguments)
                 row = (statistics.median(rates), min(rates), max(rates))
                 print(f"{f'{carrier}, {name}':24}" + "".join(f"{rate:8.2f}" for rate in row))

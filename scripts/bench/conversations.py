@@ -82,7 +82,9 @@ class Itl:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    filling: Rounds  # the first round: all prefixes are computed, and most are offloaded
+    # The first round, in which prefixes are computed, and most are offloaded; without a host cache
+    # of a few conversations.
+    filling: Rounds
     outside: Rounds  # all conversations
     inside: Rounds  # as many as the device has room for
     itl: Itl | None  # with a host cache
@@ -204,12 +206,16 @@ async def measure_engine(
             console.print(line)
         work = Conversations(engine, arguments)
         freeze_memory()
-        filling = await work.rounds(work.prefixes, 1)
-        outside = await work.rounds(work.prefixes, ROUNDS)
+        # Without a host cache all rounds are like the first one.
+        first = work.prefixes if host_cache else work.prefixes[: arguments.at_once]
+        filling = await work.rounds(first, 1)
+        outside = await work.rounds(work.prefixes, ROUNDS if host_cache else 1)
+        console.print(f"{host_cache:g} GB of host memory: {outside.tokens_per_s:,.0f} tok/s")
         room = len(work.prefixes) / SHARE * (1 - SPARE)
         inside = work.prefixes[: max(1, int(room))]
         await work.rounds(inside, 1)
         kept = await work.rounds(inside, 3 * ROUNDS)
+        console.print(f"with all prefixes on the device {kept.best_tokens_per_s:,.0f} tok/s")
         itl = await work.itl(inside[: max(1, len(inside) // 2)]) if host_cache else None
         return Measured(filling, outside, kept, itl)
 

@@ -10,7 +10,7 @@ from torch.distributed import FileStore
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
 from minisgl.distributed.group import join_group
 from minisgl.distributed.layout import RankLayout
-from minisgl.distributed.peer_memory import PeerMemory, PeerMemoryError, _Address
+from minisgl.distributed.peer_memory import Exported, PeerMemory, PeerMemoryError
 from minisgl.kernels.elementwise.reference import add_rms_norm
 
 NUM_RANKS = 3
@@ -49,10 +49,10 @@ class Unreachable(PeerMemory):
         self.error = None
         self._rank = rank
 
-    def _address(self, tensor: torch.Tensor) -> _Address:
-        return _Address(b"", 0)
+    def export(self, tensor: torch.Tensor) -> Exported:
+        return Exported(b"", 0)
 
-    def _map(self, address: _Address) -> int:
+    def _map(self, exported: Exported) -> int:
         if self._rank == 1:
             raise PeerMemoryError("no way there")
         return 77

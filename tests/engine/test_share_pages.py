@@ -15,7 +15,7 @@ from support.serving import demo_engine
 
 from minisgl.engine import AsyncEngine
 from minisgl.errors import ConfigError, EngineStoppedError, StepError
-from minisgl.runner import model_fingerprint
+from minisgl.runner import model_fingerprint, page_exchange
 from minisgl.scheduler.plan import StepResult
 
 TOKEN = "the secret of the cluster"
@@ -55,7 +55,23 @@ async def test_engines_exchange_pages_over_tcp_with_those_that_know_the_token(
 
         assert not await stranger.fetch_pages(address, PROMPT)
         assert "does not accept the cluster token" in caplog.text
-        await check_handover(prefill, decode, address)
+        await check_handover(prefill, decode, address, is_direct=False)
+
+
+@pytest.mark.parametrize("lacks", [None, "sender", "receiver"])
+async def test_pages_go_from_device_to_device_where_both_engines_can(
+    tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch, lacks: str | None
+) -> None:
+    async with await engine() as prefill, await engine() as decode:
+        address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
+        await decode.share_pages(str(tmp_path / "b"), always_load=False)
+        if lacks is not None:
+            ranks = prefill._runner if lacks == "sender" else decode._runner
+            monkeypatch.setattr(ranks._host_cache._exchange, "_device", None)
+            monkeypatch.setattr(page_exchange, "SILENCE_S", 0.2)
+            assert await prefill.offer_pages(PROMPT)
+            assert not await decode.fetch_pages(address, PROMPT), "the first one is lost"
+        await check_handover(prefill, decode, address, is_direct=lacks is None)
 
 
 async def test_engines_of_another_form_are_told_apart(

@@ -16,7 +16,7 @@ from minisgl.engine.transfers import Prefix, Sharing, Transfers
 from minisgl.errors import EngineStoppedError
 from minisgl.kvcache.manager import KVCacheManager
 from minisgl.kvcache.prefix import pack_tokens
-from minisgl.kvcache.store import Done, Transfer
+from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner import page_exchange
 from minisgl.runner.page_exchange import PageExchange
 from minisgl.runner.page_wire import Address
@@ -28,13 +28,28 @@ NUM_PAGES, NUM_RANKS = 7, 2
 
 
 class Side:
-    """An engine as far as transfers go: a KV cache, the host memory of two ranks, and steps without
-    a model."""
+    """An engine as far as transfers go: a KV cache, the memory of two ranks, and steps without a
+    model."""
 
-    def __init__(self, folder: Path, name: str, fingerprint: bytes, num_host_pages: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        fingerprint: bytes,
+        num_host_pages: int,
+        crossing: dict[bytes, tuple[Side, Transfer]] | None,
+    ) -> None:
+        """crossing: what is sent from device to device, by name; None: nothing can be."""
         self.kv = KVCacheManager(
-            num_pages=40, page_size=PAGE, cache_type="radix", num_host_pages=num_host_pages
+            num_pages=40,
+            page_size=PAGE,
+            cache_type="radix",
+            num_host_pages=num_host_pages,
+            max_in_transit=0 if crossing is None else NUM_PAGES,
         )
+        self.crossing = crossing
+        self.is_mapped = True  # what is on the device of the other engine
+        self.device = [bytearray(40 * PAGE_BYTES) for _ in range(NUM_RANKS)]
         self.memory = [bytearray(num_host_pages * PAGE_BYTES) for _ in range(NUM_RANKS)]
         self.gates = [threading.Event() for _ in range(NUM_RANKS)]
         for gate in self.gates:
@@ -49,7 +64,8 @@ class Side:
         ]
         self.ranks = runner_transfers.Transfers(NUM_RANKS)
         addresses = tuple(str(exchange.address) for exchange in self.exchanges)
-        sharing = Sharing(place, b"", addresses, fingerprint, NUM_RANKS * PAGE_BYTES)
+        is_direct = crossing is not None
+        sharing = Sharing(place, b"", addresses, fingerprint, NUM_RANKS * PAGE_BYTES, is_direct)
         self.transfers = Transfers(self.kv, sharing, self.transfer, self.launch)
         self.address = self.transfers.address
 
@@ -62,12 +78,34 @@ class Side:
         if self.is_lost:
             raise EngineStoppedError("A rank cannot be reached.")
         self.ranks.begin(transfers, done)
-        for exchange in self.exchanges:
-            for each in transfers:
+        for each in transfers:
+            if each.pages:
+                self.cross(each)
+                continue
+            for exchange in self.exchanges:
                 exchange.queue(each, [], self.ranks.ended)
 
+    def cross(self, transfer: Transfer) -> None:
+        """Copy pages from device to device, when both sides have begun."""
+        assert self.crossing is not None
+        if transfer.way is Way.SEND:
+            self.crossing[transfer.name] = (self, transfer)
+            return
+        sender, sent = self.crossing.pop(transfer.name)
+        for mine, other in zip(self.device, sender.device, strict=True):
+            for page, source in zip(transfer.pages, sent.pages, strict=False):
+                if self.is_mapped:
+                    mine[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = sender.page(other, source)
+        for side, each in ((sender, sent), (self, transfer)):
+            for _ in range(NUM_RANKS):
+                side.ranks.ended(each.id, transfer.num_pages if self.is_mapped else 0)
+
+    @staticmethod
+    def page(memory: bytearray, page: int) -> bytes:
+        return bytes(memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES])
+
     def launch(self) -> None:
-        """Run a step that copies device page N as bytes of value N, and more of rank 1."""
+        """Run a step that makes the copies."""
         self.step += 1
         copies = self.kv.take_copies(self.step)
         if self.fails:
@@ -76,18 +114,22 @@ class Side:
             for page, host_page in copies.offloads:
                 for rank in range(NUM_RANKS):
                     (view,) = self.views(rank, [host_page])
-                    view[:] = bytes([100 * rank + page]) * PAGE_BYTES
+                    view[:] = self.page(self.device[rank], page)
         asyncio.get_running_loop().call_soon(self.transfers.step_ended, self.step)
 
     def compute(self, tokens: Sequence[int]) -> bytes:
-        """Leave a prompt in the cache; returns what its host pages will hold."""
+        """Leave a prompt in the cache, device page N with bytes N, and more on rank 1; returns what
+        its pages hold, rank after rank."""
         lease = self.kv.acquire(pack_tokens(tokens), len(tokens))
         assert self.kv.reserve(lease, len(tokens)) is not None
         pages = lease.pages[: (len(tokens) - 1) // PAGE]
         self.kv.close(lease, pack_tokens(tokens), len(tokens), self.step)
-        return b"".join(
-            bytes([100 * rank + page]) * PAGE_BYTES for rank in range(NUM_RANKS) for page in pages
-        )
+        for rank, memory in enumerate(self.device):
+            for page in pages:
+                memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = (
+                    bytes([100 * rank + page]) * PAGE_BYTES
+                )
+        return b"".join(self.page(memory, page) for memory in self.device for page in pages)
 
     def prefix(self, tokens: Sequence[int] = TOKENS, namespace: bytes = b"") -> Prefix:
         return self.transfers.prefix(tokens, namespace)
@@ -100,6 +142,13 @@ class Side:
         pages = [page for load in copies.loads for page in load.host_pages] if copies else []
         return b"".join(view for rank in range(NUM_RANKS) for view in self.views(rank, pages))
 
+    def on_device(self, tokens: Sequence[int] = TOKENS) -> bytes:
+        """The bytes of the prompt's pages on the device, in order, rank after rank."""
+        lease = self.kv.acquire(pack_tokens(tokens), len(tokens))
+        pages = lease.pages
+        self.kv.close(lease)
+        return b"".join(self.page(memory, page) for memory in self.device for page in pages)
+
     def close(self) -> None:
         self.transfers.close()
         for exchange in self.exchanges:
@@ -108,11 +157,19 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def two_sides(
-    folder: Path, other: bytes = b"model", num_host_pages: int = 20
+    folder: Path,
+    other: bytes = b"model",
+    num_host_pages: int = 20,
+    is_direct: tuple[bool, bool] = (False, False),
 ) -> AsyncIterator[tuple[Side, Side]]:
+    crossing: list[dict[bytes, tuple[Side, Transfer]] | None] = [
+        {} if each else None for each in is_direct
+    ]
+    if all(is_direct):
+        crossing[1] = crossing[0]
     sides = (
-        Side(folder, "prefill.sock", b"model", 20),
-        Side(folder, "decode.sock", other, num_host_pages),
+        Side(folder, "prefill.sock", b"model", 20, crossing[0]),
+        Side(folder, "decode.sock", other, num_host_pages, crossing[1]),
     )
     yield sides
     for side in sides:
@@ -292,6 +349,98 @@ async def test_pages_are_neither_read_nor_free_before_the_slowest_rank_is_done(
         assert await fetching
         await wait_until_sent(prefill)
         assert decode.held() == expected
+
+
+async def test_pages_go_from_device_to_device_and_stay_as_they_are_until_then(
+    tmp_path: Path,
+) -> None:
+    async with two_sides(tmp_path, is_direct=(True, True)) as (prefill, decode):
+        expected = prefill.compute(TOKENS)
+        decode.compute([*range(100, 109)])  # so that other pages are free there
+        free = prefill.kv.num_available
+        assert await prefill.transfers.offer(prefill.prefix())
+        assert prefill.kv.num_available == free - NUM_PAGES and prefill.step == 0
+        assert await decode.transfers.fetch(prefill.address, decode.prefix())
+        assert decode.on_device() == expected
+        await asyncio.sleep(0)
+        assert prefill.kv.num_available == free
+        assert prefill.kv.num_host == decode.kv.num_host == 0
+        for totals in (prefill.transfers.stats.sent, decode.transfers.stats.received):
+            assert totals.num_direct == totals.num_transfers == 1
+            assert totals.num_bytes == NUM_PAGES * NUM_RANKS * PAGE_BYTES
+
+
+def fill_device(sender: Side, receiver: Side) -> None:
+    """The receiver has no room that needs no plan."""
+    receiver.compute([*range(1000, 1000 + 38 * PAGE)])
+
+
+def lend_to_another(sender: Side, receiver: Side) -> None:
+    """The sender lends as much as it may."""
+    sender.compute([*range(1000, 1000 + 2 * PAGE)])
+    assert sender.kv.lend(pack_tokens([*range(1000, 1000 + 2 * PAGE)]), 2 * PAGE) is not None
+
+
+def do_nothing(sender: Side, receiver: Side) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("is_direct", "prepare"),
+    [
+        ((True, False), do_nothing),
+        ((False, True), do_nothing),
+        ((True, True), fill_device),
+        ((True, True), lend_to_another),
+    ],
+    ids=["only the sender can", "only the receiver can", "no room", "too much is lent"],
+)
+async def test_pages_that_cannot_go_from_device_to_device_go_through_host_memory(
+    tmp_path: Path, is_direct: tuple[bool, bool], prepare: Callable[[Side, Side], None]
+) -> None:
+    async with two_sides(tmp_path, is_direct=is_direct) as (prefill, decode):
+        expected = prefill.compute(TOKENS)
+        prepare(prefill, decode)
+        assert await prefill.transfers.offer(prefill.prefix())
+        assert await decode.transfers.fetch(prefill.address, decode.prefix())
+        await wait_until_sent(prefill)
+        assert decode.held() == expected
+        assert decode.transfers.stats.received.num_direct == 0
+
+
+async def test_an_engine_whose_device_cannot_be_mapped_is_asked_for_host_pages_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two_sides(tmp_path, is_direct=(True, True)) as (prefill, decode):
+        expected = prefill.compute(TOKENS)
+        decode.is_mapped = False
+        assert await prefill.transfers.offer(prefill.prefix())
+        assert not await decode.transfers.fetch(prefill.address, decode.prefix())
+        assert "what is on its device cannot be mapped" in caplog.text
+        assert decode.kv.num_free == 39
+        assert await prefill.transfers.offer(prefill.prefix())
+        assert await decode.transfers.fetch(prefill.address, decode.prefix())
+        await wait_until_sent(prefill)
+        assert decode.held() == expected
+
+
+async def test_what_is_lent_and_not_fetched_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_sides(tmp_path, is_direct=(True, True)) as (prefill, decode):
+        prefill.compute(TOKENS)
+        monkeypatch.setattr(transfers, "OFFER_S", 0.0)
+        assert await prefill.transfers.offer(prefill.prefix())
+        while prefill.kv.num_available < 39:  # noqa: ASYNC110 - a timer ends it
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(transfers, "OFFER_S", 60.0)
+        for side in (prefill, decode):
+            assert await prefill.transfers.offer(prefill.prefix())
+            side.is_lost = True
+            assert not await decode.transfers.fetch(prefill.address, decode.prefix())
+            assert decode.kv.num_available == 39
+            assert prefill.kv.num_available == (39 if side is prefill else 39 - NUM_PAGES)
+            side.is_lost = False
 
 
 async def test_an_engine_that_is_closed_keeps_nobody_waiting(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from support.page_cases import CASES, check_round_trip, planes_of
 from support.parity import FEW_PAGES, batch, case_of, count_excused, greedy, load_engine
 
 from minisgl.engine import AsyncEngine
-from minisgl.runner import host_cache
+from minisgl.runner import host_cache, slabs
 from minisgl.runner.copy_lanes import copy_lane
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def test_pages_travel_to_pinned_memory_and_back_in_the_order_of_plans(
     pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_cache, "PIECE_BYTES", pages_per_piece * 3072)
-    monkeypatch.setattr(host_cache, "SLAB_BYTES", 1 << 16)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1 << 16)
     cache = check_copies(DEVICE, copy_lane)
     assert all(run.is_pinned() for _, run in cache.slabs.runs([0, 29]))
     assert cache.measure(1.0).load_s > 0

@@ -1,4 +1,4 @@
-"""Engines on GPUs exchange KV pages, through pinned memory, each rank its part."""
+"""Engines on GPUs exchange KV pages, straight from device to device."""
 
 from __future__ import annotations
 
@@ -22,4 +22,4 @@ async def test_a_prompt_of_one_engine_is_continued_by_another(
     ):
         address = await prefill.share_pages(str(tmp_path / "a"), always_load=False)
         await decode.share_pages(str(tmp_path / "b"), always_load=True)
-        await check_handover(prefill, decode, address)
+        await check_handover(prefill, decode, address, is_direct=True)

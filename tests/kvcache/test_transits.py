@@ -10,9 +10,15 @@ from minisgl.kvcache.prefix import pack_tokens
 PAGE = 4
 
 
-def manager(num_pages: int = 20, num_host_pages: int = 12) -> KVCacheManager:
+def manager(
+    num_pages: int = 20, num_host_pages: int = 12, max_in_transit: int = 0
+) -> KVCacheManager:
     return KVCacheManager(
-        num_pages=num_pages, page_size=PAGE, cache_type="radix", num_host_pages=num_host_pages
+        num_pages=num_pages,
+        page_size=PAGE,
+        cache_type="radix",
+        num_host_pages=num_host_pages,
+        max_in_transit=max_in_transit,
     )
 
 
@@ -96,17 +102,102 @@ def test_a_failed_step_takes_the_copies_that_it_was_to_make() -> None:
     kv.audit(2)
 
 
+def test_a_lent_prefix_stays_and_an_adopted_one_is_on_the_device() -> None:
+    sender, receiver = manager(max_in_transit=3), manager(max_in_transit=3)
+    tokens = [*range(13)]
+    key = pack_tokens(tokens)
+    compute(sender, tokens)
+    assert sender.lend(key, len(tokens)) is None, "the step that wrote it may fail"
+    sender.settled(1)
+    lent = sender.lend(key, len(tokens))
+    assert lent is not None and len(lent.pages) == 3 and sender.num_available == 16
+    assert sender.lend(key, len(tokens)) is None, "three pages are in transit"
+    other = sender.acquire(b"", 0)
+    assert sender.reserve(other, 17 * PAGE) is None and sender.reserve(other, 16 * PAGE)
+    sender.drop_written_since(2)
+    sender.audit(2)
+    sender.drop(lent)
+    sender.close(other)
+    assert sender.num_available == 19
+    sender.audit(2)
+
+    coming = receiver.expect_on_device(key, 0, 3)
+    assert coming is not None and receiver.match(key, len(tokens)) == 0
+    assert receiver.num_available == 16 and receiver.expect_on_device(key, 0, 1) is None
+    receiver.audit(0)
+    receiver.adopt(coming, key, 0, 2)  # one of its pages did not come
+    receiver.audit(0)
+    assert receiver.num_available == 19 and receiver.num_host == 0
+    lease = receiver.acquire(key, len(tokens))
+    assert lease.pages == list(coming.pages[:2])
+    rest = receiver.expect_on_device(key, 2, 1)
+    assert rest is not None
+    receiver.adopt(rest, key, 2, 1)
+    twice = receiver.expect_on_device(key, 1, 2)
+    assert twice is not None
+    receiver.adopt(twice, key, 1, 2)
+    receiver.close(lease)
+    assert receiver.match(key, len(tokens)) == 12 and receiver.num_cached == 3
+    receiver.audit(0)
+
+
+def test_pages_that_a_plan_has_to_do_with_are_not_given_to_another_engine() -> None:
+    kv = manager(num_pages=8, max_in_transit=7)
+    compute(kv, [*range(21)])  # five of the seven pages
+    key = pack_tokens([*range(100, 121)])
+    assert kv.expect_on_device(key, 0, 3) is None, "only a plan may evict what has no copy"
+    assert kv.expect_on_device(key, 1, 1) is None, "nothing is before it"
+    assert kv.copy_out(pack_tokens([*range(21)]), 21) is not None
+    assert kv.expect_on_device(key, 0, 2) is None, "the next plan reads pages"
+    kv.take_copies(2)
+    kept = kv.expect_on_device(key, 0, 2)
+    assert kept is not None
+    kv.audit(2)
+    kv.drop(kept)
+    lease = kv.acquire(key, 21)
+    assert kv.reserve(lease, 21) is not None  # evicts, with copies
+    kv.take_copies(3)
+    kv.close(lease)
+    lease = kv.acquire(pack_tokens([*range(21)]), 21)
+    assert lease.num_to_load and kv.reserve(lease, 21) is not None
+    assert kv.expect_on_device(key, 0, 1) is None, "the next plan loads"
+    assert kv.lend(pack_tokens([*range(21)]), 21) is None, "it is being loaded"
+    copies = kv.take_copies(4)
+    assert copies is not None
+    for load in copies.loads:
+        kv.landed(load.id)
+    assert kv.expect_on_device(key, 0, 1) is None, "the next plan waits for a load"
+    kv.take_copies(5)
+    assert kv.expect_on_device(key, 0, 1) is not None
+    kv.close(lease)
+    kv.audit(5)
+
+
+def test_pages_that_have_lost_their_prefix_on_the_way_are_free() -> None:
+    kv = manager(num_pages=12, num_host_pages=0, max_in_transit=8)
+    key = pack_tokens([*range(21)])
+    compute(kv, [*range(9)])
+    coming = kv.expect_on_device(key, 2, 3)
+    assert coming is not None
+    lease = kv.acquire(b"", 0)
+    assert kv.reserve(lease, 8 * PAGE) is not None  # evicts what is before them
+    kv.adopt(coming, key, 2, 3)
+    assert kv.match(key, 21) == 0 and kv.num_free == 3
+    kv.close(lease)
+    kv.audit(1)
+
+
 def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> None:
     rng = random.Random(0)
-    kv = manager(num_pages=14, num_host_pages=16)
+    kv = manager(num_pages=14, num_host_pages=16, max_in_transit=6)
     prompts = [[rng.randrange(2) for _ in range(rng.randint(5, 30))] for _ in range(30)]
     leaving: list[Transit] = []
     coming: list[tuple[Transit, list[int], int]] = []
-    num_adopted = 0
-    for step in range(1, 600):
+    num_adopted = num_lent = num_on_device = 0
+    for step in range(1, 900):
         tokens = rng.choice(prompts)
         key, most = pack_tokens(tokens), (len(tokens) - 1) // PAGE
-        action = rng.randrange(5)
+        action = rng.randrange(7)
         if action == 0:
             lease = kv.acquire(key, len(tokens))
             got = kv.reserve(lease, len(tokens))
@@ -120,17 +211,34 @@ def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> No
             kv.take_copies(step)
         elif action == 2 and leaving:
             kv.drop(leaving.pop(rng.randrange(len(leaving))))
-        elif action == 3:
+        elif action in (3, 5):
             first = kv.match(key, len(tokens)) // PAGE
-            if most > first and (transit := kv.expect(most - first)) is not None:
-                coming.append((transit, tokens, first))
+            if most == first:
+                continue
+            if action == 3:
+                arriving = kv.expect(most - first)
+            else:
+                arriving = kv.expect_on_device(key, first, most - first)
+                num_on_device += arriving is not None
+            if arriving is not None:
+                coming.append((arriving, tokens, first))
+        elif action == 6:
+            kv.settled(step - 1)
+            if (transit := kv.lend(key, len(tokens))) is not None:
+                leaving.append(transit)
+                num_lent += 1
+            if rng.random() < 0.2:
+                kv.drop_written_since(step)
+            elif rng.random() < 0.4:
+                kv.offload_all()
+                kv.take_copies(step)
         elif coming:
             transit, tokens, first = coming.pop(rng.randrange(len(coming)))
             if rng.random() < 0.2:
                 kv.drop(transit)
             else:
-                num_pages = rng.randint(0, len(transit.host_pages))
+                num_pages = rng.randint(0, len(transit.pages or transit.host_pages))
                 kv.adopt(transit, pack_tokens(tokens), first, num_pages)
                 num_adopted += num_pages > 0
         kv.audit(step)
-    assert num_adopted > 20
+    assert min(num_adopted, num_lent, num_on_device) > 10

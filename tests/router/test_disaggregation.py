@@ -32,6 +32,7 @@ PATH = "/v1/completions"
 NUM_TOKENS = 600  # of a prompt, whose text in a body is long enough for a transfer
 PREFILLS = "minisgl_router_prefills_total"
 TRANSFERS = "minisgl_kv_transfers_total"
+DIRECT = "minisgl_kv_transfers_direct_total"
 BYTES, SECONDS = "minisgl_kv_transfer_bytes_total", "minisgl_kv_transfer_seconds_total"
 FALLBACKS = "minisgl_kv_transfer_fallbacks_total"
 RUNNING = ("minisgl_running_requests", "0")
@@ -63,8 +64,8 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def host_tokens(answer: dict[str, Any]) -> int:
-    count: int = answer["usage"]["prompt_tokens_details"].get("host_cached_tokens", 0)
+def cached_tokens(answer: dict[str, Any]) -> int:
+    count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return count
 
 
@@ -117,10 +118,10 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             prompts = [prompt(seed, shared=100 * (seed % 2)) for seed in range(1, 7)]
             wholes = [tokens_of(await ask(alone, each, cache_salt="whole")) for each in prompts]
 
-            # All APIs hand over alike; what the client sees says what came from another engine.
+            # All APIs hand over alike.
             first = await asyncio.gather(*(ask(client, each) for each in prompts[:3]))
             assert [tokens_of(each) for each in first] == wholes[:3]
-            assert all(host_tokens(each) > NUM_TOKENS - 16 - 240 for each in first), [
+            assert all(cached_tokens(each) > NUM_TOKENS - 16 - 240 for each in first), [
                 e["usage"] for e in first
             ]
             chat = {"messages": [{"role": "user", "content": "the " * 600}], "max_tokens": 4}
@@ -129,6 +130,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
                 await asyncio.sleep(0.01)  # the other engine may be the first to know
             assert seen[PREFILLS, "done"] == seen[TRANSFERS, "0", "sent"] == 4
             assert seen[TRANSFERS, "1", "received"] == 4
+            assert 0 < seen[DIRECT, "0", "sent"] == seen[DIRECT, "1", "received"]
             assert seen[BYTES, "0", "sent"] == seen[BYTES, "1", "received"] > 0
             assert seen[SECONDS, "0", "sent"] > 0 and seen[SECONDS, "1", "received"] > 0
             assert seen[PREFILLS, "failed"] == seen[FALLBACKS, "1"] == 0
@@ -138,12 +140,12 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             turn = [*prompts[0], *wholes[0][0], 5, 6, 7]
             answer = await ask(client, turn, headers={"x-minisgl-prefill": "1"})
             assert len(tokens_of(answer)[0]) == 8
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= NUM_TOKENS - 16
+            assert cached_tokens(answer) >= NUM_TOKENS - 16
             assert (await counted(client))[PREFILLS, "done"] == 4
 
             # A transfer that fails: nobody has offered this.
             answer = await ask(alone, prompts[3], headers={"x-minisgl-prefilled": "/nowhere"})
-            assert tokens_of(answer) == wholes[3] and host_tokens(answer) == 0
+            assert tokens_of(answer) == wholes[3] and cached_tokens(answer) == 0
             assert (await counted(client))[FALLBACKS, "1"] == 1
 
             # First a rank dies whose process is not the replica's, and holds up the prompts before
@@ -170,7 +172,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
                 await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
                 await asyncio.to_thread(wait_for_ready, url, 2)
                 again = await ask(client, prompts[3], cache_salt=f"again after rank {rank}")
-                assert tokens_of(again) == wholes[3] and host_tokens(again) >= NUM_TOKENS - 16
+                assert tokens_of(again) == wholes[3] and cached_tokens(again) >= NUM_TOKENS - 16
 
             # Without an engine for decode the other one does whole requests.
             os.kill(ranks_of(tmp_path, replica=1)[0], signal.SIGKILL)

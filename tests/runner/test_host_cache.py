@@ -19,12 +19,13 @@ from minisgl.errors import ConfigError
 from minisgl.kvcache.copies import Copies, Load, LoadRule
 from minisgl.models.hub import DEMO_FOLDER
 from minisgl.models.registry import read_model_config
-from minisgl.runner import host_cache
+from minisgl.runner import host_cache, slabs
 from minisgl.runner.copy_lanes import CopyMark, HostCopyLane, copy_lane
 from minisgl.runner.facts import device_facts
-from minisgl.runner.host_cache import HostCache, Ring, Slabs, offloads_per_plan, staging_bytes
+from minisgl.runner.host_cache import HostCache, Ring, offloads_per_plan, staging_bytes
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.load import TICK_S, slowest_rule
+from minisgl.runner.slabs import Slabs
 
 CPU = torch.device("cpu")
 PAGE_BYTES = 3 * 2 * 4 * 2 * 16 * 4  # as of `cache_of`
@@ -37,7 +38,7 @@ def test_pages_travel_in_the_order_of_plans(
 ) -> None:
     monkeypatch.setattr(host_cache, "PIECE_BYTES", pages_per_piece * PAGE_BYTES)
     monkeypatch.setattr(host_cache, "LOAD_BYTES", 2 * PAGE_BYTES)
-    monkeypatch.setattr(host_cache, "SLAB_BYTES", 7 * PAGE_BYTES)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 7 * PAGE_BYTES)
     monkeypatch.setattr(host_cache, "NUM_STAGED", 2)
     cache = check_copies(CPU, make_lane)
     traffic = cache.traffic()
@@ -133,27 +134,62 @@ def test_a_load_is_awaited_though_the_next_one_of_its_plan_could_not_begin() -> 
     cache.close()
 
 
-def test_a_thread_allocates_slabs_from_the_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_cache, "SLAB_BYTES", 400)
-    may_allocate, allocate = threading.Event(), Slabs._allocate
-
-    def waits(slabs: Slabs, num_pages: int) -> torch.Tensor:
-        may_allocate.wait(60)
-        return allocate(slabs, num_pages)
-
-    monkeypatch.setattr(Slabs, "_allocate", waits)
-    slabs = Slabs(10, 100, Lanes(CPU))
-    assert slabs.num_bytes == 0
-    may_allocate.set()
-    runs = list(slabs.runs([0, 1, 3, 5]))
+def check_runs(pages: Slabs) -> None:
+    """Of ten pages of 100 bytes, four in a slab."""
+    assert pages.num_bytes == 1000
+    runs = list(pages.runs([0, 1, 3, 5]))
     assert [(first, len(run)) for first, run in runs] == [(0, 2), (2, 1), (3, 1)]
-    assert len(next(slabs.runs([9]))[1]) == 1  # in the last one, which has two pages
-    assert slabs.num_bytes == 1000
+    assert len(next(pages.runs([9]))[1]) == 1  # in the last one, which has two pages
     runs[0][1].fill_(1)
-    ((_, both),) = list(slabs.runs([0, 1]))
+    ((_, both),) = list(pages.runs([0, 1]))
     assert (both == 1).all()
-    assert [len(run) for _, run in slabs.runs([2, 3, 4, 5])] == [2, 2]  # across slabs
-    slabs.close()
+    assert [len(run) for _, run in pages.runs([2, 3, 4, 5])] == [2, 2]  # across slabs
+
+
+@pytest.mark.parametrize("device", [CPU, torch.device("cuda")], ids=str)
+def test_pages_in_slabs_are_as_few_runs(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 400)
+    runtime = FakeRuntime(max_pinned=3)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pages = Slabs(10, 100, device)
+    check_runs(pages)
+    pages.close()
+
+
+class FakeRuntime:
+    """As much of the CUDA runtime as pins memory."""
+
+    def __init__(self, max_pinned: int) -> None:
+        self._max_pinned = max_pinned
+        self.sizes: dict[int, int] = {}  # of what is pinned, by address
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if len(self.sizes) == self._max_pinned:
+            return 2
+        self.sizes[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.sizes[address]
+        return 0
+
+
+def test_memory_is_pinned_at_once_and_what_cannot_be_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 400)
+    runtime, forgotten, reported = FakeRuntime(max_pinned=1), list[bool](), list[float]()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(slabs, "_forget_error", lambda: forgotten.append(True))
+    pages = Slabs(10, 100, torch.device("cuda"), reported.append)
+    assert [*runtime.sizes.items()] == [next(pages.regions())] and len(forgotten) == 1
+    assert reported == [1 / 3, 2 / 3, 1.0]
+    assert "pins no more memory for --host-cache" in caplog.text
+    check_runs(pages)
+    pages.close()
+    assert not runtime.sizes
 
 
 def test_loads_are_timed_without_harm_to_any_page() -> None:

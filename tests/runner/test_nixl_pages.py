@@ -18,7 +18,7 @@ from support.host_cache_cases import cache_of, holds, write
 
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
-from minisgl.runner import host_cache, nixl_pages, page_parts
+from minisgl.runner import host_cache, nixl_pages, page_parts, slabs
 from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.nixl_pages import MAX_FAILURES, Agent, Carrier, NixlPages, Remote, is_installed
@@ -320,7 +320,7 @@ def test_memory_is_registered_when_all_of_it_is_allocated_and_not_after_the_end(
 def test_a_host_cache_lets_nixl_read_its_slabs(
     tmp_path: Path, agents: FakeAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_cache, "SLAB_BYTES", 3 * 4096)  # several slabs
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 3 * 4096)  # several slabs
     monkeypatch.setattr(host_cache, "is_installed", lambda: True)
     monkeypatch.setattr(nixl_pages, "_make_agent", agents.make)
     cpu = torch.device("cpu")

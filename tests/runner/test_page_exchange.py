@@ -160,11 +160,15 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     memory = [cache_of(cpu), cache_of(cpu)]
     lanes = [type("Lane", (SlowLane,), {"gate": gate}) for gate in gates]
     caches = [HostCache(kv, 12, Lanes(cpu), lane) for kv, lane in zip(memory, lanes, strict=True)]
+    for gate in gates:
+        gate.set()
     addresses = [
         cache.listen(str(tmp_path / name), b"", RANK)
         for cache, name in zip(caches, "ab", strict=True)
     ]
     assert addresses == [f"{tmp_path}/a.{RANK}", f"{tmp_path}/b.{RANK}"]
+    for gate in gates:
+        gate.clear()
     ends: queue.SimpleQueue[str] = queue.SimpleQueue()
     write(memory[0], 1, 5.0)
     caches[0].queue(Copies(offloads=((1, 3),)))

@@ -158,6 +158,7 @@ def test_the_benchmark_of_transfers_compares_what_carries_pages() -> None:
     assert first == "4 pages of 0.1 MB, GB/s"
     names = [name.strip() for name, *_ in (re.split(r"\s{2,}", row) for row in rows)]
     assert names[:2] == ["socket, Unix", "socket, TCP"]  # and those of NIXL where it is installed
+    assert names[-1] == "device, Unix"
     for row in rows:
         lowest, highest = map(float, row.split()[-2:])
         assert 0 <= lowest <= highest

@@ -238,6 +238,8 @@ class FakeRunner:
         while self.transfers and not self.holds_transfers:
             self.end_transfer()
 
+    shares_device = False
+
     def listen(self, address: str, token: bytes) -> Sequence[str]:
         return (f"{address}.0",)
 

@@ -242,6 +242,10 @@ class TensorParallelRunner:
         """Of all ranks, as ModelRunner does. Blocks."""
         return (*self._own.listen(address, token), *self.others.listen(address, token))
 
+    @property
+    def shares_device(self) -> bool:
+        return self._own.shares_device
+
     def traffic(self) -> HostTraffic | None:
         """The copies of rank 0; those of the others are as many."""
         return self._own.traffic()

@@ -28,7 +28,7 @@ class Transfers:
         """done: called once for each transfer, when every rank has ended it."""
         with self._lock:
             for transfer in transfers:
-                entry = _UnderWay(done, self._num_ranks, len(transfer.host_pages))
+                entry = _UnderWay(done, self._num_ranks, transfer.num_pages)
                 self._under_way[transfer.id] = entry
 
     def ended(self, transfer: int, num_pages: int) -> None:
