@@ -62,6 +62,7 @@ class ResolvedConfig:
     num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
+    dense_copies: str  # auto, always or never
     num_host_pages: int  # in the host memory of each rank
     disk_cache: str  # folder; empty: none
     disk_cache_bytes: int  # at most, of all who use the folder
@@ -154,6 +155,7 @@ def resolve(
         num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
         page_size=page_size,
         cache_type=config.cache_type,
+        dense_copies=config.dense_copies,
         num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
         disk_cache=config.disk_cache or "",
         disk_cache_bytes=int(config.disk_cache_gb * GB),
