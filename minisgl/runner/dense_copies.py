@@ -15,8 +15,6 @@ from minisgl.runner.memory import GIB, free_bytes, page_bytes
 
 logger = logging.getLogger(__name__)
 
-AUTO_SHARE = 1 / 3  # of what weights leave of the memory, that copies may take if nobody asks
-
 
 def prepare_model(
     config: ResolvedConfig,
@@ -31,10 +29,10 @@ def prepare_model(
     All ranks must call this together: they keep copies or none does, since products with and
     without them send their sums to other ranks in different ways. Raises DeviceMemoryError.
     """
-    num_bytes = model.dense_copy_bytes
+    num_bytes, share = model.dense_copy_bytes, config.dense_copies_share
     room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
     room -= config.num_pages * page_bytes(config, layers)
-    keeps = bool(pipeline.host_min(keeps_copies(config.dense_copies, num_bytes, room)))
+    keeps = bool(pipeline.host_min(int(keeps_copies(num_bytes, share, room))))
     try:
         model.prepare(dense_copies=keeps)
     except torch.OutOfMemoryError as error:
@@ -52,7 +50,7 @@ def prepare_model(
             "steps of many tokens; --dense-copies never gives this to the KV cache",
             num_bytes / GIB,
         )
-    elif config.dense_copies == "auto":
+    elif share:
         logger.info(
             "Weights: no dense copies, which would take %.2f GiB; --dense-copies always keeps "
             "them, and makes steps of many tokens faster",
@@ -61,12 +59,10 @@ def prepare_model(
     return num_bytes if keeps else 0
 
 
-def keeps_copies(option: str, num_bytes: int, room: int) -> bool:
-    """Whether a rank keeps copies of this size.
+def keeps_copies(num_bytes: int, share: float, room: int) -> bool:
+    """Whether a rank keeps copies of this size: not if they take more than this share of `room`.
 
-    option: the value of --dense-copies. room: bytes that weights, and a KV cache whose size is
-    given, leave of what the engine may use.
+    room: bytes that weights, and a KV cache whose size is given, leave of what the engine may use;
+    may be negative.
     """
-    if option == "auto":
-        return num_bytes <= AUTO_SHARE * room
-    return option == "always"
+    return num_bytes <= share * max(room, 1)
