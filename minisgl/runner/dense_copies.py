@@ -40,14 +40,14 @@ def prepare_model(
             raise
         raise DeviceMemoryError(
             f"The dense copies of the quantised weights take {num_bytes / GIB:.1f} GiB, which do "
-            "not fit beside these; --dense-copies never does without."
+            "not fit beside these; --dense-copies never does without them."
         ) from error
     if not num_bytes:
         return 0
     if keeps:
         logger.info(
-            "Weights: those with kernels for few rows take another %.2f GiB as dense copies, for "
-            "steps of many tokens; --dense-copies never gives this to the KV cache",
+            "Weights: dense copies, for steps of many tokens, take another %.2f GiB; "
+            "--dense-copies never leaves that to the KV cache",
             num_bytes / GIB,
         )
     elif share:

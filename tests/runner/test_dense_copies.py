@@ -91,7 +91,7 @@ def prepare(
 @pytest.mark.parametrize(
     ("options", "kept", "said"),
     [
-        ({}, True, "another 24.00 GiB as dense copies, for steps of many tokens; --dense-copies n"),
+        ({}, True, "take another 24.00 GiB; --dense-copies never leaves that to the KV cache"),
         ({"memory_ratio": 0.5}, False, "no dense copies, which would take 24.00 GiB; --dense-copi"),
         ({"dense_copies": "always", "memory_ratio": 0.5}, True, "another 24.00 GiB"),
         ({"dense_copies": "never"}, False, ""),
