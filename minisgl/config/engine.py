@@ -93,6 +93,13 @@ class EngineConfig:
         "--dtype) or fp8 (half the memory of 16 bits).",
         group="Memory",
     )
+    dense_copies: str = option(
+        "auto",
+        "Keep INT4 weights in the model's dtype, too, for steps of many tokens: auto (if that "
+        "takes at most a third of what --memory-ratio leaves beside the weights), always or never. "
+        "Also FP8 weights whose inputs are not rounded; neither experts nor anything on a CPU.",
+        group="Memory",
+    )
     host_cache: float = option(
         0.0,
         "GB of host memory for prefixes that fall out of the KV cache, over all ranks; they are "
@@ -152,6 +159,7 @@ class EngineConfig:
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("cache_type", ("radix", "naive"))
         self._check_choice("kv_cache_dtype", ("auto", "model", "fp8"))
+        self._check_choice("dense_copies", ("auto", "always", "never"))
         self._check_choice("schedule_policy", ("fcfs", "lpm"))
         self._check_choice("quantization", (None, *QUANTIZATIONS))
         check_at_least(self, "tp", 1)

@@ -5,6 +5,7 @@ Values known only after loading the model are in the runner's `Capacity`.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ DISABLE_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
 GB = 10**9
 MAX_HOST_SHARE = 0.8  # of the memory of a machine, that a host cache may take
 
+# By --dense-copies.
+DENSE_COPIES_SHARES = {"auto": 1 / 3, "always": math.inf, "never": 0.0}
+
 MAX_CPU_RANKS = 8
 # Bounds of the KV cache on a CPU if --num-pages is not set.
 CPU_KV_TOKENS = 65_536
@@ -62,6 +66,7 @@ class ResolvedConfig:
     num_pages: int  # 0: as many as fit into memory_ratio
     page_size: int
     cache_type: str
+    dense_copies_share: float  # of what weights leave of the memory, that dense copies may take
     num_host_pages: int  # in the host memory of each rank
     disk_cache: str  # folder; empty: none
     disk_cache_bytes: int  # at most, of all who use the folder
@@ -161,6 +166,7 @@ def resolve(
         num_pages=_resolve_num_pages(config, model, device, target, kv_dtype, page_size),
         page_size=page_size,
         cache_type=config.cache_type,
+        dense_copies_share=DENSE_COPIES_SHARES[config.dense_copies],
         num_host_pages=_resolve_host_pages(config, model, device, kv_dtype, page_size),
         disk_cache=config.disk_cache or "",
         disk_cache_bytes=int(config.disk_cache_gb * GB),

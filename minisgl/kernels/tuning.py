@@ -142,6 +142,9 @@ class DeviceTuning:
     )
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
     weight_only_rows: int = 2048
+    # Rows up to which the weights are dequantised in registers where there is a dense copy of them,
+    # too: at most `weight_only_rows`. Not measured yet.
+    weight_only_dense_rows: int = 96
     # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
     # addition to the residual stream is part of a GEMM.
     weight_only_gated_rows: int = 64

@@ -169,10 +169,18 @@ class CausalLM(nn.Module):
         assert self._head is not None
         return self._head(hidden)
 
-    def prepare(self) -> None:
+    @property
+    def dense_copy_bytes(self) -> int:
+        """The memory of the dense copies that `prepare` can make."""
+        return select.dense_copy_bytes(self._products(), self._dtype)
+
+    def prepare(self, *, dense_copies: bool = False) -> None:
         """Prepare the kernels for the weights that were filled in, and choose the GEMMs of steps
-        with few rows on a GPU by trying. Call it before anything is captured."""
-        select.prepare(self._products(), self._dtype)
+        with few rows on a GPU by trying. Call it before anything is captured.
+
+        dense_copies: see select.prepare.
+        """
+        select.prepare(self._products(), self._dtype, dense_copies=dense_copies)
         for linear in self._linears():
             linear.register_weights()
 

@@ -21,6 +21,7 @@ from minisgl.kvcache.disk import Disk
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import load_model
 from minisgl.models.transformer import CausalLM
+from minisgl.runner.dense_copies import prepare_model
 from minisgl.runner.disk_cache import open_store
 from minisgl.runner.graphs import graph_keys
 from minisgl.runner.host_cache import HostCache, staging_bytes
@@ -81,7 +82,8 @@ def load_runner(
     facts = model_config.facts().on_rank(config.tp).on_stage(layers)
     model = _load_model(config, model_config, folder, report, device, free_at_start, ranks, layers)
     report("tuning GEMMs", 0.0)
-    model.prepare()
+    kv_specs = facts.kv_specs(config.kv_dtype)
+    copy_bytes = prepare_model(config, model, kv_specs, pipeline, device, free_at_start)
     free_with_weights = free_bytes(device)
     held_by_weights = _held_bytes(device)
     report("profiling peak memory (the first run also compiles kernels)", 0.0)
@@ -103,7 +105,6 @@ def load_runner(
     finally:
         trial.close()
     del trial
-    kv_specs = facts.kv_specs(config.kv_dtype)
     if config.num_host_pages:
         step_bytes += staging_bytes(kv_specs, config.page_size, config.num_host_pages)
     if config.disk_cache:
@@ -122,6 +123,7 @@ def load_runner(
             + page_table_bytes(config)
             + stage.bytes_on_the_way(config.max_prefill_length),
             graph_bytes=graph_bytes,
+            copy_bytes=copy_bytes,
         ),
     )
     # Page ids are the same on all ranks.

@@ -43,9 +43,10 @@ class MemoryUse:
     """GPU memory that is not available to the KV cache, in bytes."""
 
     free_at_start: int  # before the weights were loaded
-    weight_bytes: int
+    weight_bytes: int  # with the dense copies
     activation_bytes: int  # of the largest step, including the tables
     graph_bytes: int
+    copy_bytes: int = 0  # of dense copies of quantised weights
 
 
 def page_table_bytes(config: ResolvedConfig) -> int:
@@ -64,24 +65,33 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def page_bytes(config: ResolvedConfig, layers: Sequence[KVSpec]) -> int:
+    """Bytes of a page in the KV cache of all layers."""
+    return sum(spec.bytes_per_token for spec in layers) * config.page_size
+
+
 def fit_num_pages(config: ResolvedConfig, layers: Sequence[KVSpec], use: MemoryUse) -> int:
     """Number of pages that fit into `memory_ratio` of a GPU's free memory next to `use`.
 
-
     Raises DeviceMemoryError if nothing is left for the cache.
     """
-    page_bytes = sum(spec.bytes_per_token for spec in layers) * config.page_size
+    bytes_each = page_bytes(config, layers)
     budget = int(use.free_at_start * config.memory_ratio)
     taken = use.weight_bytes + use.activation_bytes + use.graph_bytes
-    num_pages = (budget - taken) // page_bytes
+    num_pages = (budget - taken) // bytes_each
     if num_pages < MIN_PAGES:
-        least = math.ceil(100 * (taken + MIN_PAGES * page_bytes) / use.free_at_start) / 100
+        least = math.ceil(100 * (taken + MIN_PAGES * bytes_each) / use.free_at_start) / 100
+        weights, remedy = f"{use.weight_bytes / GIB:.1f}", ""
+        if use.copy_bytes:
+            weights += f" ({use.copy_bytes / GIB:.1f} of that dense copies)"
+            remedy = " --dense-copies never does without the copies."
         raise DeviceMemoryError(
             f"--memory-ratio {config.memory_ratio} of the {use.free_at_start / GIB:.1f} GiB free "
-            f"is {budget / GIB:.1f} GiB; weights take {use.weight_bytes / GIB:.1f}, the largest "
-            f"step {use.activation_bytes / GIB:.1f} and CUDA graphs {use.graph_bytes / GIB:.1f}, "
-            "which leaves nothing for the KV cache. "
+            f"is {budget / GIB:.1f} GiB; weights take {weights}, the largest step "
+            f"{use.activation_bytes / GIB:.1f} and CUDA graphs {use.graph_bytes / GIB:.1f}, which "
+            "leaves nothing for the KV cache. "
             + (f"Raise it to {least} or more, or lower " if least <= 1 else "Lower ")
             + "--max-prefill-length, --max-running-requests or --cuda-graph-max-bs."
+            + remedy
         )
     return num_pages

@@ -27,6 +27,7 @@ from minisgl.errors import ConfigError, UnsupportedModelError
         ({"load_format": "gguf"}, "--load-format gguf"),
         ({"cache_type": "lru"}, r"^--cache-type lru: allowed: radix or naive$"),
         ({"kv_cache_dtype": "e5m2"}, "--kv-cache-dtype e5m2: allowed: auto, model or fp8"),
+        ({"dense_copies": "yes"}, r"^--dense-copies yes: allowed: auto, always or never$"),
         ({"schedule_policy": "random"}, "--schedule-policy random: allowed: fcfs or lpm"),
         ({"attn": "fi,fa,fi"}, "--attn fi,fa,fi: allowed: .*or a pair PREFILL,DECODE"),
         ({"attn": "auto,fi"}, "--attn auto,fi"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -14,7 +15,10 @@ from support.weight_only_cases import GivenWords, random_e4m3, random_int4
 
 from minisgl.config import Activations, QuantScheme, Storage
 from minisgl.kernels.elementwise import reference
+from minisgl.kernels.linear import select
+from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.launch import FusedNorm
+from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.weight_only import product as weight_only
 from minisgl.kernels.linear.weight_only.config import allocate_workspace
 from minisgl.kernels.linear.weight_only.launch import (
@@ -25,6 +29,7 @@ from minisgl.kernels.linear.weight_only.launch import (
 )
 from minisgl.kernels.linear.weight_only.weights import WeightWords, values
 from minisgl.kernels.residual import Residual
+from minisgl.kernels.tuning import H200
 from minisgl.layers.formats import QuantizedFormat
 from minisgl.layers.linear import Linear
 from minisgl.shards import whole
@@ -157,20 +162,67 @@ def test_a_product_at_any_number_of_rows(kind: str) -> None:
     assert_rounded(out.rows, expected[:64])
 
 
+@pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, blocks"])
+@pytest.mark.parametrize(("size", "biased"), [(2048, True), (3072, False)])
+def test_a_product_with_a_dense_copy(size: int, biased: bool, kind: str) -> None:
+    """To the bit as a dense product with more rows than the bound, and as before with fewer."""
+    dtype = torch.bfloat16
+    (up_words, up), (words, exact) = (make(kind, n, size, dtype) for n in (2 * size, size))
+    biases = [random(n, dtype=dtype) if biased else None for n in (2 * size, size)]
+
+    def quantised() -> list[GivenWords]:
+        pairs = zip((up_words, words), biases, strict=True)
+        return [GivenWords(given, dtype, bias) for given, bias in pairs]
+
+    plain, copied = quantised(), quantised()
+    for products in (plain, copied):
+        select.share_kernels(products, dtype, GPU)
+        select.prepare(products, dtype, dense_copies=products is copied)
+    dense = [DenseProduct(w.to(dtype), b) for w, b in zip((up, exact), biases, strict=True)]
+    select.share_kernels(dense, dtype, GPU)
+    for product, expected in zip(copied, dense, strict=True):
+        assert product.dense is not None
+        assert torch.equal(product.dense.weight, expected.weight)
+        assert product.kernels is not None and product.kernels.dequantized is None
+    norm = GivenNorm(random(size, dtype=dtype))
+
+    def results(products: Sequence[Product], x: Tensor) -> list[Tensor]:
+        first, second = products
+        hidden, rows = first.silu_mul_of_norm(Residual(x.clone()), norm, second)
+        added = second.add_to(hidden, rows)
+        normed, rows = first.of_norm(added, norm)
+        return [second(x), hidden, normed, rows]
+
+    bound = H200.weight_only_dense_rows
+    every_x = random(2048, size, dtype=dtype)
+    wide = every_x.double() @ exact.T
+    if biases[1] is not None:
+        wide += biases[1].double()
+    for m in (0, 1, bound, bound + 1, 128, 256, 2048):
+        x = every_x[:m]
+        torch.cuda.synchronize()
+        found = results(copied, x)
+        same = results(plain if m <= bound else dense, x)
+        assert all(torch.equal(*pair) for pair in zip(found, same, strict=True)), m
+        torch.testing.assert_close(found[0].double(), wide[:m], rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("dense_copies", [False, True])
 @pytest.mark.parametrize("kind", ["int4, 128", "int4, 32, zeros", "e4m3, rows"])
-def test_a_captured_layer(kind: str) -> None:
+def test_a_captured_layer(kind: str, dense_copies: bool) -> None:
     """Two products in a row, few rows and many, replayed with other rows."""
     size, dtype = 1024, torch.bfloat16
     first, second = (GivenWords(make(kind, n, size, dtype)[0], dtype) for n in (2 * size, size))
-    weight_only.share_kernels([first, second], dtype, GPU)
+    select.share_kernels([first, second], dtype, GPU)
+    select.prepare([first, second], dtype, dense_copies=dense_copies)
     norm = GivenNorm(random(size, dtype=dtype))
 
     def layer(rows: Tensor) -> Tensor:
-        x, rows = first.silu_mul_of_norm(Residual(rows), norm)
+        x, rows = first.silu_mul_of_norm(Residual(rows), norm, second)
         left = second.add_to(x, rows)
         return left.rows if left.delta is None else left.rows + left.delta
 
-    for m in (1, 32, 200, 1700):
+    for m in (1, 32, 96, 97, 200, 1700):
         held = random(m, size, dtype=dtype)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -54,6 +54,17 @@ def test_a_step_too_large_for_any_memory_ratio_is_refused() -> None:
     assert "Lower --max-prefill-length" in str(caught.value)
 
 
+def test_dense_copies_that_leave_no_page_are_named_with_the_option() -> None:
+    use = dataclasses.replace(USE, weight_bytes=70 * GIB, copy_bytes=50 * GIB)
+    with pytest.raises(DeviceMemoryError) as caught:
+        fit_num_pages(resolved(machine=GPU), LAYERS, use)
+    assert "weights take 70.0 (50.0 of that dense copies), the largest step" in str(caught.value)
+    assert str(caught.value).endswith(" --dense-copies never does without the copies.")
+    with pytest.raises(DeviceMemoryError) as caught:
+        fit_num_pages(resolved(machine=GPU), LAYERS, dataclasses.replace(use, copy_bytes=0))
+    assert "dense" not in str(caught.value)
+
+
 def test_more_pages_than_fit_in_memory_are_refused() -> None:
     with pytest.raises(DeviceMemoryError, match="without --num-pages as many are made as fit"):
         allocate_kv(

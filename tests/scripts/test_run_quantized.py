@@ -51,6 +51,11 @@ def test_a_command_has_the_options_of_its_case_and_of_the_user() -> None:
     assert "--kv-cache-dtype" not in plain.command(Path("/m"), Path("/r"), [])
     assert split(["--kv", "fp8", "--", "--attn", "fi"]) == (["--kv", "fp8"], ["--attn", "fi"])
     assert split(["--list"]) == (["--list"], ())
+    own, options = split(["--weights", "int4", "--", "--dense-copies", "never"])
+    assert own == ["--weights", "int4"]
+    assert "--dense-copies never --json /r" in " ".join(
+        plain.command(Path("/m"), Path("/r"), options)
+    )
 
 
 def test_a_figure_is_a_line() -> None:
@@ -70,7 +75,7 @@ def test_a_figure_is_a_line() -> None:
 def test_a_case_is_measured(monkeypatch: pytest.MonkeyPatch, weights: str, measure: str) -> None:
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     monkeypatch.setitem(MODELS, "tiny", config)
-    options = ["--device", "cpu"]
+    options = ["--device", "cpu", "--dense-copies", "never"]
     if measure == "latency":
         options += ["--batch-size", "2", "--input-len", "4", "--output-len", "3", "--repeat", "1"]
     else:

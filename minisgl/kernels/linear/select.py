@@ -13,6 +13,7 @@ from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.linear import dense
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import Fp8Product, Fp8Weights, Int4Product, Int4Weights
+from minisgl.kernels.linear.weight_only import product as weight_only
 
 
 def fp8_product(
@@ -26,9 +27,7 @@ def fp8_product(
     if not runs_triton(weight.data.device):
         return Fp8Product(weight, bias, activations=activations, input_scale=input_scale)
     if activations == Activations.NONE:
-        from minisgl.kernels.linear.weight_only.product import WeightOnlyFp8Product
-
-        return WeightOnlyFp8Product(weight, bias)
+        return weight_only.WeightOnlyFp8Product(weight, bias)
     from minisgl.kernels.linear.fp8.product import TensorCoreProduct
 
     return TensorCoreProduct(weight, bias, activations=activations, input_scale=input_scale)
@@ -38,9 +37,7 @@ def int4_product(weight: Int4Weights, bias: Tensor | None) -> Int4Product:
     """A product with INT4 weights; the arguments are those of Int4Product."""
     if not runs_triton(weight.data.device):
         return Int4Product(weight, bias)
-    from minisgl.kernels.linear.weight_only.product import WeightOnlyInt4Product
-
-    return WeightOnlyInt4Product(weight, bias)
+    return weight_only.WeightOnlyInt4Product(weight, bias)
 
 
 def share_kernels(products: Sequence[Product], dtype: torch.dtype, device: torch.device) -> None:
@@ -51,15 +48,25 @@ def share_kernels(products: Sequence[Product], dtype: torch.dtype, device: torch
     dense.share_kernels(products)
     if runs_triton(device):
         from minisgl.kernels.linear.fp8 import product as fp8
-        from minisgl.kernels.linear.weight_only import product as weight_only
 
         fp8.share_kernels(products)
         weight_only.share_kernels(products, dtype, device)
 
 
-def prepare(products: Sequence[Product], dtype: torch.dtype) -> None:
+def dense_copy_bytes(products: Sequence[Product], dtype: torch.dtype) -> int:
+    """The memory of the dense copies that `prepare` can make: 0 if no product takes one here."""
+    return weight_only.dense_copy_elements(products) * dtype.itemsize
+
+
+def prepare(products: Sequence[Product], dtype: torch.dtype, *, dense_copies: bool = False) -> None:
     """Make what the kernels read of the weights that a checkpoint has filled, and choose GEMMs by
-    trying. Must come before anything is captured."""
-    dense.tune(products)
+    trying. Must come before anything is captured.
+
+    dense_copies: keep weights that are quantised, and whose x is not, in x's dtype, too, for many
+    rows.
+    """
     for product in products:
         product.prepare(dtype)
+    if dense_copies and (copies := weight_only.keep_dense_copies(products, dtype)):
+        dense.share_kernels([*products, *copies])
+    dense.tune(products)  # not the copies: it tunes for fewer rows than these are for

@@ -1,4 +1,9 @@
-"""Products with quantised weights and plain x on a GPU."""
+"""Products with quantised weights and plain x on a GPU.
+
+Tensor cores wait for weights that are dequantised in registers, so that with many rows dense
+weights are faster. Where memory is plentiful, a product keeps its W a second time, in the model's
+dtype: a *dense copy*. The numbers are the same, only sums are in another order.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch import Tensor
 from minisgl.config import Activations
 from minisgl.kernels.dispatch import runs_triton
 from minisgl.kernels.launch import compiles_gated_norm
+from minisgl.kernels.linear.dense import DenseProduct
 from minisgl.kernels.linear.product import Product
 from minisgl.kernels.linear.quantized import CHUNK, Fp8Product, Fp8Weights, Int4Product, Int4Weights
 from minisgl.kernels.linear.weight_only.weights import (
@@ -35,7 +41,8 @@ class WeightOnlyKernels(NamedTuple):
 
     tuning: DeviceTuning
     workspace: LinearWorkspace
-    dequantized: Tensor  # room for the largest W, of x's dtype
+    # Room for the largest W, of x's dtype; None where the products have dense copies.
+    dequantized: Tensor | None
 
 
 class WeightOnlyProduct(Product):
@@ -45,6 +52,7 @@ class WeightOnlyProduct(Product):
         """bias: [n], of x's dtype."""
         self.bias = bias
         self.kernels: WeightOnlyKernels | None = None  # see share_kernels
+        self.dense: DenseProduct | None = None  # with the dense copy: see keep_dense_copies
         self._words: WeightWords | None = None
 
     @property
@@ -79,15 +87,20 @@ class WeightOnlyProduct(Product):
         kernels = self.kernels
         if kernels is None:
             return self.reference(x)
+        if dense := self._dense_for(x):
+            return dense(x)
         from minisgl.kernels.linear.weight_only import launch
 
         words = self._prepared(x.dtype)
         if x.shape[0] <= kernels.tuning.weight_only_rows:
             return launch.linear(x, words, self.bias, workspace=kernels.workspace)
+        assert kernels.dequantized is not None
         return F.linear(x, launch.dequantize(words, kernels.dequantized), self.bias)
 
     def of_norm(self, residual: Residual, weights: NormWeights) -> tuple[Tensor, Tensor]:
         kernels, rows, squares = self.kernels, residual.rows, residual.squares
+        if dense := self._dense_for(rows):
+            return dense.of_norm(residual, weights)
         if kernels is not None and squares is not None:
             from minisgl.kernels.linear.launch import FusedNorm
             from minisgl.kernels.linear.weight_only import config, launch
@@ -105,6 +118,8 @@ class WeightOnlyProduct(Product):
         kernels, rows, squares = self.kernels, residual.rows, residual.squares
         if kernels is None or self.bias is not None:
             return super().silu_mul_of_norm(residual, weights, after)
+        if dense := self._dense_for(rows):
+            return dense.silu_mul_of_norm(residual, weights, after)
         from minisgl.kernels.linear.launch import FusedNorm
         from minisgl.kernels.linear.weight_only import config, launch
 
@@ -123,6 +138,8 @@ class WeightOnlyProduct(Product):
         return launch.linear_silu_mul(x, words, workspace=kernels.workspace), rows
 
     def add_to(self, x: Tensor, rows: Tensor) -> Residual:
+        if dense := self._dense_for(x):
+            return dense.add_to(x, rows)
         kernels = self.kernels
         if kernels is None or x.shape[0] > kernels.tuning.weight_only_add_rows:
             return super().add_to(x, rows)
@@ -133,6 +150,8 @@ class WeightOnlyProduct(Product):
         return Residual(rows, squares=squares)
 
     def send(self, x: Tensor, mailbox: Mailbox) -> PendingNorm | None:
+        if dense := self._dense_for(x):
+            return dense.send(x, mailbox)
         kernels = self.kernels
         if kernels is None or x.shape[0] > kernels.tuning.weight_only_add_rows:
             return None
@@ -148,6 +167,26 @@ class WeightOnlyProduct(Product):
         kernels. Must come before a graph is captured; otherwise the first call does it."""
         if self.kernels is not None:
             self._prepared(dtype)
+
+    def keep_dense_copy(self, dtype: torch.dtype) -> DenseProduct:
+        """Keep W a second time, in the dtype of x, and return the product with it, which has no
+        kernels yet."""
+        from minisgl.kernels.linear.weight_only import launch
+
+        assert self.kernels is not None
+        words = self._prepared(dtype)
+        copy = torch.empty(self.shape, dtype=dtype, device=words.words.device)
+        # Without an overlap, since the last launch may have made the words.
+        self.dense = DenseProduct(launch.dequantize(words, copy, pdl=False), self.bias)
+        self.kernels = self.kernels._replace(dequantized=None)
+        return self.dense
+
+    def _dense_for(self, x: Tensor) -> DenseProduct | None:
+        """The product with the dense copy, if there is one and x has enough rows for it."""
+        kernels = self.kernels
+        if kernels is None or x.shape[0] <= kernels.tuning.weight_only_dense_rows:
+            return None
+        return self.dense
 
     def _prepared(self, dtype: torch.dtype) -> WeightWords:
         if self._words is None:
@@ -242,3 +281,25 @@ def share_kernels(products: Iterable[Product], dtype: torch.dtype, device: torch
     )
     for product, _ in taken:
         product.kernels = kernels
+
+
+def dense_copy_elements(products: Iterable[Product]) -> int:
+    """The weights of which `keep_dense_copies` makes copies."""
+    return sum(product.shape[0] * product.shape[1] for product in _with_kernels(products))
+
+
+def keep_dense_copies(products: Iterable[Product], dtype: torch.dtype) -> list[DenseProduct]:
+    """Give the products among these that have kernels dense copies, for x of this dtype. The
+    checkpoint must have filled the weights.
+
+    Returns the products with the copies, which have no kernels yet.
+    """
+    return [product.keep_dense_copy(dtype) for product in _with_kernels(products)]
+
+
+def _with_kernels(products: Iterable[Product]) -> list[WeightOnlyProduct]:
+    return [
+        product
+        for product in products
+        if isinstance(product, WeightOnlyProduct) and product.kernels is not None
+    ]

@@ -1,0 +1,68 @@
+"""Whether quantised weights are kept in the dtype of the model, too: see --dense-copies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from minisgl.config import KVSpec, ResolvedConfig
+from minisgl.distributed.pipeline import Pipeline
+from minisgl.errors import DeviceMemoryError
+from minisgl.models.transformer import CausalLM
+from minisgl.runner.memory import GIB, free_bytes, page_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_model(
+    config: ResolvedConfig,
+    model: CausalLM,
+    layers: Sequence[KVSpec],
+    pipeline: Pipeline,
+    device: torch.device,
+    free_at_start: int,
+) -> int:
+    """Prepare the kernels of a model with its weights; returns the bytes of the dense copies.
+
+    All ranks must call this together: they keep copies or none does, since products with and
+    without them send their sums to other ranks in different ways. Raises DeviceMemoryError.
+    """
+    num_bytes, share = model.dense_copy_bytes, config.dense_copies_share
+    room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
+    room -= config.num_pages * page_bytes(config, layers)
+    keeps = bool(pipeline.host_min(int(keeps_copies(num_bytes, share, room))))
+    try:
+        model.prepare(dense_copies=keeps)
+    except torch.OutOfMemoryError as error:
+        if not keeps:
+            raise
+        raise DeviceMemoryError(
+            f"The dense copies of the quantised weights take {num_bytes / GIB:.1f} GiB, which do "
+            "not fit beside these; --dense-copies never does without them."
+        ) from error
+    if not num_bytes:
+        return 0
+    if keeps:
+        logger.info(
+            "Weights: dense copies, for steps of many tokens, take another %.2f GiB; "
+            "--dense-copies never leaves that to the KV cache",
+            num_bytes / GIB,
+        )
+    elif share:
+        logger.info(
+            "Weights: no dense copies, which would take %.2f GiB; --dense-copies always keeps "
+            "them, and makes steps of many tokens faster",
+            num_bytes / GIB,
+        )
+    return num_bytes if keeps else 0
+
+
+def keeps_copies(num_bytes: int, share: float, room: int) -> bool:
+    """Whether a rank keeps copies of this size: not if they take more than this share of `room`.
+
+    room: bytes that weights, and a KV cache whose size is given, leave of what the engine may use;
+    may be negative.
+    """
+    return num_bytes <= share * max(room, 1)

@@ -1,0 +1,76 @@
+"""An engine that keeps quantised weights a second time, dense, for steps of many tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import Spec, make_checkpoint
+from support.parity import load_engine
+
+from minisgl.engine import AsyncEngine
+from minisgl.kernels.tuning import H200
+from minisgl.request import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SPEC = Spec("qwen3", "Qwen3ForCausalLM", hidden_size=256, num_layers=2, tied=True)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+NUM_REQUESTS = H200.weight_only_dense_rows + 12
+OPTIONS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float16",
+    "load_format": "dummy",
+    "kv_cache_dtype": "model",
+    "cache_type": "naive",
+    "num_pages": 4 * NUM_REQUESTS,
+    "cuda_graph_max_bs": 128,
+}
+
+
+@pytest.mark.parametrize("dense_copies", ["always", "auto", "never"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_tokens_of_large_batches_score_as_they_do_alone(
+    graphs: bool, dense_copies: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decoded in batches whose rows fall from above the bound to below it, and then given as
+    prompts one at a time."""
+    caplog.set_level(logging.INFO)
+    config = make_checkpoint(SPEC, tmp_path) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": GPTQ}))
+    options = (
+        OPTIONS | {"dense_copies": dense_copies} | ({} if graphs else {"cuda_graph_max_bs": 0})
+    )
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(SPEC.vocab_size, (12,), generator=generator).tolist()
+        for _ in range(NUM_REQUESTS)
+    ]
+    params = [
+        SamplingParams(max_tokens=4 + i % 16, seed=i, logprobs=0) for i in range(NUM_REQUESTS)
+    ]
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(tmp_path, **options)) as engine:
+            streams = [engine.submit(*job) for job in zip(prompts, params, strict=True)]
+            for stream in streams:
+                async for _ in stream:
+                    pass
+            for prompt, stream in list(zip(prompts, streams, strict=True))[:: NUM_REQUESTS // 8]:
+                request = stream.request
+                tokens = [*prompt, *request.output_token_ids]
+                alone = engine.submit(tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
+                async for _ in alone:
+                    pass
+                scores = alone.request.prompt_logprobs[len(prompt) - 1 :]
+                found = [entry.logprob for entry in request.logprobs]
+                expected = [entry.logprob for entry in scores]
+                assert found == pytest.approx(expected, abs=0.03)
+
+    asyncio.run(run())
+    assert ("take another" in caplog.text) is (dense_copies != "never")
