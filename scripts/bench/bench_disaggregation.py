@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import time
@@ -59,11 +60,14 @@ class Client:
         self._host, self._port = place.hostname, place.port
         self._rng = random.Random(seed)
 
-    async def times(self, prompt_len: int, num_output: int, times: list[float]) -> None:
-        """Append the time of each token to `times`, to the end of the answer."""
+    def body(self, prompt_len: int, num_output: int) -> bytes:
+        """A request."""
         prompt = [self._rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(prompt_len)]
         asked = {"prompt": prompt, "max_tokens": num_output, "ignore_eos": True, "stream": True}
-        body = json.dumps({**asked, "temperature": 0}).encode()
+        return json.dumps({**asked, "temperature": 0}).encode()
+
+    async def times(self, body: bytes, times: list[float]) -> None:
+        """Append the time of each token to `times`, to the end of the answer."""
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=1 << 20)
         try:
             head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
@@ -82,47 +86,51 @@ class Client:
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> tuple[Phase, Phase]:
-    """The phases without and with long prompts, in one set of steady streams."""
+    """The phases without and with long prompts, each with steady streams of its own: their contexts
+    grow meanwhile, and a step with them."""
     client = Client(url, arguments.seed)
     for _ in range(WARM_UP_PROMPTS):
-        await client.times(arguments.prompt_len, NUM_OUTPUT, [])
+        await client.times(client.body(arguments.prompt_len, NUM_OUTPUT), [])
+    quiet = await measure_phase(client, arguments, num_prompts=0)
+    num_prompts = math.ceil(arguments.seconds / arguments.every)
+    return quiet, await measure_phase(client, arguments, num_prompts)
+
+
+async def measure_phase(client: Client, arguments: argparse.Namespace, num_prompts: int) -> Phase:
+    # Made before anything is timed, which so many random tokens would hold up.
+    bodies = [client.body(arguments.prompt_len, NUM_OUTPUT) for _ in range(num_prompts)]
     steady: list[list[float]] = [[] for _ in range(arguments.streams)]
     streams = [
-        asyncio.ensure_future(client.times(arguments.steady_len, arguments.steady_output, times))
+        asyncio.ensure_future(
+            client.times(client.body(arguments.steady_len, arguments.steady_output), times)
+        )
         for times in steady
     ]
     while not all(steady):
         await asyncio.sleep(0.1)
         _check(streams)
-    phases = []
-    for with_prompts in (False, True):
-        phase, prompts = Phase(), list[tuple[float, list[float], asyncio.Future[None]]]()
-        began = time.perf_counter()
-        while (now := time.perf_counter()) < began + arguments.seconds:
-            if with_prompts:
-                times: list[float] = []
-                asking = asyncio.ensure_future(
-                    client.times(arguments.prompt_len, NUM_OUTPUT, times)
-                )
-                prompts.append((now, times, asking))
-            await asyncio.sleep(arguments.every)
-            _check(streams)
-        ended = time.perf_counter()
-        phase.seconds = ended - began
-        for times in steady:
-            inside = [each for each in times if began <= each <= ended]
-            phase.gaps_s += [after - before for before, after in pairwise(inside)]
-        phase.num_sent = len(prompts)
-        for sent, times, asking in prompts:
-            phase.ttft_s += [times[0] - sent] if times else []
-            phase.num_done += asking.done()
-        phases.append(phase)
-        for _, _, asking in prompts:
-            asking.cancel()
-    for stream in streams:
-        stream.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
-    return phases[0], phases[1]
+    phase, prompts = Phase(), list[tuple[float, list[float], asyncio.Future[None]]]()
+    began = time.perf_counter()
+    while (now := time.perf_counter()) < began + arguments.seconds:
+        if bodies:
+            times: list[float] = []
+            prompts.append((now, times, asyncio.ensure_future(client.times(bodies.pop(), times))))
+        await asyncio.sleep(arguments.every)
+        _check(streams)
+    ended = time.perf_counter()
+    phase.seconds = ended - began
+    for times in steady:
+        inside = [each for each in times if began <= each <= ended]
+        phase.gaps_s += [after - before for before, after in pairwise(inside)]
+    phase.num_sent = len(prompts)
+    for sent, times, asking in prompts:
+        phase.ttft_s += [times[0] - sent] if times else []
+        phase.num_done += asking.done()
+    asked = [*streams, *(asking for _, _, asking in prompts)]
+    for each in asked:
+        each.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    return phase
 
 
 def _check(streams: Sequence[asyncio.Future[None]]) -> None:

@@ -206,8 +206,9 @@ async def measure_engine(
             console.print(line)
         work = Conversations(engine, arguments)
         freeze_memory()
-        # Without a host cache all rounds are like the first one.
-        first = work.prefixes if host_cache else work.prefixes[: arguments.at_once]
+        # Without a host cache all rounds are alike. These conversations come last in the next one,
+        # when they have been evicted.
+        first = work.prefixes if host_cache else work.prefixes[-arguments.at_once :]
         filling = await work.rounds(first, 1)
         outside = await work.rounds(work.prefixes, ROUNDS if host_cache else 1)
         console.print(f"{host_cache:g} GB of host memory: {outside.tokens_per_s:,.0f} tok/s")
