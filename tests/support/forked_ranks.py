@@ -11,18 +11,25 @@ import multiprocessing
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from unittest import mock
 
 from minisgl.runner.parallel.channel import RankEnd
 from minisgl.runner.parallel.worker import RankSpec, run_rank
 
 
+def fork_server() -> ForkServerContext:
+    """The context of processes forked from one with torch, which runs until the tests end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_rank.__module__])
+    forkserver.ensure_running()
+    return context
+
+
 @contextlib.contextmanager
 def forked_ranks() -> Iterator[None]:
     """Let the ranks that are started meanwhile be forked."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([run_rank.__module__])
-    forkserver.ensure_running()  # before the launcher blocks signals
+    context = fork_server()  # before the launcher blocks signals
     with (
         mock.patch("multiprocessing.get_context", lambda method: context),
         mock.patch("minisgl.runner.parallel.launcher.run_spawned_rank", run_forked_rank),
