@@ -4,8 +4,9 @@ Ctrl-C works also where the shell runs the tests in the background and has them 
 ask their own terminal for its size, since pytest-xdist exports the size of another one. Hypothesis
 has no deadline: no test fails because its machine was busy.
 
-torch has one thread: with models this small a second one only waits, and takes a core for it. HTTP
-clients know one certificate: they would load the world's, each anew, and what they ask is here.
+torch has one thread unless told otherwise: with models this small a second one only waits, and
+takes a core for it. HTTP clients know one certificate: they would load the world's, each anew, and
+what they ask is here.
 """
 
 import os
@@ -20,7 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 
-os.environ["OMP_NUM_THREADS"] = "1"  # torch is imported later
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
 os.environ["SSL_CERT_FILE"] = CERTIFICATE
 
 hypothesis.settings.register_profile("any machine", deadline=None)
