@@ -31,7 +31,7 @@ def forked_ranks() -> Iterator[None]:
     """Let the ranks that are started meanwhile be forked."""
     context = fork_server()  # before the launcher blocks signals
     with (
-        mock.patch("multiprocessing.get_context", lambda method: context),
+        mock.patch("multiprocessing.get_context", return_value=context),
         mock.patch("minisgl.runner.parallel.launcher.run_spawned_rank", run_forked_rank),
     ):
         yield
