@@ -2,7 +2,7 @@
 
 import sys
 
-from minisgl_cli.main import main
+if __name__ == "__main__":  # and not in the process of a rank, which imports this module too
+    from minisgl_cli.main import main
 
-if __name__ == "__main__":
     sys.exit(main())

@@ -11,5 +11,7 @@ cd "$root"
 "$python" -m ruff check
 "$python" -m ruff format --check
 "$python" -m mypy
+# Tests start hundreds of programs, each of which would otherwise compile every module anew.
+unset PYTHONDONTWRITEBYTECODE
 [ $# -gt 0 ] || set -- -n 2 --dist loadfile -rs
 "$python" -m pytest "$@"

@@ -1,20 +1,28 @@
-"""Normalizes the environment of the programs that tests start.
+"""Normalizes the environment of the tests and of the programs that they start.
 
 Ctrl-C works also where the shell runs the tests in the background and has them ignore it. Programs
 ask their own terminal for its size, since pytest-xdist exports the size of another one. Hypothesis
 has no deadline: no test fails because its machine was busy.
+
+torch has one thread unless told otherwise: with models this small a second one only waits, and
+takes a core for it. HTTP clients know one certificate: they would load the world's, each anew, and
+what they ask is here.
 """
 
 import os
 import signal
 
 import hypothesis
+from support.tls import CERTIFICATE
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
+os.environ["SSL_CERT_FILE"] = CERTIFICATE
 
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

@@ -21,7 +21,8 @@ from minisgl.config import AttentionSpec
 # into its caches; on a GPU, few large launches are faster.
 _CPU_GATHERED_BYTES = 8 << 20
 _GPU_GATHERED_BYTES = 256 << 20
-_MAX_MASK_ELEMENTS = 16 << 20
+# Maximum queries of one call: it computes the scores of them all with every key that the last sees.
+_CPU_QUERIES = 256
 _MAX_SCORES = 64 << 20
 
 
@@ -33,10 +34,13 @@ class TorchAttention:
         out = torch.empty_like(q)
         limit = _CPU_GATHERED_BYTES if q.is_cpu else _GPU_GATHERED_BYTES
         group = max(1, limit // (2 * batch.longest * kv.k[0, 0].numel() * q.itemsize))
+        is_split_on_cpu = q.is_cpu and group < batch.num_rows
         for first in range(0, batch.num_rows, group):
             part = slice(first, first + group)
             table, lengths = batch.page_table[part], batch.lengths[part]
-            out[part] = _decode(q[part], kv, table, lengths, batch.longest, spec.scale)
+            # Only the parts with long rows need be so long; a GPU would be waited for to know it.
+            longest = max(1, int(lengths.max())) if is_split_on_cpu else batch.longest
+            out[part] = _decode(q[part], kv, table, lengths, longest, spec.scale)
         return out
 
     def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
@@ -90,7 +94,7 @@ def _prefill(out: Tensor, q: Tensor, kv: LayerKV, pages: Tensor, start: int, sca
     k = _gather(kv.k, index, q.dtype).transpose(0, 1).unsqueeze(1)
     v = _gather(kv.v, index, q.dtype).transpose(0, 1).unsqueeze(1)
     attend = _attend_fused if q.is_cpu else _attend_plainly
-    block = max(1, _MAX_MASK_ELEMENTS // end if q.is_cpu else _MAX_SCORES // (end * num_heads))
+    block = _CPU_QUERIES if q.is_cpu else max(1, _MAX_SCORES // (end * num_heads))
     for first in range(0, length, block):
         stop = min(first + block, length)
         visible = start + stop  # keys of the block's last query

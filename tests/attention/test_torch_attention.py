@@ -102,7 +102,7 @@ def test_decode_accepts_an_upper_bound_of_the_longest_row(longest: int) -> None:
 def test_large_batches_computed_in_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, and one query, at a time give the same as all at once."""
     monkeypatch.setattr(torch_backend, "_CPU_GATHERED_BYTES", 1)
-    monkeypatch.setattr(torch_backend, "_MAX_MASK_ELEMENTS", 1)
+    monkeypatch.setattr(torch_backend, "_CPU_QUERIES", 1)
     check_decode([3, 17, 40], 16, (2, 2, 64))
     check_prefill([(0, 9), (20, 11)], 16, (2, 2, 64))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from support.forked_ranks import fork_server
 from torch.distributed import FileStore
 
 from minisgl.distributed.communicator import SINGLE_RANK, Communicator
@@ -84,4 +85,7 @@ def test_a_single_rank_communicator_is_the_identity() -> None:
 
 
 def test_collectives_give_every_rank_the_same_result(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(check_rank, (tmp_path / "store",), NUM_RANKS)
+    fork_server()
+    torch.multiprocessing.start_processes(
+        check_rank, (tmp_path / "store",), NUM_RANKS, start_method="forkserver"
+    )

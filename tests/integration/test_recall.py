@@ -26,6 +26,7 @@ LONG = sorted(
     (case for case in cases() if (case.skill, case.split) == ("recall", "instances")),
     key=lambda case: -sum(len(message["content"]) for message in case.messages),
 )[:5]
+LONGEST = LONG[:3]
 MAX_TOKENS = 2048
 
 
@@ -56,8 +57,8 @@ def answers(llm: LLM, asked: list[HeldOutCase]) -> list[RequestOutput]:
 def test_facts_of_a_long_chat_are_recalled(options: dict[str, Any]) -> None:
     with loaded(**options) as llm:
         for _ in range(2):  # with a cold cache and a warm one
-            outputs = answers(llm, LONG)
-            assert [output.text for output in outputs] == [case.answer for case in LONG]
+            outputs = answers(llm, LONGEST)
+            assert [output.text for output in outputs] == [case.answer for case in LONGEST]
         assert min(len(output.prompt_token_ids) for output in outputs) > 1200
         is_warm = options.get("cache_type") != "naive"
         assert all((output.num_cached_tokens > 1000) == is_warm for output in outputs)

@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import io
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from support.folders import SCRIPTS
 
 BENCH_SCRIPTS = SCRIPTS / "bench"
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run_program(name: str, *options: object) -> subprocess.CompletedProcess[str]:
+    """For scripts that start processes, which import the script."""
+    command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """As `run_program`, in this process, which has imported torch already."""
+    command = [str(BENCH_SCRIPTS / name), *map(str, options)]
+    code: object = 0
+    with (
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(io.StringIO()) as stdout,
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as ending:
+            code = ending.code
+        finally:
+            gc.unfreeze()
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(command, code, stdout.getvalue(), stderr.getvalue())
 
 
 @pytest.mark.parametrize("clock", [("--step-ms", 2), ()])
 def test_bench_server_compares_server_and_engine(clock: tuple[object, ...]) -> None:
     options = ("--num", 6, "--input", 5, 9, "--output", 10, 12, "--repeat", 1)
-    done = run_script("bench_serve.py", "--device", "cpu", "--num-pages", 300, *options, *clock)
+    done = run_program("bench_serve.py", "--device", "cpu", "--num-pages", 300, *options, *clock)
     assert (done.returncode, done.stderr) == (0, "")
     assert "6 requests, 5 to 9 tokens in, 10 to 12 out, all at once" in done.stdout
     assert ("a clock takes the place of the model: 2 ms a step" in done.stdout) == bool(clock)
@@ -34,7 +61,7 @@ def test_bench_server_compares_server_and_engine(clock: tuple[object, ...]) -> N
 
 
 def test_bench_server_reports_why_the_engine_does_not_start() -> None:
-    done = run_script("bench_serve.py", "/no/such/folder", "--num", 1)
+    done = run_program("bench_serve.py", "/no/such/folder", "--num", 1)
     assert done.returncode == 2
     assert done.stderr.startswith("bench_serve.py: ") and "/no/such/folder" in done.stderr
     assert "Traceback" not in done.stderr
@@ -42,7 +69,7 @@ def test_bench_server_reports_why_the_engine_does_not_start() -> None:
 
 def test_bench_router_tells_the_cost_of_a_token_and_how_much_later_first_bytes_come() -> None:
     load = ("--streams", 4, "--rate", 200, "--seconds", 0.2, "--requests", 5, "--repeat", 1)
-    done = run_script("bench_router.py", *load)
+    done = run_program("bench_router.py", *load)
     assert done.stderr == ""
     cost, delay = done.stdout.splitlines()[-2:]
     found = re.fullmatch(r"CPU of the router: (\S+) µs a token \(at most 10\)", cost)
@@ -53,15 +80,15 @@ def test_bench_router_tells_the_cost_of_a_token_and_how_much_later_first_bytes_c
 
 
 def test_a_short_soak_run_leaves_nothing_behind() -> None:
-    done = run_script("soak.py", "--minutes", 0.05)
+    done = run_program("soak.py", "--minutes", 0.05)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "passed"
     assert "Traceback" not in done.stderr
 
 
-def bench(script: str, *options: object) -> list[str]:
+def bench(script: str, *options: object, run: Run = run_script) -> list[str]:
     """The lines that a benchmark prints of the demo model's dimensions, on the CPU."""
-    result = run_script(script, "--device", "cpu", "--num-pages", 300, *options)
+    result = run(script, "--device", "cpu", "--num-pages", 300, *options)
     assert (result.returncode, result.stderr) == (0, "")
     assert re.search("demo with random weights in float32, on (2 x )?CPU", result.stdout)
     return result.stdout.splitlines()
@@ -100,7 +127,7 @@ def test_the_shared_prefix_benchmark_compares_the_caches() -> None:
 
 
 def test_the_pipeline_benchmark_shows_how_long_each_stage_waits() -> None:
-    table = figures(bench("bench_pipeline.py", "--num", 8, "--pp", 2))
+    table = figures(bench("bench_pipeline.py", "--num", 8, "--pp", 2, run=run_program))
     assert list(table) == ["0", "1"]
     for rank, whole, middle, step_ms in table.values():
         assert rank == "0" and float(step_ms) > 0

@@ -208,7 +208,7 @@ def test_muon_takes_a_step_along_the_gradients_singular_vectors() -> None:
 def test_teacher_forcing_predicts_the_greedy_answers(
     bundled: DemoModel, cases: list[TokenizedCase]
 ) -> None:
-    short = [case for case in cases if len(case.ids) < 64]
+    short = [case for case in cases if len(case.ids) < 64][::3]
     predictions = predicted_answers(bundled, short, BATCH_UNIT)
     is_right = [
         predicted.tolist() == case.ids[-case.num_answer :].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from support.checkpoints import (
     make_checkpoint,
     spec_named,
 )
+from support.forked_ranks import forked_ranks
 
 from minisgl.config import EngineConfig, resolve
 from minisgl.engine import AsyncEngine
@@ -80,8 +82,9 @@ def case_of(name: str) -> Case:
 
 def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     """The engine on a checkpoint without a tokenizer. `padded`: the largest batch that runs in the
-    shape of a captured one."""
+    shape of a captured one. `spawned`: has its ranks start as those of users do."""
     overlap = options.pop("overlap", True)
+    starting = contextlib.nullcontext() if options.pop("spawned", False) else forked_ranks()
     padded = options.pop("padded", 0)
     model_config = read_model_config(folder, quantization=options.get("quantization"))
     if options.get("kv_cache_dtype") != "model":
@@ -100,7 +103,8 @@ def load_engine(folder: Path, **options: Any) -> Loaded[Any]:
     if config.num_ranks == 1:
         alone = load_runner(config, model_config, folder)
         return Loaded(alone, config, alone.capacity, facts, None, defaults, "test", disk=alone.disk)
-    runner = load_ranks(config, model_config, folder)
+    with starting:
+        runner = load_ranks(config, model_config, folder)
     return Loaded(
         runner, config, runner.capacity, facts, None, defaults, "test", runner, disk=runner.disk
     )

@@ -254,7 +254,7 @@ def test_a_broken_checkpoint_leaves_no_process(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks weights: norm\.weight"):
-        load_engine(folder, tp=2)
+        load_engine(folder, tp=2, spawned=True)
     assert not multiprocessing.active_children()
 
 

@@ -1,0 +1,44 @@
+"""Ranks for tests of what ranks compute: processes forked from one that has imported torch.
+
+Each spawned one would import it again, which takes longer than most of these tests. How ranks start
+and end is left to the tests of that, whose ranks are spawned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from unittest import mock
+
+from minisgl.runner.parallel.channel import RankEnd
+from minisgl.runner.parallel.worker import RankSpec, run_rank
+
+
+def fork_server() -> ForkServerContext:
+    """The context of processes forked from one with torch, which runs until the tests end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run_rank.__module__])
+    forkserver.ensure_running()
+    return context
+
+
+@contextlib.contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Let the ranks that are started meanwhile be forked."""
+    context = fork_server()  # before the launcher blocks signals
+    with (
+        mock.patch("multiprocessing.get_context", return_value=context),
+        mock.patch("minisgl.runner.parallel.launcher.run_spawned_rank", run_forked_rank),
+    ):
+        yield
+
+
+def run_forked_rank(spec: RankSpec, end: RankEnd, parent_pid: int) -> None:
+    """As `run_spawned_rank`, but it is no child of rank 0: the end of the channel ends it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    run_rank(spec, end)
