@@ -470,8 +470,13 @@ class KVCacheManager:
         match = self._cache.acquire(key, start, namespace)
         refused = pages
         if len(match.pages) == start:
-            self._mark_written(pages, 0)
             refused = self._cache.insert(match.node, key, start, pages)
+            # With what is before them, they go if the step that writes it fails.
+            path = self._cache.acquire(key, start + len(pages), namespace)
+            taken = set(pages).difference(refused)
+            before = [self._written_by[page] for page in path.pages if page not in taken]
+            self._mark_written([*taken], max(before, default=0))
+            self._cache.release(path.node)
         self._cache.release(match.node)
         return refused
 

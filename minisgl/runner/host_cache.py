@@ -258,11 +258,18 @@ class HostCache:
             uses_disk = transfer.way in (Way.WRITE, Way.READ)
             lane = self._disk if uses_disk else self._exchange
             assert lane is not None, f"nothing can {transfer.way.value} here"
-            # What was launched before may still use pages that are received. Those that are sent
-            # were written by steps that have ended.
-            is_received = transfer.pages and transfer.way is Way.RECEIVE
-            launched = [self._lanes.mark()] if is_received else []
-            lane.queue(transfer, [*launched, *self._copies_of(transfer.host_pages)], done)
+            lane.queue(transfer, self._before(transfer), done)
+
+    def _before(self, transfer: Transfer) -> Sequence[Mark]:
+        """What must be done before a transfer begins."""
+        if not transfer.pages:
+            return self._copies_of(transfer.host_pages)
+        if transfer.way is Way.RECEIVE:  # what was launched may still use the pages
+            return [self._lanes.mark()]
+        # They were written by steps that have ended, or by loads that have landed, but perhaps on
+        # another rank alone.
+        with self._lock:
+            return [copied.mark for copied in self._loading]
 
     def listen(self, address: str, token: bytes, rank: int) -> str:
         """Take part in transfers between engines; returns where the same rank of others finds this

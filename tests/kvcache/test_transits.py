@@ -187,6 +187,26 @@ def test_pages_that_have_lost_their_prefix_on_the_way_are_free() -> None:
     kv.audit(1)
 
 
+def test_pages_that_came_behind_a_step_that_fails_go_with_it() -> None:
+    kv = manager(num_pages=12, max_in_transit=8)
+    tokens = [*range(25)]
+    key = pack_tokens(tokens)
+    compute(kv, tokens[:5])
+    kv.settled(1)
+    coming = kv.expect_on_device(key, 1, 5)
+    assert coming is not None
+    lease = kv.acquire(key, 9)
+    assert kv.reserve(lease, 9) is not None
+    kv.commit(lease, key, 9, 2)  # what is before the others, in flight
+    kv.adopt(coming, key, 1, 5)
+    assert kv.match(key, 25) == 24 and kv.lend(key, 25) is None, "a step may fail"
+    kv.audit(2)
+    kv.close(lease)
+    kv.drop_written_since(2)
+    assert kv.match(key, 25) == 4 and kv.num_free == 10
+    kv.audit(2)
+
+
 def test_random_transits_beside_evictions_keep_every_page_with_one_owner() -> None:
     rng = random.Random(0)
     kv = manager(num_pages=14, num_host_pages=16, max_in_transit=6)

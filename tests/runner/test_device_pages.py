@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,10 +26,11 @@ from support.host_cache_cases import cache_of, holds, write
 from support.slow_lanes import SlowLane
 
 from minisgl.distributed.peer_memory import PeerMemoryError
+from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
 from minisgl.runner import device_pages, page_wire, shared_buffers
 from minisgl.runner.copy_lanes import copy_lane
-from minisgl.runner.device_pages import MAX_MAPPED, NUM_SLOTS, Window
+from minisgl.runner.device_pages import MAX_MAPPED, NUM_SLOTS, DevicePages, Window
 from minisgl.runner.host_cache import HostCache
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.page_exchange import Take
@@ -346,6 +348,43 @@ def test_a_host_cache_transfers_pages_of_the_device_after_all_that_was_launched(
     for cache in caches:
         cache.close()
     assert not [*tmp_path.iterdir()]
+
+
+def test_pages_are_sent_after_the_loads_that_fill_them_on_this_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may have landed on rank 0 alone."""
+    gate, was_put = threading.Event(), threading.Event()
+    gate.set()
+    memory = [cache_of(CPU), cache_of(CPU)]
+    sender = HostCache(memory[0], 12, Lanes(CPU), type("Lane", (SlowLane,), {"gate": gate}))
+    receiver = HostCache(memory[1], 12, Lanes(CPU))
+    write(memory[0], 1, 5.0)
+    sender.queue(Copies(offloads=((1, 3),)))()
+    gate.clear()
+    load = sender.queue(Copies(loads=(Load(1, (3,), (2,)),)))
+    monkeypatch.setattr(sender, "_make_lane", copy_lane)
+    address = sender.listen(str(tmp_path / "a"), b"", 0)
+    receiver.listen(str(tmp_path / "b"), b"", 0)
+    put = DevicePages.put
+
+    def note_put(*part: Any) -> None:
+        was_put.set()
+        put(*part)
+
+    monkeypatch.setattr(DevicePages, "put", note_put)
+    load()
+    ends: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    send = Transfer(1, Way.SEND, (), (), NAME, (), (2,))
+    take = Transfer(2, Way.RECEIVE, (), (), NAME, (address,), (7,))
+    for cache, transfer in ((sender, send), (receiver, take)):
+        cache.transfer([transfer], lambda *end: ends.put(end))
+    assert not was_put.wait(0.1)
+    gate.set()
+    assert {ends.get(timeout=60), ends.get(timeout=60)} == {(1, 1), (2, 1)}
+    assert holds(memory[1], 7, 5.0)
+    for cache in (sender, receiver):
+        cache.close()
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
-from support.fake_runner import FakeDisk, FakeRunner, expected_output
+from support.fake_runner import FakeDisk, FakeRunner, expected_output, mix
 from support.folders import ROOT
 
+from minisgl.config import Capacity
 from minisgl.engine.masks import MaskFiller
 from minisgl.errors import ContextLengthError, InvalidRequestError, QueueFullError, StepError
 from minisgl.kvcache.copies import ALWAYS, LoadRule
 from minisgl.kvcache.disk import Disk
-from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease
+from minisgl.kvcache.manager import MIN_PIECES, KVCacheManager, Lease, Transit
+from minisgl.kvcache.prefix import pack_tokens
 from minisgl.kvcache.store import Way
 from minisgl.matcher import MaskRows
 from minisgl.request import (
@@ -84,12 +86,16 @@ class Harness:
     offloads_per_plan: int | None = None
     load_rule: LoadRule = ALWAYS
     disk: FakeDisk | None = None
+    longest: int | None = None  # of its sequences
     endings: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        max_seq_len = self.longest or (self.num_pages - 1) * self.page_size
+        capacity = Capacity(self.num_pages, self.page_size, self.num_slots, max_seq_len)
         kv = KVCacheManager(
             num_pages=self.num_pages,
             page_size=self.page_size,
+            max_in_transit=capacity.max_in_transit,
             cache_type=self.cache_type,
             num_host_pages=self.num_host_pages,
             offloads_per_plan=self.offloads_per_plan,
@@ -99,7 +105,7 @@ class Harness:
         self.scheduler = Scheduler(
             kv=kv,
             num_slots=self.num_slots,
-            max_seq_len=(self.num_pages - 1) * self.page_size,
+            max_seq_len=max_seq_len,
             max_prefill_length=self.max_prefill_length,
             max_queued_requests=self.max_queued_requests,
             policy=self.policy,
@@ -1220,12 +1226,139 @@ def test_a_request_joins_at_once_where_nobody_decodes() -> None:
     check_output(again)
 
 
-def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -> None:
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_any_schedule_beside_another_engine_gives_the_same_tokens(seed: int) -> None:
+    """It reads pages that are lent to it, and writes some that are expected of it."""
+    rng = random.Random(seed)
+    waiting = random_requests(
+        rng, 20, longest=15, num_clients=rng.choice([0, 2]), num_prefixes=rng.randint(1, 4)
+    )
+    harness = cramped_harness(
+        rng,
+        seed,
+        num_host_pages=rng.choice([3, 20, 40, 300]),
+        offloads_per_plan=rng.choice([None, 1, 5]),
+        disk=rng.choice([None, FakeDisk()]),
+        longest=max(request.max_len for request in waiting),
+    )
+    run_schedule(harness, waiting, rng, Neighbour(harness, rng))
+
+
+@dataclass
+class Held:
+    """What the pages of a request hold, when all its tokens are computed."""
+
+    namespace: bytes
+    token_ids: list[int]
+    states: list[int]
+
+    @staticmethod
+    def of(request: Request) -> Held:
+        token_ids = [*request.token_ids[: request.num_prompt_tokens], *output_of(request)]
+        states = [0]
+        for token_id in token_ids:
+            states.append(mix(states[-1], token_id))
+        return Held(request.namespace, token_ids, states[1:])
+
+
+@dataclass
+class Neighbour:
+    """Another engine, which has prefixes and takes some."""
+
+    harness: Harness
+    rng: random.Random
+    lent: list[tuple[Transit, Held]] = field(default_factory=list)
+    coming: list[tuple[Transit, Held, int]] = field(default_factory=list)
+    num_lent: int = 0
+    num_adopted: int = 0
+
+    def __post_init__(self) -> None:
+        self.ends_any = self.rng.random() < 0.8  # before all requests have ended
+
+    def move(self, requests: list[Request]) -> None:
+        kv, rng = self.harness.scheduler.kv, self.rng
+        prefix = Held.of(rng.choice(requests))
+        place = pack_tokens(prefix.token_ids), len(prefix.token_ids), prefix.namespace
+        kind = rng.randrange(6)
+        if kind == 0 and (transit := kv.lend(*place)) is not None:
+            self.lent.append((transit, prefix))
+            self.num_lent += 1
+            self.check_lent()
+        elif kind == 1 and (transit := kv.copy_out(*place)) is not None:
+            self.lent.append((transit, prefix))
+            self.harness.num_granted += len(transit.host_pages)  # the next plan copies them, too
+        elif kind == 2:
+            first = kv.match(*place) // kv.page_size
+            num_pages = (place[1] - 1) // kv.page_size - first
+            expect = rng.choice([kv.expect_on_device, kv.expect_on_device, None])
+            if num_pages <= 0:
+                return
+            if expect is None:
+                transit = kv.expect(num_pages)
+            else:
+                transit = expect(place[0], first, num_pages, prefix.namespace)
+            if transit is not None:
+                self.coming.append((transit, prefix, first))
+                self.write(transit, None, 0)
+        elif kind >= 3 and self.ends_any:
+            self.end()
+
+    def write(self, transit: Transit, prefix: Held | None, first: int) -> None:
+        """What comes; without a prefix anything, since it is on its way."""
+        size, runner = self.harness.page_size, self.harness.runner
+        for index, page in enumerate(transit.pages or transit.host_pages):
+            start = (first + index) * size
+            cells = [-2] * size if prefix is None else prefix.states[start : start + size]
+            if transit.pages:
+                runner._cells |= {(page, place): cell for place, cell in enumerate(cells)}
+            else:
+                runner._host[page] = cells
+            if prefix is not None:
+                names = self.harness.page_namespaces
+                if not transit.pages:
+                    names = self.harness.host_namespaces
+                names[page] = prefix.namespace
+
+    def check_lent(self) -> None:
+        size, cells = self.harness.page_size, self.harness.runner._cells
+        for transit, prefix in self.lent:
+            held = [cells[page, place] for page in transit.pages for place in range(size)]
+            assert held == prefix.states[: len(held)], "what is lent has changed"
+
+    def end(self) -> None:
+        kv, rng = self.harness.scheduler.kv, self.rng
+        if self.lent and rng.random() < 0.5:
+            self.check_lent()
+            kv.drop(self.lent.pop(rng.randrange(len(self.lent)))[0])
+        elif self.coming:
+            transit, prefix, first = self.coming.pop(rng.randrange(len(self.coming)))
+            if rng.random() < 0.2:
+                self.write(transit, None, first)
+                kv.drop(transit)
+                return
+            total = len(transit.pages or transit.host_pages)
+            num_pages = rng.choice([total, total, rng.randint(0, total)])
+            self.write(transit, prefix, first)
+            kv.adopt(transit, pack_tokens(prefix.token_ids), first, num_pages, prefix.namespace)
+            self.num_adopted += num_pages > 0
+
+    def end_all(self) -> None:
+        while self.lent or self.coming:
+            self.end()
+
+
+def run_schedule(
+    harness: Harness,
+    waiting: list[Request],
+    rng: random.Random,
+    neighbour: Neighbour | None = None,
+) -> None:
     """Submit, plan, settle, abort, stop, fail and land at random, until all has ended."""
     submitted: list[Request] = []
     disturbed: set[Request] = set()  # ended by us, so their output is cut
     depth = rng.randint(1, 3 if harness.num_stages == 1 else harness.num_stages + 1)
-    abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01)])
+    abort_rate, fail_rate = rng.choice([(0, 0), (0.04, 0.01 if neighbour is None else 0.05)])
     while waiting or harness.scheduler.num_waiting or harness.scheduler.num_running:
         move = rng.random()
         live = [request for request in submitted if not request.finished]
@@ -1234,6 +1367,8 @@ def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -
             harness.scheduler.submit(submitted[-1])
         elif move < 0.6 and len(harness.in_flight) < depth:
             harness.launch()
+        elif move > 0.8 and neighbour is not None and submitted:
+            neighbour.move(submitted)
         elif move < 0.6 + abort_rate and live:
             request = rng.choice(live)
             assert harness.scheduler.cancel(request)
@@ -1260,9 +1395,13 @@ def run_schedule(harness: Harness, waiting: list[Request], rng: random.Random) -
                 dropped = rng.randrange(run)  # a stop string ends within the run
                 harness.scheduler.finish(request, request.num_output_tokens - dropped)
                 disturbed.add(request)
+            if neighbour is not None:
+                neighbour.check_lent()
         harness.scheduler.audit()
     while harness.in_flight:
         harness.settle()
+    if neighbour is not None:
+        neighbour.end_all()
     assert harness.endings == {request.id: 1 for request in submitted}
     for request in submitted:
         if request not in disturbed:
