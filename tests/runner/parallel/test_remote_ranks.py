@@ -204,12 +204,12 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
             assert data is not None and data.startswith(LISTEN)
             assert decode_listen(data) == ("host:0", b"secret")
             channel.ends[rank].report(RankListens(f"host:{rank}", shares_device=True))
-        assert listening.result(10) == ["host:1", "host:2", "host:3"] and ranks.share_devices
+        assert listening.result(10) == ["host:1", "host:2", "host:3"] and ranks.shares_device
         listening = thread.submit(ranks.listen, "host:0", b"secret")
         for rank, end in channel.ends.items():
             assert end.receive()
             end.report(RankListens(f"host:{rank}", shares_device=rank != 2))
-        assert len(listening.result(10)) == 3 and not ranks.share_devices
+        assert len(listening.result(10)) == 3 and not ranks.shares_device
         listening = thread.submit(ranks.listen, "host:0", b"")
         for rank, end in channel.ends.items():
             assert end.receive()
