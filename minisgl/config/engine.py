@@ -95,9 +95,8 @@ class EngineConfig:
     )
     dense_copies: str = option(
         "auto",
-        "Keep INT4 weights in the model's dtype, too, for steps of many tokens: auto (if that "
-        "takes at most a third of what --memory-ratio leaves beside the weights), always or never. "
-        "Also FP8 weights whose inputs are not rounded; neither experts nor anything on a CPU.",
+        "Keep INT4 weights in the model's dtype, too, for steps of many tokens on a GPU: auto (if "
+        "that leaves most of the memory to the KV cache), always or never.",
         group="Memory",
     )
     host_cache: float = option(
