@@ -58,6 +58,7 @@ class RankListens:
 
     address: str
     obstacle: str = ""
+    shares_device: bool = False  # other engines may map what is on its device
 
 
 Message = RankReady | RankFailed | RankTransferred | RankListens

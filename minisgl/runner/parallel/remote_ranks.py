@@ -68,6 +68,7 @@ class RemoteRanks:
         others = [*(spec.rank for spec in self._specs), *elsewhere]
         self._watch = RankWatch(others, own.config.step_timeout)
         self._listening: dict[int, RankListens] = {}
+        self.share_devices = False  # all of them, since `listen`
         self._changed = threading.Condition()  # for _watch.ready, _listening, _ending and lost
         self._ending = False
         self._killing: threading.Timer | None = None
@@ -129,6 +130,7 @@ class RemoteRanks:
         for each in found:
             if each.obstacle:
                 raise OSError(each.obstacle)
+        self.share_devices = all(each.shares_device for each in found)
         return [each.address for each in found]
 
     def masks(self, plan: StepPlan) -> MaskRows:

@@ -244,7 +244,7 @@ class TensorParallelRunner:
 
     @property
     def shares_device(self) -> bool:
-        return self._own.shares_device
+        return self._own.shares_device and self.others.share_devices
 
     def traffic(self) -> HostTraffic | None:
         """The copies of rank 0; those of the others are as many."""

@@ -185,6 +185,7 @@ def _run_plans(runner: ModelRunner, end: RankEnd, num_stages: int) -> None:
 
 def _listen(runner: ModelRunner, address: str, token: bytes) -> RankListens:
     try:
-        return RankListens(*runner.listen(address, token))
+        (found,) = runner.listen(address, token)
+        return RankListens(found, shares_device=runner.shares_device)
     except OSError as error:
         return RankListens("", str(error))
