@@ -45,7 +45,11 @@ class Slabs:
         ]
         self._registered: list[int] = []  # addresses
         if device.type == "cuda":
-            self._slabs = self._pinned(shapes, report)
+            try:
+                self._slabs = self._pinned(shapes, report)
+            except BaseException:  # it would stay pinned until the process ends
+                self._unpin()
+                raise
         else:
             self._slabs = [torch.empty(shape, dtype=torch.uint8) for shape in shapes]
 
@@ -107,10 +111,13 @@ class Slabs:
 
     def close(self) -> None:
         """Free the memory, as soon as nobody has a view of it. No copy may be under way."""
+        self._unpin()
+        self._slabs.clear()
+
+    def _unpin(self) -> None:
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
-        self._slabs.clear()
 
 
 def _forget_error() -> None:

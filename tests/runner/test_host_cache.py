@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import astuple
 
@@ -189,6 +190,22 @@ def test_memory_is_pinned_at_once_and_what_cannot_be_is_used_as_it_is(
     assert "pins no more memory for --host-cache" in caplog.text
     check_runs(pages)
     pages.close()
+    assert not runtime.sizes
+
+
+def test_memory_is_not_pinned_any_more_if_the_start_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 400)
+    runtime = FakeRuntime(max_pinned=3)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+    def give_up(fraction: float) -> None:
+        assert runtime.sizes
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        Slabs(10, 100, torch.device("cuda"), give_up)
     assert not runtime.sizes
 
 

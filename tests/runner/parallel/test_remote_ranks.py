@@ -198,18 +198,16 @@ def test_a_rank_that_fails_exits_or_disconnects_stops_all_ranks() -> None:
 
 def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
     with remote_ranks() as (ranks, _, channel), ThreadPoolExecutor(1) as thread:
-        listening = thread.submit(ranks.listen, "host:0", b"secret")
-        for rank in (3, 1, 2):  # in any order
-            data = channel.ends[rank].receive()
-            assert data is not None and data.startswith(LISTEN)
-            assert decode_listen(data) == ("host:0", b"secret")
-            channel.ends[rank].report(RankListens(f"host:{rank}", shares_device=True))
-        assert listening.result(10) == ["host:1", "host:2", "host:3"] and ranks.shares_device
-        listening = thread.submit(ranks.listen, "host:0", b"secret")
-        for rank, end in channel.ends.items():
-            assert end.receive()
-            end.report(RankListens(f"host:{rank}", shares_device=rank != 2))
-        assert len(listening.result(10)) == 3 and not ranks.shares_device
+        for lacks in (2, None):  # what others could map
+            listening = thread.submit(ranks.listen, "host:0", b"secret")
+            for rank in (3, 1, 2):  # in any order
+                data = channel.ends[rank].receive()
+                assert data is not None and data.startswith(LISTEN)
+                assert decode_listen(data) == ("host:0", b"secret")
+                told = RankListens(f"host:{rank}", shares_device=rank != lacks)
+                channel.ends[rank].report(told)
+            assert listening.result(10) == ["host:1", "host:2", "host:3"]
+            assert ranks.shares_device == (lacks is None)
         listening = thread.submit(ranks.listen, "host:0", b"")
         for rank, end in channel.ends.items():
             assert end.receive()
