@@ -265,7 +265,7 @@ class Transfers:
             self._count(self.stats.sent, sent.result(), began, is_direct=bool(pages))
 
         sending.add_done_callback(end)
-        num_pages = len(pages) or len(host_pages)
+        num_pages = len(pages or host_pages)
         return Offer(num_pages, name, self._sharing.ranks, is_direct=bool(pages))
 
     # -- receiving ---------------------------------------------------------------------------------

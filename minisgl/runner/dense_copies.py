@@ -31,7 +31,7 @@ def prepare_model(
     """
     num_bytes, share = model.dense_copy_bytes, config.dense_copies_share
     room = int(free_at_start * config.memory_ratio) - (free_at_start - free_bytes(device))
-    room -= config.num_pages * page_bytes(config, layers)
+    room -= config.num_pages * page_bytes(layers, config.page_size)
     keeps = bool(pipeline.host_min(int(keeps_copies(num_bytes, share, room))))
     try:
         model.prepare(dense_copies=keeps)

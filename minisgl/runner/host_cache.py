@@ -32,6 +32,7 @@ from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.store import Done, Transfer, Way
+from minisgl.runner import memory
 from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
 from minisgl.runner.device_pages import DevicePages
 from minisgl.runner.disk_lane import DiskLane
@@ -57,18 +58,14 @@ UNKNOWN_DISK_BYTES_PER_S = 1e9
 
 def staging_bytes(layers: Sequence[KVSpec], page_size: int, num_host_pages: int) -> int:
     """Bytes of device memory that a host cache needs for its pieces."""
-    page_bytes = _page_bytes(layers, page_size)
-    return (NUM_STAGED + 1) * _pages_per_piece(page_bytes, num_host_pages) * page_bytes
+    num_bytes = memory.page_bytes(layers, page_size)
+    return (NUM_STAGED + 1) * _pages_per_piece(num_bytes, num_host_pages) * num_bytes
 
 
 def offloads_per_plan(layers: Sequence[KVSpec], page_size: int, num_host_pages: int) -> int:
     """Number of pages that a plan may offload without the compute lane waiting for it: half of
     what can be staged, which takes less time than a decode step of a model that is worth it."""
-    return NUM_STAGED // 2 * _pages_per_piece(_page_bytes(layers, page_size), num_host_pages)
-
-
-def _page_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
-    return sum(spec.bytes_per_token for spec in layers) * page_size
+    return NUM_STAGED // 2 * _pages_per_piece(memory.page_bytes(layers, page_size), num_host_pages)
 
 
 def _pages_per_piece(page_bytes: int, num_host_pages: int) -> int:

@@ -65,9 +65,9 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def page_bytes(config: ResolvedConfig, layers: Sequence[KVSpec]) -> int:
+def page_bytes(layers: Sequence[KVSpec], page_size: int) -> int:
     """Bytes of a page in the KV cache of all layers."""
-    return sum(spec.bytes_per_token for spec in layers) * config.page_size
+    return sum(spec.bytes_per_token for spec in layers) * page_size
 
 
 def fit_num_pages(config: ResolvedConfig, layers: Sequence[KVSpec], use: MemoryUse) -> int:
@@ -75,7 +75,7 @@ def fit_num_pages(config: ResolvedConfig, layers: Sequence[KVSpec], use: MemoryU
 
     Raises DeviceMemoryError if nothing is left for the cache.
     """
-    bytes_each = page_bytes(config, layers)
+    bytes_each = page_bytes(layers, config.page_size)
     budget = int(use.free_at_start * config.memory_ratio)
     taken = use.weight_bytes + use.activation_bytes + use.graph_bytes
     num_pages = (budget - taken) // bytes_each

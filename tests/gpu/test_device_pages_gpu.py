@@ -11,12 +11,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from support.device_page_cases import CASES, DeviceRank, check_between_processes, some_pages
+from support.device_page_cases import CASES, DeviceRank, check_between_processes, check_transfers
 
 pytestmark = pytest.mark.gpu
 
 NUM_GPUS = torch.cuda.device_count()
-NAME = b"name of the transfer"
 PART_PAGES = 11
 
 
@@ -28,13 +27,7 @@ def test_pages_travel_within_a_process(case: str, gpus: tuple[int, int], tmp_pat
         for name, seed, gpu, part in zip("ab", (1, 2), gpus, (PART_PAGES, 7), strict=True)
     )
     with closing(sender), closing(receiver):
-        for id, count in enumerate((1, 7, 8, 37), 1):
-            pages, targets = some_pages(count, id), some_pages(count, -id)
-            sender.send(id, pages, NAME)
-            receiver.receive(id, sender.address, targets, NAME)
-            assert sender.end() == receiver.end() == (id, count)
-            receiver.expect(1, pages, targets)
-            receiver.reset()
+        check_transfers(sender, receiver, (1, 7, 8, 37))
 
 
 @pytest.mark.parametrize("case", CASES)

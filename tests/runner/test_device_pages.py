@@ -19,6 +19,7 @@ from support.device_page_cases import (
     CPU,
     DeviceRank,
     check_between_processes,
+    check_transfers,
     random_planes,
     some_pages,
 )
@@ -78,13 +79,7 @@ def test_pages_arrive_bit_by_bit_in_their_places(
     sender = DeviceRank(str(tmp_path / "a"), case, 1, make_lane=lane)
     receiver = DeviceRank(str(tmp_path / "b"), case, 2, make_lane=lane, part_pages=3)
     with closing(sender), closing(receiver):
-        for id, count in enumerate((1, 3, 4, 17), 1):
-            pages, targets = some_pages(count, id), some_pages(count, -id)
-            sender.send(id, pages, NAME)
-            receiver.receive(id, sender.address, targets, NAME)
-            assert sender.end() == receiver.end() == (id, count)
-            receiver.expect(1, pages, targets)
-            receiver.reset()
+        check_transfers(sender, receiver, (1, 3, 4, 17))
 
 
 def test_more_transfers_than_slots_take_turns_and_mix_nothing_up(

@@ -114,6 +114,20 @@ def some_pages(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1, NUM_PAGES), count)
 
 
+def check_transfers(sender: DeviceRank, receiver: DeviceRank, counts: Sequence[int]) -> None:
+    """So many pages arrive, one transfer after the other, bit by bit in their places.
+
+    sender: with seed 1.
+    """
+    for id, count in enumerate(counts, 1):
+        pages, targets, name = some_pages(count, id), some_pages(count, -id), b"%d" % id
+        sender.send(id, pages, name)
+        receiver.receive(id, sender.address, targets, name)
+        assert sender.end() == receiver.end() == (id, count)
+        receiver.expect(1, pages, targets)
+        receiver.reset()
+
+
 def check_between_processes(
     folder: Path, case: str, part_pages: int, device: torch.device, gpus: tuple[str, str] = ("", "")
 ) -> None:
