@@ -11,8 +11,9 @@ from torch import Tensor
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.config import AttentionSpec
-from minisgl.kernels.attention.paged_decode import DecodeWorkspace, paged_decode
-from minisgl.kernels.attention.paged_prefill import paged_prefill
+from minisgl.kernels.attention.paged_common import SplitWorkspace
+from minisgl.kernels.attention.paged_decode import paged_decode
+from minisgl.kernels.attention.paged_prefill import paged_prefill, split_room
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
@@ -35,12 +36,31 @@ def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> Prefill
     return next(tiles for widest, tiles in table if head_dim <= widest)
 
 
+def prefill_splits(
+    num_rows: int, group: int, num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning
+) -> int:
+    """The number of KV splits that a step with `num_rows` rows of chunks aims at, for each KV head;
+    0 if the rows keep the device busy without.
+
+    Of a captured step only the largest number of chunks is known, so that one chunk is assumed.
+    What more have makes no difference but that the device divides less.
+    """
+    target = most_prefill_splits(num_kv_heads, tiles, tuning)
+    num_items = -(-num_rows // (tiles.block_m // group))
+    return target if num_items < target else 0
+
+
+def most_prefill_splits(num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning) -> int:
+    return tuning.num_sms * tiles.programs_per_sm // num_kv_heads
+
+
 class TritonAttention:
     """Implements AttentionBackend and FusedDecode on a CUDA device, for float32, float16, bfloat16.
 
-    For use on one stream: all calls share the memory in which the KV splits of decode are merged.
-    Other rows affect the result of a row only through the position of its KV splits, which depends
-    on the numbers of rows and tokens; equal sets of rows give equal bits, in any order.
+    For use on one stream: all calls share the memory in which KV splits are merged. Other rows
+    affect the result of a row only through the position of its KV splits, which depends on the
+    numbers of rows and tokens, and for chunks on the room for rows of a captured step; equal sets
+    of rows or chunks give equal bits, in any order.
     """
 
     def __init__(
@@ -55,8 +75,9 @@ class TritonAttention:
         self._decode_tiles = decode
         self._prefill_tiles = prefill
         self._pdl = pdl
-        # The last one is the largest; captured graphs may use the others.
-        self._workspaces: list[DecodeWorkspace] = []
+        # The last of each is the largest; captured graphs may use the others.
+        self._decode_workspaces: list[SplitWorkspace] = []
+        self._prefill_workspaces: list[SplitWorkspace] = []
 
     def decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, spec: AttentionSpec) -> Tensor:
         """q: [num_rows, num_heads, head_dim]; returns the same shape. Rows of length 0 are zeros.
@@ -106,8 +127,12 @@ class TritonAttention:
             batch.lengths,
             scale=spec.scale,
             target_splits=target_splits,
-            workspace=self._workspace(
-                num_stats, num_stats * head_dim, num_rows * num_kv_heads, heads
+            workspace=_workspace(
+                self._decode_workspaces,
+                heads,
+                num_accs=num_stats * head_dim,
+                num_stats=num_stats,
+                num_semaphores=num_rows * num_kv_heads,
             ),
             tiles=tiles,
             norm_rope=norm_rope,
@@ -116,7 +141,14 @@ class TritonAttention:
         )
 
     def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
-        """q: [num_rows, num_heads, head_dim]; returns the same shape."""
+        """q: [num_rows, num_heads, head_dim]; returns the same shape. Raises as `decode` does."""
+        num_rows, num_heads, head_dim = q.shape
+        num_kv_heads = kv.k.shape[2]
+        tuning = tuning_of(q.device)
+        tiles = self._prefill_tiles or prefill_tiles(head_dim, q.itemsize, tuning)
+        # Of one size, and made by the first step, whatever its rows.
+        most = most_prefill_splits(num_kv_heads, tiles, tuning)
+        room = split_room(most, num_kv_heads, head_dim, tiles)
         return paged_prefill(
             q,
             kv.k,
@@ -125,30 +157,41 @@ class TritonAttention:
             batch.row_starts,
             batch.ends,
             scale=spec.scale,
-            tiles=self._prefill_tiles or prefill_tiles(q.shape[2], q.itemsize, tuning_of(q.device)),
+            tiles=tiles,
+            target_splits=prefill_splits(
+                num_rows, num_heads // num_kv_heads, num_kv_heads, tiles, tuning
+            ),
+            workspace=_workspace(self._prefill_workspaces, q, **room),
             scales=kv.scales,
             pdl=self._pdl,
         )
 
-    def _workspace(
-        self, num_stats: int, num_accs: int, num_semaphores: int, q: Tensor
-    ) -> DecodeWorkspace:
-        if self._workspaces:
-            last = self._workspaces[-1]
-            held = (last.peaks.numel(), last.accs.numel(), last.semaphores.numel())
-            if num_stats <= held[0] and num_accs <= held[1] and num_semaphores <= held[2]:
-                return last
-            num_stats, num_accs = max(num_stats, held[0]), max(num_accs, held[1])
-            num_semaphores = max(num_semaphores, held[2])
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            # Each replay would zero the semaphores, which other graphs use.
-            raise RuntimeError("decode a batch of this size once before a graph of it is captured")
-        self._workspaces.append(
-            DecodeWorkspace.allocate(
-                num_accs=num_accs,
-                num_stats=num_stats,
-                num_semaphores=num_semaphores,
-                device=q.device,
-            )
+
+def _workspace(
+    workspaces: list[SplitWorkspace],
+    q: Tensor,
+    *,
+    num_accs: int,
+    num_stats: int,
+    num_semaphores: int,
+) -> SplitWorkspace:
+    """The last of `workspaces`, to which one is added if that has no room for so many."""
+    if workspaces:
+        last = workspaces[-1]
+        if last.holds(num_accs=num_accs, num_stats=num_stats, num_semaphores=num_semaphores):
+            return last
+        num_accs = max(num_accs, last.accs.numel())
+        num_stats = max(num_stats, last.peaks.numel())
+        num_semaphores = max(num_semaphores, last.semaphores.numel())
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Each replay would zero the semaphores, which other graphs use.
+        raise RuntimeError("attend to a batch of this size once before a graph of it is captured")
+    workspaces.append(
+        SplitWorkspace.allocate(
+            num_accs=num_accs,
+            num_stats=num_stats,
+            num_semaphores=num_semaphores,
+            device=q.device,
         )
-        return self._workspaces[-1]
+    )
+    return workspaces[-1]

@@ -78,12 +78,18 @@ class DecodeTiles:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """How a program of prefill attention works."""
+    """How a program of prefill attention works, and over how many programs the keys are split."""
 
     block_m: int  # pairs of a token and a head
     block_n: int  # keys in a tile
     num_warps: int
     num_stages: int
+    # Over which the keys of a step's chunks are split, if there are enough keys; 0: never. One fits
+    # on an SM, and a second round would cost as much as the first.
+    programs_per_sm: int = 1
+    # Keys; a chunk is not split into fewer. They take a program on an H200 some 25 µs, and to store
+    # and merge its part takes it about 2.
+    min_split: int = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

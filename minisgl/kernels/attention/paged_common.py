@@ -3,9 +3,10 @@ paged_prefill.py, for chunks.
 
 Both are FlashAttention (Dao, "FlashAttention-2", 2023): an online softmax in float32 over tiles of
 keys, in powers of two, with log2(e) folded into the scale. Decode splits the keys of a row over
-programs (Dao et al., "Flash-Decoding", 2023). A *group* is the query heads that share a KV head;
-one program serves a whole group, so that it reads K and V once. Decode can
-also do the work of elementwise/heads.py, which saves a launch a layer in steps that only decode.
+programs (Dao et al., "Flash-Decoding", 2023), and so does a step whose chunks are few. A *group* is
+the query heads that share a KV head; one program serves a whole group, so that it reads K and V
+once. Decode can also do the work of elementwise/heads.py, which saves a launch a layer in steps
+that only decode.
 
 The host knows nothing about a step but the maximum number of rows and chunks: each program derives
 its work from the tables on the device, so that a CUDA graph of either kernel serves any lengths.
@@ -18,8 +19,12 @@ lengths and the bounds of chunks must be two launches old.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 # The running maximum before any score: -inf minus -inf would be NaN where all scores are masked.
@@ -27,6 +32,36 @@ LOWEST = tl.constexpr(-3.0e38)
 # Rows or chunks that a program searches at once for its own; steps with no more share one variant
 # of a kernel.
 LOOKED_THROUGH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SplitWorkspace:
+    """Memory through which the KV splits of an output are merged. One launch at a time may use
+    it."""
+
+    accs: Tensor  # float32: partial outputs of each split
+    peaks: Tensor  # float32: running maxima of its queries
+    totals: Tensor  # float32: their denominators
+    semaphores: Tensor  # int32, one an output, zero between launches
+
+    @classmethod
+    def allocate(
+        cls, *, num_accs: int, num_stats: int, num_semaphores: int, device: torch.device
+    ) -> SplitWorkspace:
+        return cls(
+            accs=torch.empty(num_accs, dtype=torch.float32, device=device),
+            peaks=torch.empty(num_stats, dtype=torch.float32, device=device),
+            totals=torch.empty(num_stats, dtype=torch.float32, device=device),
+            semaphores=torch.zeros(num_semaphores, dtype=torch.int32, device=device),
+        )
+
+    def holds(self, *, num_accs: int, num_stats: int, num_semaphores: int) -> bool:
+        """Whether there is room for so many."""
+        return (
+            num_accs <= self.accs.numel()
+            and num_stats <= self.peaks.numel()
+            and num_semaphores <= self.semaphores.numel()
+        )
 
 
 @triton.jit

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +12,7 @@ from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
     LOWEST,
+    SplitWorkspace,
     fold,
     in_cache,
     load_pages,
@@ -30,27 +29,6 @@ _MERGED = 2048
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # without assembly
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeWorkspace:
-    """Memory through which the KV splits of a row are merged. One launch at a time may use it."""
-
-    accs: Tensor  # [num_items * num_heads * head_dim] float32: partial outputs
-    peaks: Tensor  # [num_items * num_heads] float32: running maxima
-    totals: Tensor  # [num_items * num_heads] float32: denominators
-    semaphores: Tensor  # [num_rows * num_kv_heads] int32, zero between launches
-
-    @classmethod
-    def allocate(
-        cls, *, num_accs: int, num_stats: int, num_semaphores: int, device: torch.device
-    ) -> DecodeWorkspace:
-        return cls(
-            accs=torch.empty(num_accs, dtype=torch.float32, device=device),
-            peaks=torch.empty(num_stats, dtype=torch.float32, device=device),
-            totals=torch.empty(num_stats, dtype=torch.float32, device=device),
-            semaphores=torch.zeros(num_semaphores, dtype=torch.int32, device=device),
-        )
-
-
 def paged_decode(
     q: Tensor,
     k: Tensor,
@@ -60,7 +38,7 @@ def paged_decode(
     *,
     scale: float,
     target_splits: int,
-    workspace: DecodeWorkspace,
+    workspace: SplitWorkspace,
     tiles: DecodeTiles,
     norm_rope: NormRope | None = None,
     scales: KVScales = UNSCALED,

@@ -12,12 +12,14 @@ from minisgl.kernels.attention.paged_common import (
     LOG2_E,
     LOOKED_THROUGH,
     LOWEST,
+    SplitWorkspace,
     fold,
     in_cache,
     load_pages,
     offsets_of,
     to_multiply,
 )
+from minisgl.kernels.device import arrive
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import PrefillTiles
 
@@ -32,6 +34,8 @@ def paged_prefill(
     *,
     scale: float,
     tiles: PrefillTiles,
+    target_splits: int = 0,
+    workspace: SplitWorkspace | None = None,
     scales: KVScales = UNSCALED,
     pdl: bool = True,
 ) -> Tensor:
@@ -40,6 +44,10 @@ def paged_prefill(
     q: [num_rows, num_heads, head_dim]; k and v: [num_pages, page_size, num_kv_heads, head_dim]
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; the others as in PrefillBatch.
     Returns a new tensor of the shape of q; rows of no chunk are neither read nor written.
+
+    With `target_splits`, the keys of long chunks are divided so that there are up to so many splits
+    of equal size, each of `tiles.min_split` keys or more; a chunk's items of different context have
+    some half as long. The workspace must have room for them: see `split_room`.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
@@ -47,10 +55,15 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
+    if target_splits:
+        assert workspace is not None
+        assert workspace.holds(**split_room(target_splits, num_kv_heads, head_dim, tiles))
+    split = workspace if target_splits else None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0 or num_chunks == 0:
         return out
-    _prefill_kernel[(num_kv_heads, num_rows // (tiles.block_m // group) + num_chunks)](
+    num_items = num_rows // (tiles.block_m // group) + num_chunks
+    _prefill_kernel[(num_kv_heads, num_items + target_splits)](
         out,
         q,
         k,
@@ -58,6 +71,7 @@ def paged_prefill(
         page_table,
         row_starts,
         ends,
+        *((split.accs, split.peaks, split.totals, split.semaphores) if split else (None,) * 4),
         num_chunks,
         q.stride(0),
         page_table.stride(0),
@@ -72,10 +86,26 @@ def paged_prefill(
         block_n=tiles.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),
         stages=tiles.num_stages,
+        target_splits=target_splits,
+        min_split=max(tiles.min_split, target_splits),  # see _find_split
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
     )
     return out
+
+
+def split_room(
+    target_splits: int, num_kv_heads: int, head_dim: int, tiles: PrefillTiles
+) -> dict[str, int]:
+    """The sizes of the workspace for up to so many splits, whatever their chunks, as
+    SplitWorkspace.allocate takes them."""
+    num_tiles = target_splits * num_kv_heads
+    num_stats = num_tiles * tiles.block_m
+    return {
+        "num_accs": num_stats * head_dim,
+        "num_stats": num_stats,
+        "num_semaphores": num_tiles,
+    }
 
 
 @triton.jit(
@@ -90,6 +120,10 @@ def _prefill_kernel(
     page_table,
     row_starts,
     ends,
+    accs,
+    peaks,
+    totals,
+    semaphores,
     num_chunks,
     q_stride,
     table_stride,
@@ -104,6 +138,8 @@ def _prefill_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
+    target_splits: tl.constexpr,
+    min_split: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
@@ -116,20 +152,41 @@ def _prefill_kernel(
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = block_m // group
-    chunks = tl.arange(0, block_chunks)
-    first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
-    chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
-    first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
-    end = tl.load(ends + chunk)
+    if target_splits == 0:
+        chunks = tl.arange(0, block_chunks)
+        first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
+        chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
+        first_row, end_row = tl.load(row_starts + chunk), tl.load(row_starts + chunk + 1)
+        end = tl.load(ends + chunk)
+    else:
+        chunk, item, first_slot, split_size = _find_split(
+            row_starts, ends, item, num_chunks, target_splits, min_split, most_tokens, block_chunks
+        )
+        live = chunk < num_chunks  # otherwise there is no token left
+        first_row = tl.load(row_starts + chunk, live, 0)
+        end_row = tl.load(row_starts + chunk + 1, live, 0)
+        end = tl.load(ends + chunk, live, 0)
     if pdl:  # for q, k and v, and for the last reader of `out`; also programs without tokens wait
         tl.extra.cuda.gdc_wait()
-    first_item = first_row // most_tokens + chunk
-    left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
+    if target_splits == 0:
+        first_item = first_row // most_tokens + chunk
+        left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
+    else:
+        most_splits = _num_splits(end, split_size)
+        split = item % most_splits
+        left = tl.cdiv(end_row - first_row, most_tokens) - 1 - item // most_splits
+        slot = first_slot + item - split
     if left < 0:
         return
     first_token = left * most_tokens
     num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
     position = end - (end_row - first_row) + first_token
+    # First the tiles of which every token sees all keys, then those on the diagonal.
+    diagonal = (position + 1) // block_n * block_n
+    if target_splits:
+        num_splits = tl.maximum(tl.minimum(most_splits, tl.cdiv(diagonal, split_size)), 1)
+        if split >= num_splits:
+            return
 
     pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
     tokens = pairs // group
@@ -148,22 +205,120 @@ def _prefill_kernel(
     acc = tl.zeros((block_m, block_d), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
-    # First the tiles of which every token sees all keys, then those on the diagonal.
-    diagonal = (position + 1) // block_n * block_n
+    if target_splits == 0:
+        acc, peak, total = _attend_tiles(
+            acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
+            head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
+        )  # fmt: skip
+        end = position + num_tokens
+    else:  # whole tiles, and in the last split those on the diagonal
+        num_tiles = diagonal // block_n
+        first = num_tiles * split // num_splits * block_n
+        stop = num_tiles * (split + 1) // num_splits * block_n
+        acc, peak, total = _attend_tiles(
+            acc, peak, total, query, position + tokens, k, v, table, first, stop, scale,
+            head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
+        )  # fmt: skip
+        end = tl.where(split == num_splits - 1, position + num_tokens, diagonal)
     acc, peak, total = _attend_tiles(
-        acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
-        head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
-    )  # fmt: skip
-    acc, peak, total = _attend_tiles(
-        acc, peak, total, query, position + tokens, k, v, table, diagonal, position + num_tokens,
-        scale, head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
+        acc, peak, total, query, position + tokens, k, v, table, diagonal, end, scale,
+        head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
     )  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
+    if target_splits:
+        if num_splits > 1:
+            mine = (slot + split) * num_kv_heads + kv_head
+            lanes = pairs[:, None] * head_dim + dims[None, :]
+            tl.store(accs + mine * (block_m * head_dim) + lanes, acc, mask=real)
+            tl.store(peaks + mine * block_m + pairs, peak)
+            tl.store(totals + mine * block_m + pairs, total)
+            first_place = slot * num_kv_heads + kv_head
+            if arrive(semaphores, first_place) < num_splits - 1:
+                return
+            tl.store(semaphores + first_place, 0)  # for the next launch
+            acc, total = _merge(
+                accs, peaks, totals, first_place, num_splits, real,
+                num_kv_heads, head_dim, block_m, block_d,
+            )  # fmt: skip
     result = out + (rows * (num_kv_heads * group * head_dim))[:, None] + within
     if fp8:
         acc *= v_scale
     tl.store(result, acc / total[:, None], mask=real)
+
+
+@triton.jit
+def _find_split(
+    row_starts,
+    ends,
+    unit,
+    num_chunks,
+    target_splits: tl.constexpr,
+    min_split: tl.constexpr,
+    most_tokens: tl.constexpr,
+    block_chunks: tl.constexpr,
+):
+    """(chunk of `unit`, num_chunks or more if there is none; its number among the chunk's units;
+    slot of the chunk's first unit in the workspace; keys in a split).
+
+    Units are numbered chunk by chunk, and within a chunk item by item; each item of a chunk has as
+    many. Only chunks that are split have slots, of which there are no more than `target_splits`:
+    the quotient of which `split_size` lacks the fraction is less than 1 in `split_size` too large,
+    and min_split >= target_splits.
+    """
+    chunks = tl.arange(0, block_chunks)
+    real = chunks < num_chunks
+    first_rows = tl.load(row_starts + chunks, real, 0)
+    num_items = tl.cdiv(tl.load(row_starts + chunks + 1, real, 0) - first_rows, most_tokens)
+    numbers = tl.load(ends + chunks, real, 0)
+    split_size = tl.maximum(tl.sum(num_items * numbers) // target_splits, min_split)
+    splits = _num_splits(numbers, split_size)
+    units = num_items * splits
+    stops = tl.cumsum(units)
+    before = stops <= unit
+    chunk = tl.sum(before.to(tl.int32))
+    first_unit = tl.max(tl.where(before, stops, 0))
+    first_slot = tl.sum(tl.where(before & (splits > 1), units, 0))
+    return chunk, unit - first_unit, first_slot, split_size
+
+
+@triton.jit
+def _num_splits(end, split_size):
+    """Number of KV splits of the items of a chunk that ends at `end`, at most. Rounded down, so
+    that as many programs as there are SMs run in one round."""
+    return tl.maximum(end // split_size, 1)
+
+
+@triton.jit
+def _merge(
+    accs,
+    peaks,
+    totals,
+    first_place,
+    num_splits,
+    real,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_m: tl.constexpr,
+    block_d: tl.constexpr,
+):
+    """(acc [block_m, block_d], total [block_m]) of all splits of an item, added in their order."""
+    pairs, dims = tl.arange(0, block_m), tl.arange(0, block_d)
+    acc = tl.zeros((block_m, block_d), tl.float32)
+    peak = tl.full((block_m,), LOWEST, tl.float32)
+    total = tl.zeros((block_m,), tl.float32)
+    for split in tl.range(0, num_splits, num_stages=1):
+        place = first_place + split * num_kv_heads
+        lanes = pairs[:, None] * head_dim + dims[None, :]
+        some_acc = tl.load(accs + place * (block_m * head_dim) + lanes, real, 0.0)
+        some_peak = tl.load(peaks + place * block_m + pairs)
+        some_total = tl.load(totals + place * block_m + pairs)
+        higher = tl.maximum(peak, some_peak)
+        decay, weight = tl.exp2(peak - higher), tl.exp2(some_peak - higher)
+        acc = acc * decay[:, None] + some_acc * weight[:, None]
+        total = total * decay + some_total * weight
+        peak = higher
+    return acc, total
 
 
 @triton.jit
