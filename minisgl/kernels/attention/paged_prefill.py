@@ -45,9 +45,10 @@ def paged_prefill(
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; the others as in PrefillBatch.
     Returns a new tensor of the shape of q; rows of no chunk are neither read nor written.
 
-    With `target_splits`, the keys of long chunks are divided so that there are up to so many splits
-    of equal size, each of `tiles.min_split` keys or more; a chunk's items of different context have
-    some half as long. The workspace must have room for them: see `split_room`.
+    With `target_splits`, the keys of long chunks are divided into splits of about equal size, up to
+    so many in all and of `tiles.min_split` keys or more; the first tokens of a chunk, which see
+    fewer keys than the last, may have splits of half of that. The workspace must have the room that
+    `split_room` gives.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
@@ -149,6 +150,10 @@ def _prefill_kernel(
     Chunk c, whose rows begin at s, has the work items from s // tokens + c on, which are enough for
     any s; so a chunk is found without a sum over the items of earlier chunks. Its last tokens come
     first: they see most keys, and the last programs to run should be short.
+
+    With `target_splits` a program has one split of the keys of an item, and finds it by such sums:
+    see _find_split. The splits of an item are of equal size in whole tiles, the last one has the
+    diagonal, too, and the last to finish merges all in their order.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = block_m // group
@@ -181,10 +186,10 @@ def _prefill_kernel(
     first_token = left * most_tokens
     num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
     position = end - (end_row - first_row) + first_token
-    # First the tiles of which every token sees all keys, then those on the diagonal.
-    diagonal = (position + 1) // block_n * block_n
     if target_splits:
-        num_splits = tl.maximum(tl.minimum(most_splits, tl.cdiv(diagonal, split_size)), 1)
+        num_tiles = (position + 1) // block_n  # of which every token sees all keys
+        num_splits = tl.cdiv(num_tiles * block_n, split_size)
+        num_splits = tl.maximum(tl.minimum(num_splits, most_splits), 1)
         if split >= num_splits:
             return
 
@@ -205,28 +210,25 @@ def _prefill_kernel(
     acc = tl.zeros((block_m, block_d), tl.float32)
     peak = tl.full((block_m,), LOWEST, tl.float32)
     total = tl.zeros((block_m,), tl.float32)
-    if target_splits == 0:
-        acc, peak, total = _attend_tiles(
-            acc, peak, total, query, position + tokens, k, v, table, 0, diagonal, scale,
-            head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
-        )  # fmt: skip
-        end = position + num_tokens
-    else:  # whole tiles, and in the last split those on the diagonal
-        num_tiles = diagonal // block_n
+    # First the tiles of which every token sees all keys, then those on the diagonal.
+    diagonal = (position + 1) // block_n * block_n
+    if target_splits:
         first = num_tiles * split // num_splits * block_n
         stop = num_tiles * (split + 1) // num_splits * block_n
-        acc, peak, total = _attend_tiles(
-            acc, peak, total, query, position + tokens, k, v, table, first, stop, scale,
-            head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
-        )  # fmt: skip
         end = tl.where(split == num_splits - 1, position + num_tokens, diagonal)
     acc, peak, total = _attend_tiles(
-        acc, peak, total, query, position + tokens, k, v, table, diagonal, end, scale,
+        acc, peak, total, query, position + tokens, k, v, table,
+        first if target_splits else 0, stop if target_splits else diagonal, scale,
+        head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
+    )  # fmt: skip
+    acc, peak, total = _attend_tiles(
+        acc, peak, total, query, position + tokens, k, v, table,
+        diagonal, end if target_splits else position + num_tokens, scale,
         head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
     )  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    if target_splits:
+    if target_splits:  # noqa: SIM102 (when compiled, the other when run)
         if num_splits > 1:
             mine = (slot + split) * num_kv_heads + kv_head
             lanes = pairs[:, None] * head_dim + dims[None, :]
@@ -258,13 +260,13 @@ def _find_split(
     most_tokens: tl.constexpr,
     block_chunks: tl.constexpr,
 ):
-    """(chunk of `unit`, num_chunks or more if there is none; its number among the chunk's units;
-    slot of the chunk's first unit in the workspace; keys in a split).
+    """(chunk of `unit`, num_chunks or more if there is none; number of `unit` in the chunk; slot of
+    the chunk's first unit in the workspace; keys in a split).
 
-    Units are numbered chunk by chunk, and within a chunk item by item; each item of a chunk has as
-    many. Only chunks that are split have slots, of which there are no more than `target_splits`:
-    the quotient of which `split_size` lacks the fraction is less than 1 in `split_size` too large,
-    and min_split >= target_splits.
+    Units, one a program, are numbered chunk by chunk, and within a chunk item by item, with as many
+    for each. Only chunks that are split have slots. With K keys of all items these are at most
+    K // split_size, which is no more than target_splits: K < target_splits * (split_size + 1), and
+    split_size >= min_split >= target_splits.
     """
     chunks = tl.arange(0, block_chunks)
     real = chunks < num_chunks

@@ -175,14 +175,15 @@ def test_prefill_of_empty_chunks_leaves_padding_rows() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5, 5])
     rows = replace(PrefillBatch.of(table, (5, 5), (0, 0)), num_rows=7)
-    assert TritonAttention().prefill(shape.queries(7), kv, rows, 0.3).shape[0] == 7
+    assert TritonAttention().prefill(shape.queries(7), kv, rows, shape.spec).shape[0] == 7
 
 
 def test_rows_without_keys_give_zeros() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [100, 5])
     lengths = torch.tensor([100, 0], dtype=torch.int32, device=DEVICE)
-    out = TritonAttention(TILES).decode(shape.queries(2), kv, DecodeBatch(table, lengths, 100), 0.3)
+    rows = DecodeBatch(table, lengths, 100)
+    out = TritonAttention(TILES).decode(shape.queries(2), kv, rows, shape.spec)
     assert out[0].abs().min() > 0 and (out[1] == 0).all()
 
 
@@ -192,19 +193,19 @@ def test_the_result_of_a_row_is_independent_of_its_place_in_the_batch() -> None:
     kv, table = paged_cache(shape, [300, 40, 129])
     q, backend = shape.queries(3), TritonAttention(TILES)
     lengths = torch.tensor([300, 40, 129], dtype=torch.int32, device=DEVICE)
-    together = backend.decode(q, kv, DecodeBatch(table, lengths, 300), 0.3)
+    together = backend.decode(q, kv, DecodeBatch(table, lengths, 300), shape.spec)
     order = torch.tensor([2, 0, 1], device=DEVICE)
     rows = DecodeBatch(table[order], lengths[order], 300)
-    assert torch.equal(backend.decode(q[order], kv, rows, 0.3), together[order])
+    assert torch.equal(backend.decode(q[order], kv, rows, shape.spec), together[order])
 
 
 def test_empty_batches_give_empty_results() -> None:
     shape = Shape(2, 64, 16, device=DEVICE)
     kv, table = paged_cache(shape, [5])
     rows = DecodeBatch(table[:0], torch.empty(0, dtype=torch.int32, device=DEVICE), 0)
-    assert TritonAttention().decode(shape.queries(0), kv, rows, 0.3).shape[0] == 0
+    assert TritonAttention().decode(shape.queries(0), kv, rows, shape.spec).shape[0] == 0
     chunks = PrefillBatch.of(table[:0], (), ())
-    assert TritonAttention().prefill(shape.queries(0), kv, chunks, 0.3).shape[0] == 0
+    assert TritonAttention().prefill(shape.queries(0), kv, chunks, shape.spec).shape[0] == 0
 
 
 @pytest.mark.parametrize("num_chunk_rows", [0, 5])
