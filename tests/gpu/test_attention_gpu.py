@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from support.attention_cases import (
 
 from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
-from minisgl.attention.triton_backend import TritonAttention
+from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
+from minisgl.config import KVScales
 from minisgl.kernels.linear.config import LinearWorkspace
 from minisgl.kernels.linear.launch import linear
+from minisgl.kernels.tuning import H200
 
 pytestmark = pytest.mark.gpu
 
@@ -207,6 +210,133 @@ def test_a_captured_prefill_is_right_for_any_chunks(group: int) -> None:
             assert_close(out[: known.num_rows], expected, shape)
 
 
+@pytest.mark.parametrize(
+    ("group", "head_dim", "page_size", "dtype", "fp8"),
+    [
+        (1, 64, 1, torch.bfloat16, False),
+        (2, 128, 16, torch.float16, False),
+        (3, 80, 3, torch.bfloat16, True),
+        (5, 128, 64, torch.bfloat16, False),
+        (5, 128, 16, torch.bfloat16, True),
+        (8, 256, 7, torch.bfloat16, False),
+        (8, 256, 16, torch.float16, True),
+        (16, 96, 16, torch.float32, False),
+    ],
+)
+def test_split_chunks_match_the_reference(
+    group: int, head_dim: int, page_size: int, dtype: torch.dtype, fp8: bool
+) -> None:
+    """Contexts of nothing, of less than a split and of many, alone and beside each other."""
+    shape = cuda(group, head_dim, page_size, dtype)
+    if fp8:
+        shape = replace(shape, kv_scales=KVScales(k=0.02, v=0.013))
+    backend = TritonAttention()
+    check_prefill(backend, shape, [(8192, 65)])
+    check_prefill(backend, shape, [(20000, 1), (0, 3), (2047, 16), (1023, 1), (2048, 2)], seed=1)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_split_chunks_match_the_reference(seed: int) -> None:
+    """With few keys a split, so that up to as many programs as there are SMs merge one tile."""
+    draw = random.Random(seed)
+    shape = cuda(draw.choice([2, 5]), 128, draw.choice([3, 16]), torch.bfloat16)
+    tiles = replace(
+        prefill_tiles(128, 2, H200),
+        min_split=draw.choice([64, 128, 1000]),
+        programs_per_sm=draw.choice([1, 2, 4]),
+    )
+    backend = TritonAttention(prefill=tiles)
+    for turn in range(4):
+        chunks = [
+            (draw.choice([0, draw.randint(0, 200), draw.randint(0, 9000)]), draw.randint(1, 40))
+            for _ in range(draw.randint(1, 6))
+        ]
+        check_prefill(backend, shape, chunks, seed=4 * seed + turn)
+
+
+def test_split_prefill_is_bitwise_deterministic() -> None:
+    """The result depends neither on which split of an item finishes last, nor on what another
+    launch left in the workspace; and equal sets of chunks give equal bits."""
+    shape = cuda(5, 128, 16, torch.bfloat16)
+    chunks = [(8192, 65), (30000, 1), (100, 7), (3000, 20)]
+    kv, table = paged_cache(shape, [sum(chunk) for chunk in chunks])
+    lengths = [length for _, length in chunks]
+    qs, backend = shape.queries(sum(lengths)).split(lengths), TritonAttention()
+
+    def run(order: list[int]) -> list[Tensor]:
+        rows = PrefillBatch.of(table[order], *zip(*(chunks[i] for i in order), strict=True))
+        out = backend.prefill(torch.cat([qs[i] for i in order]), kv, rows, shape.spec)
+        return list(out.split([lengths[i] for i in order]))
+
+    first = run([0, 1, 2, 3])
+    for turn in range(200):
+        order = random.Random(turn).sample(range(4), 4)
+        if turn % 10 == 0:
+            run([order[0]])
+        for i, out in zip(order, run(order), strict=True):
+            assert torch.equal(out, first[i])
+
+
+@pytest.mark.parametrize("num_rows", [64, 128, 256])
+def test_a_captured_split_prefill_is_right_for_any_chunks(num_rows: int) -> None:
+    """Captured of no chunks at all, with room for 16, as the runner does, and of several layers, so
+    that launches follow each other on one workspace."""
+    shape = cuda(5, 128, 16, torch.bfloat16)
+    draw = random.Random(num_rows)
+    kv, full_table = paged_cache(shape, [9000] * 15 + [40000])
+    rows = PrefillBatch(
+        page_table=torch.zeros_like(full_table),
+        row_starts=torch.zeros(17, dtype=torch.int32, device="cuda"),
+        ends=torch.zeros(16, dtype=torch.int32, device="cuda"),
+        num_rows=num_rows,
+        starts=(),
+        lengths=(),
+    )
+    q, backend = shape.queries(num_rows).contiguous(), TritonAttention()
+    backend.prefill(q, kv, rows, shape.spec)  # compiles, and makes the workspace
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [backend.prefill(q, kv, rows, shape.spec) for _ in range(6)]
+    for lengths in ([num_rows], [1], [1] * 16, [0, 20, 0, 30], [], [7, 40, 3], [2, 60], [num_rows]):
+        order = draw.sample(range(16), len(lengths))
+        longest = [40000 if row == 15 else 9000 for row in order]
+        starts = [
+            draw.randint(0, most - length) for most, length in zip(longest, lengths, strict=True)
+        ]
+        known = PrefillBatch.of(full_table[order], starts, lengths)
+        rows.page_table[: len(lengths)] = known.page_table
+        rows.ends[: len(lengths)] = known.ends
+        rows.row_starts.fill_(known.num_rows)
+        rows.row_starts[: len(lengths)] = known.row_starts[:-1]
+        q.copy_(torch.randn_like(q))
+        q[known.num_rows :] = torch.nan
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()  # pages and bounds are to be older than the launch before
+        graph.replay()
+        for out in outs:
+            assert out[known.num_rows :].isnan().all()
+            assert torch.equal(out[: known.num_rows], outs[0][: known.num_rows])
+        if lengths:
+            real, real_kv = in_float32(q[: known.num_rows], kv)
+            expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
+            assert_close(outs[0][: known.num_rows], expected, shape)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_before_any_step_of_chunks_is_refused() -> None:
+    """Its replays would clear the semaphores of others."""
+    shape = cuda(2, 128, 16, torch.bfloat16)
+    kv, table = paged_cache(shape, [300])
+    rows, q = PrefillBatch.of(table, (299,), (1,)), shape.queries(1)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="once before a graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        TritonAttention().prefill(q, kv, rows, shape.spec)
+
+
 def test_overlapping_launches_give_what_separate_ones_do() -> None:
     """Each reads what the one before wrote: in a graph, so that nothing but their waiting keeps
     them apart."""
@@ -216,6 +346,7 @@ def test_overlapping_launches_give_what_separate_ones_do() -> None:
     rows = DecodeBatch(table, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 3000)
     q = shape.queries(16)
     chunks = PrefillBatch.of(table, [length - 1 for length in lengths], [1] * 16)
+    tiles = replace(prefill_tiles(128, 2, H200), min_split=64)  # so that some chunks are split
 
     def run(backend: TritonAttention) -> list[torch.Tensor]:
         outs = [q]
@@ -224,8 +355,8 @@ def test_overlapping_launches_give_what_separate_ones_do() -> None:
             outs.append(backend.prefill(outs[-1], kv, chunks, shape.spec))
         return outs
 
-    expected = run(TritonAttention(pdl=False))
-    backend = TritonAttention()
+    expected = run(TritonAttention(prefill=tiles, pdl=False))
+    backend = TritonAttention(prefill=tiles)
     run(backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

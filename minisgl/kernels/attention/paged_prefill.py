@@ -74,6 +74,8 @@ def paged_prefill(
         ends,
         *((split.accs, split.peaks, split.totals, split.semaphores) if split else (None,) * 4),
         num_chunks,
+        target_splits if split else None,
+        max(tiles.min_split, target_splits) if split else None,  # see _find_split
         q.stride(0),
         page_table.stride(0),
         scale * scales.k * LOG2_E,
@@ -87,8 +89,6 @@ def paged_prefill(
         block_n=tiles.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),
         stages=tiles.num_stages,
-        target_splits=target_splits,
-        min_split=max(tiles.min_split, target_splits),  # see _find_split
         num_warps=tiles.num_warps,
         **pdl_options(q.device, pdl),
     )
@@ -110,7 +110,7 @@ def split_room(
 
 
 @triton.jit(
-    do_not_specialize=["num_chunks", "table_stride"],
+    do_not_specialize=["num_chunks", "target_splits", "min_split", "table_stride"],
     do_not_specialize_on_alignment=["page_table", "row_starts", "ends"],
 )
 def _prefill_kernel(
@@ -126,6 +126,8 @@ def _prefill_kernel(
     totals,
     semaphores,
     num_chunks,
+    target_splits,
+    min_split,
     q_stride,
     table_stride,
     scale,
@@ -139,8 +141,6 @@ def _prefill_kernel(
     block_n: tl.constexpr,
     block_d: tl.constexpr,
     stages: tl.constexpr,
-    target_splits: tl.constexpr,
-    min_split: tl.constexpr,
     pdl: tl.constexpr,
 ):
     """One program: a KV head of up to block_m // group tokens of a chunk. The rows of its tile are
@@ -151,13 +151,13 @@ def _prefill_kernel(
     any s; so a chunk is found without a sum over the items of earlier chunks. Its last tokens come
     first: they see most keys, and the last programs to run should be short.
 
-    With `target_splits` a program has one split of the keys of an item, and finds it by such sums:
+    With a workspace a program has one split of the keys of an item, and finds it by such sums:
     see _find_split. The splits of an item are of equal size in whole tiles, the last one has the
     diagonal, too, and the last to finish merges all in their order.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = block_m // group
-    if target_splits == 0:
+    if accs is None:
         chunks = tl.arange(0, block_chunks)
         first_items = tl.load(row_starts + chunks, chunks < num_chunks, 0) // most_tokens + chunks
         chunk = tl.sum(((first_items <= item) & (chunks < num_chunks)).to(tl.int32)) - 1
@@ -173,7 +173,7 @@ def _prefill_kernel(
         end = tl.load(ends + chunk, live, 0)
     if pdl:  # for q, k and v, and for the last reader of `out`; also programs without tokens wait
         tl.extra.cuda.gdc_wait()
-    if target_splits == 0:
+    if accs is None:
         first_item = first_row // most_tokens + chunk
         left = tl.cdiv(end_row - first_row, most_tokens) - 1 - (item - first_item)
     else:
@@ -186,7 +186,7 @@ def _prefill_kernel(
     first_token = left * most_tokens
     num_tokens = tl.minimum(end_row - first_row - first_token, most_tokens)
     position = end - (end_row - first_row) + first_token
-    if target_splits:
+    if accs is not None:
         num_tiles = (position + 1) // block_n  # of which every token sees all keys
         num_splits = tl.cdiv(num_tiles * block_n, split_size)
         num_splits = tl.maximum(tl.minimum(num_splits, most_splits), 1)
@@ -212,23 +212,23 @@ def _prefill_kernel(
     total = tl.zeros((block_m,), tl.float32)
     # First the tiles of which every token sees all keys, then those on the diagonal.
     diagonal = (position + 1) // block_n * block_n
-    if target_splits:
+    if accs is not None:
         first = num_tiles * split // num_splits * block_n
         stop = num_tiles * (split + 1) // num_splits * block_n
         end = tl.where(split == num_splits - 1, position + num_tokens, diagonal)
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table,
-        first if target_splits else 0, stop if target_splits else diagonal, scale,
+        0 if accs is None else first, diagonal if accs is None else stop, scale,
         head_dim, row_size, page_size, block_n, block_d, False, fp8, stages,
     )  # fmt: skip
     acc, peak, total = _attend_tiles(
         acc, peak, total, query, position + tokens, k, v, table,
-        diagonal, end if target_splits else position + num_tokens, scale,
+        diagonal, position + num_tokens if accs is None else end, scale,
         head_dim, row_size, page_size, block_n, block_d, True, fp8, stages,
     )  # fmt: skip
     if pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    if target_splits:  # noqa: SIM102 (when compiled, the other when run)
+    if accs is not None:  # noqa: SIM102 (when compiled, the other when run)
         if num_splits > 1:
             mine = (slot + split) * num_kv_heads + kv_head
             lanes = pairs[:, None] * head_dim + dims[None, :]
@@ -255,8 +255,8 @@ def _find_split(
     ends,
     unit,
     num_chunks,
-    target_splits: tl.constexpr,
-    min_split: tl.constexpr,
+    target_splits,
+    min_split,
     most_tokens: tl.constexpr,
     block_chunks: tl.constexpr,
 ):
