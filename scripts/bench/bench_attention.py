@@ -1,15 +1,22 @@
 """Times attention backends on a GPU: `python scripts/bench/bench_attention.py triton fi trtllm`.
 
 Decode: replays of a CUDA graph that attends once in each of several layers, whose caches together
-do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Medians; bytes and operations
-are those that the arithmetic needs, each key and value read once and masked scores left out.
+do not fit into L2, as in a model. Prefill: 8 chunks of 2,048 tokens. Chunks: 1 to 4 chunks of 16 to
+512 tokens on a context of 2k to 32k, as the turns of a chat, replayed like decode and with the
+padding of the runner's graphs. Medians; bytes and operations are those that the arithmetic needs,
+each key and value read once and masked scores left out. The share of a case of chunks is that of
+what reading or arithmetic, whichever is longer, would take an H200 at its peak.
+
+`--splits` says for Triton's chunks over how many programs the keys are split: one, or as many as it
+chooses.
 
 Each case is timed with the cache in the dtypes of `--kv-dtype`: bfloat16, and FP8 where a backend
 reads it.
 
-`--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and say for each
-case which three are best, and beside them the time of those that it uses now. All are compiled
-first, by `--jobs` processes, into Triton's cache on disk.
+`--tune` and `--tune-prefill` time the tiles that Triton may use for either phase, and
+`--tune-splits` how it may split the keys of chunks. They say for each case which three are best,
+and beside them the time of those that it uses now. Tiles are compiled first, by `--jobs` processes,
+into Triton's cache on disk.
 """
 
 from __future__ import annotations
@@ -19,11 +26,11 @@ import contextlib
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,11 +45,14 @@ from minisgl.attention.base import (
     PrefillBatch,
 )
 from minisgl.config import AttentionSpec
+from minisgl.runner.graphs import CHUNK_ROWS, MAX_CHUNKS
 
 if TYPE_CHECKING:  # --help works without Triton
     from minisgl.attention.triton_backend import TritonAttention
     from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
+# Of an H200, by its data sheet.
+BYTES_PER_S, FLOPS_PER_S = 4.8e12, 989e12
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 # Much more than L2, so that each layer finds the cache as cold as it does between the weights.
 ROTATED_BYTES = 512 << 20
@@ -102,6 +112,43 @@ class AttentionCase:
         )
 
 
+@dataclass(frozen=True)
+class ChunkCase:
+    """Chunks of `length` new tokens on `context` cached ones."""
+
+    num_chunks: int
+    length: int
+    context: int
+    heads: Heads
+    page_size: int = 16
+
+    def __str__(self) -> str:
+        return f"{self.num_chunks} x {self.length} on {self.context}, {self.heads}"
+
+    @property
+    def cached(self) -> AttentionCase:
+        """The sequences as decode would read them."""
+        end = self.context + self.length
+        return AttentionCase(self.num_chunks, end, self.heads, self.page_size)
+
+    @property
+    def flops(self) -> float:
+        pairs = self.num_chunks * self.length * (self.context + (self.length + 1) / 2)
+        return 4 * pairs * self.heads.num_heads * self.heads.head_dim
+
+    @property
+    def padded_size(self) -> tuple[int, int]:
+        """Rows and chunks of the step that the runner replays, or of the step itself."""
+        num_rows = self.num_chunks * self.length
+        captured = next((most for most in CHUNK_ROWS if num_rows <= most), None)
+        return (captured, MAX_CHUNKS) if captured else (num_rows, self.num_chunks)
+
+    def with_kv(self, dtype: torch.dtype) -> ChunkCase:
+        return replace(self, heads=replace(self.heads, kv_dtype=dtype))
+
+
+Case = TypeVar("Case", AttentionCase, ChunkCase)
+
 DECODE_CASES = [
     AttentionCase(num_rows, context, heads, page_size)
     for (num_rows, context), heads in [
@@ -125,6 +172,13 @@ PREFILL_CASES = [
     for num_heads in (16, 32, 40)
     for page_size in (1, 16, 64)
 ]
+CHUNK_CASES = [
+    ChunkCase(num_chunks, length, context, heads)
+    for heads in (Heads(16, 8), Heads(40, 8))
+    for context in (2048, 8192, 32768)
+    for length in (16, 64, 128, 512)
+    for num_chunks in (1, 2, 4)
+]
 TUNED_HEADS = [Heads(num_heads, 8) for num_heads in (16, 32, 40)]
 TUNED_DECODES = [
     AttentionCase(num_rows, context, heads, page_size)
@@ -137,6 +191,12 @@ TUNED_DECODES = [
     ]
 ]
 TUNED_PREFILLS = [AttentionCase(8, 2048, heads, 16) for heads in TUNED_HEADS]
+TUNED_CHUNKS = [
+    ChunkCase(num_chunks, length, context, heads)
+    for heads in (Heads(16, 8), Heads(40, 8))
+    for context in (2048, 8192, 32768)
+    for num_chunks, length in ((1, 16), (1, 65), (4, 16), (1, 250), (2, 180))
+]
 KV_DTYPES = {"bf16": DTYPE, "fp8": torch.float8_e4m3fn}
 
 
@@ -196,6 +256,16 @@ def median_s(work: Callable[[], object], replays: int) -> float:
     return statistics.median(times)
 
 
+def replayed_s(step: Callable[[], None], replays: int) -> float:
+    """The same of a graph of `step`."""
+    step()  # compiles, and allocates what outlives the graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return median_s(graph.replay, replays)
+
+
 class DecodeClock:
     """Times one layer's decode of a case."""
 
@@ -215,12 +285,7 @@ class DecodeClock:
             for layer in self._layers:
                 attention.decode_backend.decode(self._q, layer, self._rows, self._case.spec)
 
-        step()  # compiles, and allocates what outlives the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        return median_s(graph.replay, self._replays) / len(self._layers)
+        return replayed_s(step, self._replays) / len(self._layers)
 
 
 class PrefillClock:
@@ -236,6 +301,37 @@ class PrefillClock:
         begin(attention, no_decodes(), self._rows)
         prefill, spec = attention.prefill_backend.prefill, self._case.spec
         return median_s(lambda: prefill(self._q, self._layer, self._rows, spec), self._replays)
+
+
+class ChunkClock:
+    """Times one layer's prefill of a case, in a graph with the padding of the runner's."""
+
+    def __init__(self, case: ChunkCase, replays: int = REPLAYS) -> None:
+        self._spec, self._replays = case.cached.spec, replays
+        num_layers = min(max(-(-ROTATED_BYTES // case.cached.kv_bytes), 2), 64)
+        self._layers, table = random_layers(case.cached, num_layers)
+        num_rows, num_chunks = case.padded_size
+        known = PrefillBatch.of(
+            table, (case.context,) * case.num_chunks, (case.length,) * case.num_chunks
+        )
+        more = num_chunks - case.num_chunks
+        self._rows = replace(
+            known,
+            page_table=torch.cat((table, table.new_zeros(more, table.shape[1]))),
+            row_starts=torch.cat((known.row_starts, known.row_starts[-1:].expand(more))),
+            ends=torch.cat((known.ends, known.ends.new_zeros(more))),
+            num_rows=num_rows,
+            starts=(),
+            lengths=(),
+        )
+        self._q = random_queries(case.cached, num_rows)
+
+    def seconds(self, attention: Attention) -> float:
+        def step() -> None:
+            for layer in self._layers:
+                attention.prefill_backend.prefill(self._q, layer, self._rows, self._spec)
+
+        return replayed_s(step, self._replays) / len(self._layers)
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -259,6 +355,28 @@ def measure_decode(attention: Attention, case: AttentionCase) -> str:
 
 def measure_prefill(attention: Attention, case: AttentionCase) -> str:
     return describe_prefill(case, PrefillClock(case).seconds(attention))
+
+
+def report_chunks(cases: list[ChunkCase], splits: list[str]) -> None:
+    """Of Triton alone: other backends read no chunks that only the device knows."""
+    for case in cases:
+        clock = ChunkClock(case)
+        times = {name: clock.seconds(both(split_backend(case, name))) for name in splits}
+        described = (f"{name}: {describe_chunks(case, time)}" for name, time in times.items())
+        print(f"{case!s:36} {'  '.join(described)}", flush=True)
+
+
+def split_backend(case: ChunkCase, splits: str) -> TritonAttention:
+    from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
+    from minisgl.kernels.tuning import tuning_of
+
+    tiles = prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
+    return TritonAttention(prefill=replace(tiles, programs_per_sm=0) if splits == "1" else None)
+
+
+def describe_chunks(case: ChunkCase, seconds: float) -> str:
+    least = max(case.cached.kv_bytes / BYTES_PER_S, case.flops / FLOPS_PER_S)
+    return f"{seconds * 1e6:8.1f} µs {least / seconds:5.0%}"
 
 
 def describe_decode(case: AttentionCase, seconds: float) -> str:
@@ -396,6 +514,28 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
         TritonAttention(prefill=tiles).prefill(q, layer, rows, case.spec)
 
 
+def tune_splits(cases: list[ChunkCase]) -> None:
+    """One kernel serves all ways to split."""
+    from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
+    from minisgl.kernels.tuning import tuning_of
+
+    for case in cases:
+        clock = ChunkClock(case, REPLAYS_IN_TUNING)
+        tiles = prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
+        candidates = [replace(tiles, programs_per_sm=0)] + [
+            replace(tiles, programs_per_sm=programs_per_sm, min_split=min_split)
+            for programs_per_sm in (1, 2, 3, 4)
+            for min_split in (256, 512, 1024, 2048)
+        ]
+        times = {
+            f"{tiles.programs_per_sm} a SM, {tiles.min_split} keys": clock.seconds(
+                both(TritonAttention(prefill=tiles))
+            )
+            for tiles in candidates
+        }
+        report_best(case, times, clock.seconds(both(TritonAttention())), describe_chunks)
+
+
 def compile_all(compile_one: Callable[[Any], None], kinds: list[Any], jobs: int) -> None:
     """What compiles for one case is what the others of its kind take."""
     with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=get_context("spawn")) as pool:
@@ -422,10 +562,10 @@ def suppress_too_large() -> Iterator[None]:
 
 
 def report_best(
-    case: AttentionCase,
-    times: dict[str, float | None],
+    case: Case,
+    times: Mapping[str, float | None],
     now: float,
-    describe: Callable[[AttentionCase, float], str],
+    describe: Callable[[Case, float], str],
 ) -> None:
     print(f"{case}: now {describe(case, now).strip()}")
     timed = sorted((seconds, name) for name, seconds in times.items() if seconds is not None)
@@ -438,9 +578,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("backends", nargs="*", default=["triton"], help="as --attn names them")
-    parser.add_argument("--only", choices=["decode", "prefill"], help="one of the two tables")
+    parser.add_argument("--only", choices=["decode", "prefill", "chunks"], help="one table")
     parser.add_argument("--tune", action="store_true", help="try the tiles of Triton's decode")
     parser.add_argument("--tune-prefill", action="store_true", help="try those of its prefill")
+    parser.add_argument("--tune-splits", action="store_true", help="try its splits of chunks")
+    parser.add_argument(
+        "--splits", nargs="+", choices=("1", "chosen"), default=["1", "chosen"], help="of chunks"
+    )
     parser.add_argument(
         "--kv-dtype", nargs="+", choices=KV_DTYPES, default=["bf16"], help="of the cache"
     )
@@ -451,7 +595,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
 
-    def chosen(cases: list[AttentionCase]) -> list[AttentionCase]:
+    def chosen(cases: list[Case]) -> list[Case]:
         return [
             case.with_kv(KV_DTYPES[name])
             for case in cases
@@ -463,12 +607,16 @@ def main() -> None:
         tune_decode(chosen(TUNED_DECODES), options.jobs)
     if options.tune_prefill:
         tune_prefill(chosen(TUNED_PREFILLS), options.jobs)
-    if options.tune or options.tune_prefill:
+    if options.tune_splits:
+        tune_splits(chosen(TUNED_CHUNKS))
+    if options.tune or options.tune_prefill or options.tune_splits:
         return
-    if options.only != "prefill":
+    if options.only in (None, "decode"):
         report(chosen(DECODE_CASES), options.backends, measure_decode)
-    if options.only != "decode":
+    if options.only in (None, "prefill"):
         report(chosen(PREFILL_CASES), options.backends, measure_prefill)
+    if options.only in (None, "chunks") and "triton" in options.backends:
+        report_chunks(chosen(CHUNK_CASES), options.splits)
 
 
 if __name__ == "__main__":
