@@ -39,18 +39,19 @@ def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> Prefill
 def prefill_splits(
     num_rows: int, group: int, num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning
 ) -> int:
-    """The number of KV splits that a step with `num_rows` rows of chunks aims at, for each KV head;
-    0 if the rows keep the device busy without.
+    """The number of KV splits over all items that a step with `num_rows` rows of chunks aims at, of
+    each KV head; 0 if the rows alone may fill the device, and none of them is split.
 
-    Of a captured step only the largest number of chunks is known, so that one chunk is assumed.
-    What more have makes no difference but that the device divides less.
+    That is decided as if all rows were one chunk, because of a captured step only the room for
+    chunks is known. Where they are several, and more items, each is split less on the device.
     """
-    target = most_prefill_splits(num_kv_heads, tiles, tuning)
+    most = most_prefill_splits(num_kv_heads, tiles, tuning)
     num_items = -(-num_rows // (tiles.block_m // group))
-    return target if num_items < target else 0
+    return most if num_items < most else 0
 
 
 def most_prefill_splits(num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning) -> int:
+    """The number that `prefill_splits` gives for few rows."""
     return tuning.num_sms * tiles.programs_per_sm // num_kv_heads
 
 
@@ -59,8 +60,8 @@ class TritonAttention:
 
     For use on one stream: all calls share the memory in which KV splits are merged. Other rows
     affect the result of a row only through the position of its KV splits, which depends on the
-    numbers of rows and tokens, and for chunks on the room for rows of a captured step; equal sets
-    of rows or chunks give equal bits, in any order.
+    numbers of rows and tokens, of captured steps on the room for rows; equal sets of rows or
+    chunks give equal bits, in any order.
     """
 
     def __init__(

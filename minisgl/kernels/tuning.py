@@ -84,12 +84,8 @@ class PrefillTiles:
     block_n: int  # keys in a tile
     num_warps: int
     num_stages: int
-    # Over which the keys of a step's chunks are split, if there are enough keys; 0: never. One fits
-    # on an SM, and a second round would cost as much as the first.
-    programs_per_sm: int = 1
-    # Keys; a chunk is not split into fewer. They take a program on an H200 some 25 µs, and to store
-    # and merge its part takes it about 2.
-    min_split: int = 1024
+    programs_per_sm: int = 1  # over which the keys of few chunks are split; 0: never
+    min_split: int = 1024  # keys; a chunk is not split into fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +221,9 @@ class DeviceTuning:
     wide_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 4, programs_per_sm=3, min_split=64)
     # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
     float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
-    # By head_dim. Not measured yet (bench_attention.py --tune-prefill): they keep their registers
-    # on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs.
+    # By head_dim. Not measured yet (bench_attention.py --tune-prefill, --tune-splits): they keep
+    # their registers on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. A
+    # program of an H200 takes 25 µs for 1,024 keys, as 200 for 8,192 were measured.
     prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
         (NO_LIMIT, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),

@@ -57,9 +57,10 @@ def paged_prefill(
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
     if target_splits:
-        assert workspace is not None
-        assert workspace.holds(**split_room(target_splits, num_kv_heads, head_dim, tiles))
-    split = workspace if target_splits else None
+        assert workspace is not None and workspace.holds(
+            **split_room(target_splits, num_kv_heads, head_dim, tiles)
+        )
+    parts = workspace if target_splits else None
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0 or num_chunks == 0:
         return out
@@ -72,10 +73,10 @@ def paged_prefill(
         page_table,
         row_starts,
         ends,
-        *((split.accs, split.peaks, split.totals, split.semaphores) if split else (None,) * 4),
+        *((parts.accs, parts.peaks, parts.totals, parts.semaphores) if parts else (None,) * 4),
         num_chunks,
-        target_splits if split else None,
-        max(tiles.min_split, target_splits) if split else None,  # see _find_split
+        target_splits if parts else None,
+        max(tiles.min_split, target_splits) if parts else None,  # see _find_split
         q.stride(0),
         page_table.stride(0),
         scale * scales.k * LOG2_E,
@@ -151,9 +152,9 @@ def _prefill_kernel(
     any s; so a chunk is found without a sum over the items of earlier chunks. Its last tokens come
     first: they see most keys, and the last programs to run should be short.
 
-    With a workspace a program has one split of the keys of an item, and finds it by such sums:
-    see _find_split. The splits of an item are of equal size in whole tiles, the last one has the
-    diagonal, too, and the last to finish merges all in their order.
+    With a workspace a program has one split of the keys of an item, which it finds by such sums
+    (_find_split). The splits of an item are equal in whole tiles, and the last one has those on the
+    diagonal, too. The last program to finish merges them.
     """
     kv_head, item = tl.program_id(0), tl.program_id(1)
     most_tokens: tl.constexpr = block_m // group
@@ -180,7 +181,7 @@ def _prefill_kernel(
         most_splits = _num_splits(end, split_size)
         split = item % most_splits
         left = tl.cdiv(end_row - first_row, most_tokens) - 1 - item // most_splits
-        slot = first_slot + item - split
+        slot = first_slot + item - split  # of the item's first split
     if left < 0:
         return
     first_token = left * most_tokens
@@ -286,8 +287,8 @@ def _find_split(
 
 @triton.jit
 def _num_splits(end, split_size):
-    """Number of KV splits of the items of a chunk that ends at `end`, at most. Rounded down, so
-    that as many programs as there are SMs run in one round."""
+    """Most KV splits of an item of a chunk that ends at `end`. Rounded down: one program more than
+    the SMs hold would take as long as all others."""
     return tl.maximum(end // split_size, 1)
 
 
