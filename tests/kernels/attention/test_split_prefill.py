@@ -27,18 +27,17 @@ from support.interpreter import mend_fp8
 from minisgl.attention.base import LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention, prefill_splits
-from minisgl.config import KVScales
+from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.attention.paged_common import SplitWorkspace
 from minisgl.kernels.attention.paged_prefill import paged_prefill, split_room
-from minisgl.kernels.tuning import H200, PrefillTiles
+from minisgl.kernels.tuning import H200, PrefillTiles, tuning_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# With the four SMs of the interpreter, 32 splits of one KV head, and 16 of each of two.
-TILES = PrefillTiles(16, 16, num_warps=4, num_stages=2, programs_per_sm=8, min_split=32)
+TILES = PrefillTiles(16, 16, num_warps=4, num_stages=2, min_split=32)
+TARGET = 8  # splits of each KV head
 SHAPE = Shape(2, 64, 4, num_kv_heads=1, device=DEVICE)
-TARGET = 8
 
 
 def batch_of(table: Tensor, chunks: Sequence[tuple[int, int]]) -> PrefillBatch:
@@ -56,7 +55,12 @@ def some_workspace(shape: Shape, tiles: PrefillTiles) -> SplitWorkspace:
 
 
 def attend(
-    q: Tensor, kv: LayerKV, rows: PrefillBatch, tiles: PrefillTiles, workspace: SplitWorkspace
+    q: Tensor,
+    kv: LayerKV,
+    rows: PrefillBatch,
+    tiles: PrefillTiles,
+    workspace: SplitWorkspace,
+    scale: float = SHAPE.spec.scale,
 ) -> Tensor:
     return paged_prefill(
         q,
@@ -65,12 +69,20 @@ def attend(
         rows.page_table,
         rows.row_starts,
         rows.ends,
-        scale=SHAPE.spec.scale,
+        scale=scale,
         tiles=tiles,
         target_splits=TARGET,
         workspace=workspace,
         scales=kv.scales,
     )
+
+
+class Splitting(TorchAttention):
+    """A backend that splits chunks over the same number of programs on every device."""
+
+    def prefill(self, q: Tensor, kv: LayerKV, batch: PrefillBatch, spec: AttentionSpec) -> Tensor:
+        heads = Shape(1, q.shape[2], kv.page_size, kv.k.shape[2])
+        return attend(q, kv, batch, TILES, some_workspace(heads, TILES), spec.scale)
 
 
 def num_used(workspace: SplitWorkspace, tiles: PrefillTiles) -> int:
@@ -93,7 +105,7 @@ def test_split_chunks_match_the_reference(
 ) -> None:
     """Contexts of nothing, of less than a split and of several, around their ends."""
     shape = Shape(group, head_dim, page_size, num_kv_heads, dtype, DEVICE)
-    backend = TritonAttention(prefill=TILES)
+    backend = Splitting()
     check_prefill(backend, shape, [(0, 2), (127, 1), (31, 3), (200, 1), (64, 2)])
     check_prefill(backend, shape, [(128, 4)], seed=1)
 
@@ -104,7 +116,7 @@ def test_split_chunks_of_an_fp8_cache_match_the_reference(
 ) -> None:
     mend_fp8(monkeypatch.setattr)
     shape = Shape(5, 64, 3, 1, dtype, DEVICE, KVScales(k=0.02, v=0.013))
-    check_prefill(TritonAttention(prefill=TILES), shape, [(129, 4), (0, 2), (70, 1)])
+    check_prefill(Splitting(), shape, [(129, 4), (0, 2), (70, 1)])
 
 
 def test_a_chunk_is_split_as_often_as_programs_and_keys_allow() -> None:
@@ -167,7 +179,7 @@ def test_splits_stay_within_the_workspace_for_any_chunks() -> None:
 
 
 def test_splits_of_no_keys_add_nothing() -> None:
-    """Keys for one tile, and splits of less."""
+    """One tile of keys, and splits that are shorter."""
     tiles = replace(TILES, block_n=64, min_split=8)
     workspace = some_workspace(SHAPE, tiles)
     kv, table = paged_cache(SHAPE, [70])
@@ -196,7 +208,7 @@ def test_the_result_of_a_chunk_is_independent_of_its_place_in_the_batch() -> Non
     order = [2, 0, 3, 1]
     kv, table = paged_cache(SHAPE, [sum(chunk) for chunk in chunks])
     qs = SHAPE.queries(10).split([length for _, length in chunks])
-    backend = TritonAttention(prefill=TILES)
+    backend = Splitting()
     outs = backend.prefill(torch.cat(qs), kv, batch_of(table, chunks), SHAPE.spec)
     outs = outs.split([length for _, length in chunks])
     rows = batch_of(table[order], [chunks[i] for i in order])
@@ -230,7 +242,7 @@ def test_the_first_step_makes_the_workspace_of_all(monkeypatch: pytest.MonkeyPat
         return workspace
 
     monkeypatch.setattr(SplitWorkspace, "allocate", counted)
-    backend = TritonAttention(prefill=replace(TILES, programs_per_sm=1))
+    backend, num_sms = TritonAttention(prefill=TILES), tuning_of(torch.device(DEVICE)).num_sms
     for chunks in ([(0, 40)], [(150, 2)], [(9, 1)] * 20):
         check_prefill(backend, SHAPE, chunks)
-    assert made == [4 * TILES.block_m * SHAPE.head_dim]
+    assert made == [num_sms * TILES.block_m * SHAPE.head_dim]
