@@ -292,7 +292,7 @@ def test_a_captured_split_prefill_is_right_for_any_chunks(num_rows: int) -> None
         starts=(),
         lengths=(),
     )
-    q, backend = shape.queries(num_rows).contiguous(), TritonAttention()
+    q, backend = shape.queries(num_rows), TritonAttention()
     backend.prefill(q, kv, rows, shape.spec)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
