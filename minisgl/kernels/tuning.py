@@ -222,8 +222,8 @@ class DeviceTuning:
     # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
     float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
     # By head_dim. Not measured yet (bench_attention.py --tune-prefill, --tune-splits): they keep
-    # their registers on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. A
-    # program of an H200 takes 25 µs for 1,024 keys, as 200 for 8,192 were measured.
+    # their registers on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. On
+    # an H200, whole steps tell that a program takes about 200 µs for 8,192 keys.
     prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
         (NO_LIMIT, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),
