@@ -13,7 +13,11 @@ from minisgl.attention.base import DecodeBatch, LayerKV, PrefillBatch
 from minisgl.config import AttentionSpec
 from minisgl.kernels.attention.paged_common import SplitWorkspace
 from minisgl.kernels.attention.paged_decode import paged_decode
-from minisgl.kernels.attention.paged_prefill import paged_prefill, split_room
+from minisgl.kernels.attention.paged_prefill import (
+    MOST_SPLIT_CHUNKS,
+    paged_prefill,
+    split_room,
+)
 from minisgl.kernels.elementwise.reference import NormRope
 from minisgl.kernels.tuning import DecodeTiles, DeviceTuning, PrefillTiles, tuning_of
 
@@ -37,17 +41,22 @@ def prefill_tiles(head_dim: int, itemsize: int, tuning: DeviceTuning) -> Prefill
 
 
 def prefill_splits(
-    num_rows: int, group: int, num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning
+    num_rows: int,
+    num_chunks: int,
+    group: int,
+    num_kv_heads: int,
+    tiles: PrefillTiles,
+    tuning: DeviceTuning,
 ) -> int:
     """The number of KV splits over all items that a step with `num_rows` rows of chunks aims at, of
-    each KV head; 0 if the rows alone may fill the device, and none of them is split.
+    each KV head; 0 if none is split: the rows alone may fill the device, or the chunks are many.
 
     That is decided as if all rows were one chunk, because of a captured step only the room for
     chunks is known. Where they are several, and more items, each is split less on the device.
     """
     most = most_prefill_splits(num_kv_heads, tiles, tuning)
     num_items = -(-num_rows // (tiles.block_m // group))
-    return most if num_items < most else 0
+    return most if num_items < most and num_chunks <= MOST_SPLIT_CHUNKS else 0
 
 
 def most_prefill_splits(num_kv_heads: int, tiles: PrefillTiles, tuning: DeviceTuning) -> int:
@@ -160,7 +169,12 @@ class TritonAttention:
             scale=spec.scale,
             tiles=tiles,
             target_splits=prefill_splits(
-                num_rows, num_heads // num_kv_heads, num_kv_heads, tiles, tuning
+                num_rows,
+                batch.ends.shape[0],
+                num_heads // num_kv_heads,
+                num_kv_heads,
+                tiles,
+                tuning,
             ),
             workspace=_workspace(self._prefill_workspaces, q, **room),
             scales=kv.scales,

@@ -85,7 +85,7 @@ class PrefillTiles:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1  # over which the keys of few chunks are split; 0: never
-    min_split: int = 1024  # keys; a chunk is not split into fewer
+    min_split: int = 256  # keys; a chunk is not split into fewer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,9 +221,9 @@ class DeviceTuning:
     wide_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 4, programs_per_sm=3, min_split=64)
     # float32 is multiplied on CUDA cores, exactly, where larger tiles do not keep their registers.
     float32_decode_tiles: DecodeTiles = DecodeTiles(16, 4, 3, programs_per_sm=4, min_split=128)
-    # By head_dim. Not measured yet (bench_attention.py --tune-prefill, --tune-splits): they keep
-    # their registers on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. On
-    # an H200, whole steps tell that a program takes about 200 µs for 8,192 keys.
+    # By head_dim. Not measured yet (bench_attention.py --tune-prefill): they keep their registers
+    # on sm_90, and fit into the 99 KiB of shared memory of the smaller GPUs. The splits are
+    # measured (--tune-splits): on an H200 others are slower for most chunks on 512 to 32k tokens.
     prefill_tiles: tuple[tuple[int, PrefillTiles], ...] = (
         (128, PrefillTiles(block_m=128, block_n=64, num_warps=8, num_stages=3)),
         (NO_LIMIT, PrefillTiles(block_m=64, block_n=32, num_warps=8, num_stages=2)),

@@ -23,6 +23,9 @@ from minisgl.kernels.device import arrive
 from minisgl.kernels.launch import pdl_options
 from minisgl.kernels.tuning import PrefillTiles
 
+# Of a step whose keys are split: one warp finds the split of a program.
+MOST_SPLIT_CHUNKS = 32
+
 
 def paged_prefill(
     q: Tensor,
@@ -45,10 +48,10 @@ def paged_prefill(
     contiguous, of q's dtype, or float8_e4m3fn with these `scales`; the others as in PrefillBatch.
     Returns a new tensor of the shape of q; rows of no chunk are neither read nor written.
 
-    With `target_splits`, the keys of long chunks are divided into splits of about equal size, up to
-    so many in all and of `tiles.min_split` keys or more; the first tokens of a chunk, which see
-    fewer keys than the last, may have splits of half of that. The workspace must have the room that
-    `split_room` gives.
+    With `target_splits`, for up to MOST_SPLIT_CHUNKS chunks, the keys of long ones are divided into
+    splits of about equal size, up to so many in all and of `tiles.min_split` keys or more; the
+    first tokens of a chunk, which see fewer keys than the last, may have splits of half of that.
+    The workspace must have the room that `split_room` gives.
     """
     num_rows, num_heads, head_dim = q.shape
     page_size, num_kv_heads = k.shape[1:3]
@@ -56,7 +59,10 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     assert k.is_contiguous() and v.is_contiguous() and q.stride()[1:] == (head_dim, 1)
     assert page_table.stride(1) == 1 and row_starts.stride(0) == ends.stride(0) == 1
+    block_chunks = max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks))
     if target_splits:
+        assert num_chunks <= MOST_SPLIT_CHUNKS
+        block_chunks = MOST_SPLIT_CHUNKS
         assert workspace is not None and workspace.holds(
             **split_room(target_splits, num_kv_heads, head_dim, tiles)
         )
@@ -85,7 +91,7 @@ def paged_prefill(
         group=group,
         head_dim=head_dim,
         page_size=page_size,
-        block_chunks=max(LOOKED_THROUGH, triton.next_power_of_2(num_chunks)),
+        block_chunks=block_chunks,
         block_m=tiles.block_m,
         block_n=tiles.block_n,
         block_d=max(16, triton.next_power_of_2(head_dim)),

@@ -219,15 +219,11 @@ def test_the_result_of_a_chunk_is_independent_of_its_place_in_the_batch() -> Non
 def test_only_steps_of_few_programs_are_split() -> None:
     """40 query heads over 8 KV heads: a tile has 25 tokens, and 16 tiles keep 132 SMs busy."""
     tiles = H200.prefill_tiles[0][1]
-    assert [prefill_splits(rows, 5, 8, tiles, H200) for rows in (1, 65, 375, 376, 4096)] == [
-        16,
-        16,
-        16,
-        0,
-        0,
-    ]
-    assert prefill_splits(65, 5, 8, replace(tiles, programs_per_sm=0), H200) == 0
-    assert prefill_splits(65, 5, 2, tiles, replace(H200, num_sms=40)) == 20
+    splits = [prefill_splits(rows, 1, 5, 8, tiles, H200) for rows in (1, 65, 375, 376, 4096)]
+    assert splits == [16, 16, 16, 0, 0]
+    assert [prefill_splits(65, chunks, 5, 8, tiles, H200) for chunks in (32, 33)] == [16, 0]
+    assert prefill_splits(65, 1, 5, 8, replace(tiles, programs_per_sm=0), H200) == 0
+    assert prefill_splits(65, 1, 5, 2, tiles, replace(H200, num_sms=40)) == 20
 
 
 def test_the_first_step_makes_the_workspace_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
