@@ -102,6 +102,7 @@ class AsyncEngine:
                 cache_type=self.config.cache_type,
                 num_host_pages=self.config.num_host_pages,
                 offloads_per_plan=loaded.offloads_per_plan,
+                max_loading=loaded.max_loading,
                 load_rule=loaded.load_rule,
                 disk=loaded.disk,
                 max_in_transit=self.capacity.max_in_transit,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Generic
 from minisgl.config import (
     Capacity,
     EngineConfig,
+    KVSpec,
     ModelFacts,
     ResolvedConfig,
     overlap_enabled,
@@ -29,7 +30,7 @@ from minisgl.models.kv_scales import with_kv_scales
 from minisgl.models.registry import read_model_config
 from minisgl.runner.disk_cache import check_folder
 from minisgl.runner.facts import device_facts
-from minisgl.runner.host_cache import offloads_per_plan
+from minisgl.runner.host_cache import max_loading, offloads_per_plan
 from minisgl.runner.load import Report, load_runner
 from minisgl.runner.model_fingerprint import model_fingerprint
 from minisgl.runner.nodes.worker_node import work
@@ -64,8 +65,16 @@ class Loaded(Generic[Handle]):
         config = self.config
         if not config.num_host_pages:
             return None
-        layers = self.model.on_rank(config.tp).kv_specs(config.kv_dtype)
-        return offloads_per_plan(layers, config.page_size, config.num_host_pages)
+        return offloads_per_plan(self._layers, config.page_size, config.num_host_pages)
+
+    @property
+    def max_loading(self) -> int:
+        """Number of pages on their way from host memory after which no other load begins."""
+        return max_loading(self._layers, self.config.page_size)
+
+    @property
+    def _layers(self) -> Sequence[KVSpec]:
+        return self.model.on_rank(self.config.tp).kv_specs(self.config.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)

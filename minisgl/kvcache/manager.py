@@ -119,14 +119,17 @@ class KVCacheManager:
         cache_type: str,
         num_host_pages: int = 0,
         offloads_per_plan: int | None = None,
+        max_loading: int | None = None,
         load_rule: LoadRule = ALWAYS,
         disk: Disk | None = None,
         max_in_transit: int = 0,
     ) -> None:
         """num_host_pages: size of the host tier, which a radix cache may have; disk: behind it.
         offloads_per_plan: number of pages that travel there beside a decode step without disturbing
-        it. None: any, and none are copied ahead. max_in_transit: number of pages on the device that
-        other engines may keep from requests, of which the largest must always fit.
+        it. None: any, and none are copied ahead. max_loading: number of pages on their way from
+        there that keep the lane busy until more can follow; None: any. max_in_transit: number of
+        pages on the device that other engines may keep from requests, of which the largest must
+        always fit.
         """
         self.page_size = page_size
         self.num_pages = num_pages
@@ -141,6 +144,7 @@ class KVCacheManager:
             self._disk = DiskTier(disk, page_size * TOKEN_BYTES, self.transfer_ids)
         self._spare = -(-num_host_pages // SPARE_PART)
         self._offloads_per_plan = offloads_per_plan
+        self._max_loading = max_loading
         self._cache: PrefixCache = NaiveCache()
         if cache_type == "radix":
             self._cache = RadixCache(page_size, self._host, self._disk)
@@ -288,6 +292,13 @@ class KVCacheManager:
         if found is not None:
             self._cache.filled(found.node)
             self._awaits.append(load)
+
+    @property
+    def is_lane_busy(self) -> bool:
+        """Whether a load that began now would only queue up behind others."""
+        if self._max_loading is None:
+            return False
+        return sum(len(load.pages) for load in self._loads.values()) >= self._max_loading
 
     def is_loading(self, lease: Lease) -> bool:
         """Whether pages of the lease have not landed."""

@@ -46,11 +46,16 @@ from minisgl.runner.slabs import Slabs
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-# Pieces that may wait for their DMA to the host before the compute lane must: those of two plans,
-# so that one finds room while the other's travel. Then there is one for loads.
+# Pieces that may wait for their DMA to the host before the compute lane must. A plan fills all but
+# one, and the next one finds room, because they travel during the step. One more is for loads.
 NUM_STAGED = 4
-# A DMA of a load is no larger, because what a step uploads may have to wait for it.
+# Of loads on their way, after which no other begins: they take longer than two steps, when the next
+# one can follow. To launch a load takes milliseconds, during which no step can be launched.
+LOADING_BYTES = 3 << 29
+# A DMA of a load is no larger, because what a step uploads may have to wait for it, unless the load
+# had more DMAs then: a stream takes a thousand calls, and makes the next one wait.
 LOAD_BYTES = 8 << 20
+MOST_DMAS = 256
 MEASURED_PIECES = 8
 # The assumed speed of a disk that cannot be measured, because this process may not write there.
 UNKNOWN_DISK_BYTES_PER_S = 1e9
@@ -63,9 +68,15 @@ def staging_bytes(layers: Sequence[KVSpec], page_size: int, num_host_pages: int)
 
 
 def offloads_per_plan(layers: Sequence[KVSpec], page_size: int, num_host_pages: int) -> int:
-    """Number of pages that a plan may offload without the compute lane waiting for it: half of
-    what can be staged, which takes less time than a decode step of a model that is worth it."""
-    return NUM_STAGED // 2 * _pages_per_piece(memory.page_bytes(layers, page_size), num_host_pages)
+    """Number of pages that a plan may offload without the next one waiting for it. All but one of
+    its pieces must have left by then, which takes less time than a decode step of a model that is
+    worth it."""
+    return (NUM_STAGED - 1) * _pages_per_piece(memory.page_bytes(layers, page_size), num_host_pages)
+
+
+def max_loading(layers: Sequence[KVSpec], page_size: int) -> int:
+    """Number of pages on their way to the device after which no other load begins."""
+    return max(1, LOADING_BYTES // memory.page_bytes(layers, page_size))
 
 
 def _pages_per_piece(page_bytes: int, num_host_pages: int) -> int:
@@ -141,7 +152,6 @@ class HostCache:
         self._planes = Planes.of([plane for layer in kv for plane in (layer.k, layer.v)])
         page_bytes = self._planes.page_bytes
         self._piece = _pages_per_piece(page_bytes, num_pages)
-        self._load_pages = max(1, LOAD_BYTES // page_bytes)
         self.slabs = Slabs(num_pages, page_bytes, lanes.device, report)
 
         def buffer(num_pieces: int) -> Tensor:
@@ -170,8 +180,8 @@ class HostCache:
         """Queue the copies of a plan, before its step, on the compute lane.
 
         Returns what queues its loads, and returns their ends by id. It is to be called after the
-        step has been queued, which so does not wait for dozens of launches: a millisecond for a
-        prefix of a gigabyte, for which a thread would not pay.
+        step has been queued, which so does not wait for some 200 launches: three milliseconds for a
+        prefix of a gigabyte, in which the next step need not be launched yet.
         """
         for load_id in copies.awaits:
             mark = self._loads.pop(load_id, None)
@@ -228,6 +238,7 @@ class HostCache:
         """pages: [len(host_pages)] int64, on the CPU."""
         starts = range(0, len(host_pages), self._piece)
         pieces = [list(self.slabs.runs(host_pages[at : at + self._piece])) for at in starts]
+        at_once = max(1, LOAD_BYTES // self.page_bytes, len(host_pages) // MOST_DMAS)
 
         def fetch() -> None:
             targets = pages
@@ -236,8 +247,8 @@ class HostCache:
             for start, runs in zip(starts, pieces, strict=True):
                 for first, run in runs:
                     for some, part in zip(
-                        self._arriving[first : first + len(run)].split(self._load_pages),
-                        run.split(self._load_pages),
+                        self._arriving[first : first + len(run)].split(at_once),
+                        run.split(at_once),
                         strict=True,
                     ):
                         some.copy_(part, non_blocking=True)

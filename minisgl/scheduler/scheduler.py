@@ -34,6 +34,7 @@ from minisgl.scheduler.state import DecodeGroup, Launched, Running, Waiting
 
 LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
 MAX_PASSED = 32  # a request that was passed over this many times goes first
+MAX_PUT_OFF = 32  # requests that wait for the lane of loads while a plan looks at others
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,13 +478,19 @@ class Scheduler:
         admitted: list[Waiting] = []
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
         num_granted = sum(len(grant.pages) for grant in draft.grants)
+        num_put_off = 0
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
             if self.kv.has_disk and not waiting.sought and self._fetch(waiting):
                 continue
-            running = self._start(waiting, reserved, num_granted, draft)
+            running: Running | None = None
+            if not self._is_put_off(waiting):
+                running = self._start(waiting, reserved, num_granted, draft)
             if running is None:
+                num_put_off += 1
+                if self._is_put_off(waiting) and num_put_off <= MAX_PUT_OFF:
+                    continue  # it takes no room from the others, who need not wait
                 break
             admitted.append(waiting)
             reserved += self._ratio.expected(waiting.request)
@@ -496,6 +503,11 @@ class Scheduler:
             del self._queued[waiting.request.id]
         if admitted:
             self._waiting.admitted(admitted)
+
+    def _is_put_off(self, waiting: Waiting) -> bool:
+        """Whether a request waits for loads that began before its own. With more of them in a plan,
+        its launch would hold up the next steps, and those that land first would not come sooner."""
+        return waiting.wants_load and self.kv.is_lane_busy
 
     @staticmethod
     def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
@@ -516,7 +528,8 @@ class Scheduler:
     def _start(
         self, waiting: Waiting, reserved: float, num_granted: int, draft: _Draft
     ) -> Running | None:
-        """Give a request a slot and pages for its known tokens; None if there are too few pages.
+        """Give a request a slot and pages for its known tokens; None if there are too few pages, or
+        it is put off.
 
         reserved: tokens that the running requests are expected to need. num_granted: pages that
         the draft grants to decode rows.
@@ -526,6 +539,10 @@ class Scheduler:
         num_known = len(request.token_ids)
         reuse = not request.wants_prompt_logprobs
         lease = self.kv.acquire(key, num_known, request.namespace, reuse=reuse)
+        waiting.wants_load = bool(lease.num_to_load)
+        if self._is_put_off(waiting):
+            self.kv.close(lease)
+            return None
         num_cached = len(lease.pages) * self.kv.page_size
         if self._running:  # a request always fits if no other runs: `submit` checks that
             wanted = num_known - num_cached + reserved + self._ratio.expected(request)

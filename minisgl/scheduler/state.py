@@ -22,6 +22,7 @@ class Waiting:
     num_expected: int
     retracted: bool = False
     num_passed: int = 0  # number of times a later request was admitted first
+    wants_load: bool = False  # of pages in host memory, when it was last looked at
     sought: bool = False  # on disk
     fetching: bool = False  # pages of its prefix are on their way from the disk
     num_fetched: int = 0  # pages that came from there

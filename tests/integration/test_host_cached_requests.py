@@ -72,9 +72,9 @@ def test_loaded_prefixes_give_the_reference_tokens() -> None:
 def test_slow_lanes_and_small_pieces_change_no_token(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans beside decode rows offload two pages at most, and requests wait for them."""
+    """Plans beside decode rows offload three pages at most, and requests wait for them."""
     monkeypatch.setattr(host_cache, "PIECE_BYTES", 1)
-    check_rounds(short_case_of("llama3"), offloads_per_plan=2, **options)
+    check_rounds(short_case_of("llama3"), offloads_per_plan=3, **options)
 
 
 @pytest.mark.usefixtures("slow")

@@ -84,6 +84,7 @@ class Harness:
     look_ahead: bool = True
     num_host_pages: int = 0
     offloads_per_plan: int | None = None
+    max_loading: int | None = None
     load_rule: LoadRule = ALWAYS
     disk: FakeDisk | None = None
     longest: int | None = None  # of its sequences
@@ -99,6 +100,7 @@ class Harness:
             cache_type=self.cache_type,
             num_host_pages=self.num_host_pages,
             offloads_per_plan=self.offloads_per_plan,
+            max_loading=self.max_loading,
             load_rule=self.load_rule,
             disk=None if self.disk is None else Disk(self.disk, b"model"),
         )
@@ -115,6 +117,7 @@ class Harness:
             look_ahead=self.look_ahead,
         )
         self.num_granted = 0  # pages for rows since the last plan
+        self.loading: dict[int, int] = {}  # pages of each load on its way
         reserve = kv.reserve
 
         def count_granted(lease: Lease, num_tokens: int, **joins: Any) -> Sequence[int] | None:
@@ -153,6 +156,7 @@ class Harness:
             self.check_namespaces(plan)
             self.check_lag(plan)
             self.check_offloads(plan)
+            self.check_loads(plan)
         self.scheduler.audit()
         return plan
 
@@ -198,6 +202,17 @@ class Harness:
         piece = max(1, self.num_pages // MIN_PIECES)
         assert len(plan.copies.offloads) <= granted + max(most, piece)
 
+    def check_loads(self, plan: StepPlan) -> None:
+        """None begins while others keep the lane busy."""
+        copies = plan.copies
+        if self.max_loading is None or copies is None:
+            return
+        for load in copies.awaits:  # it has landed, or nobody wants it any more
+            self.loading.pop(load, None)
+        for load in copies.loads:
+            assert sum(self.loading.values()) < self.max_loading
+            self.loading[load.id] = len(load.pages)
+
     def settle(self) -> Settled:
         before = {run.request: len(run.request.token_ids) for run in self.running_and_queued()}
         settled = self.scheduler.settle(self.in_flight.popleft())
@@ -221,6 +236,7 @@ class Harness:
         """Let the oldest load in flight land, or this one."""
         load = load or min(self.runner.in_flight)
         self.runner.land(load)
+        self.loading.pop(load, None)
         self.scheduler.landed(load)
         self.scheduler.audit()
 
@@ -989,6 +1005,7 @@ def test_any_schedule_with_a_host_tier_gives_the_same_tokens(seed: int) -> None:
         seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
         offloads_per_plan=rng.choice([None, 1, 2, 5]),
+        max_loading=rng.choice([None, 1, 5]),
         load_rule=rng.choice([ALWAYS, LoadRule(1.0, 2.0, delay_s=4.0)]),
     )
     waiting = random_requests(
@@ -1041,6 +1058,40 @@ def test_a_request_that_waits_for_its_pages_holds_nobody_up() -> None:
     assert again.num_host_tokens > 0
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_loads_begin_one_after_the_other_and_hold_nobody_up(policy: str) -> None:
+    harness = Harness(
+        page_size=2,
+        num_pages=100,
+        num_host_pages=200,
+        max_prefill_length=64,
+        max_loading=10,
+        policy=policy,
+    )
+    prompts = [list(range(n, n + 21)) for n in range(0, 120, 30)]
+    harness.run(*(make_request(f"{p[0]}", p, 1) for p in prompts))
+    harness.run(make_request("evicts", [3] * 190, 1))
+    loading = [make_request(f"again {p[0]}", p, 4, ignore_eos=True) for p in prompts]
+    other = make_request("other", [7, 8, 9], 4, ignore_eos=True)
+    for request in (*loading, other):
+        harness.scheduler.submit(request)
+    loads, ends = list[list[int]](), list[list[int]]()
+    while not all(request.finished for request in loading):
+        plan = harness.launch()
+        while harness.in_flight:
+            harness.settle()
+        if plan is None:
+            harness.land()
+        elif plan.chunks:
+            assert plan.copies is not None
+            loads.append([len(load.pages) for load in plan.copies.loads])
+            ends.append([chunk.end for chunk in plan.chunks])
+    assert ends == [[3], [21], [21], [21], [21]]
+    assert loads == [[10], [10], [10], [10], []]
+    for request in (*loading, other):
+        check_output(request)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
@@ -1056,6 +1107,7 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
             page_size=page_size,
             num_host_pages=rng.choice([10, 20, 40]),
             offloads_per_plan=rng.choice([None, 1, 4]),
+            max_loading=rng.choice([None, 2]),
             disk=disk,
         )
         harness.disk_namespaces = namespaces
@@ -1239,6 +1291,7 @@ def test_any_schedule_beside_another_engine_gives_the_same_tokens(seed: int) -> 
         seed,
         num_host_pages=rng.choice([3, 20, 40, 300]),
         offloads_per_plan=rng.choice([None, 1, 5]),
+        max_loading=rng.choice([None, 3]),
         disk=rng.choice([None, FakeDisk()]),
         longest=max(request.max_len for request in waiting),
     )

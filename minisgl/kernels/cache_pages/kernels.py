@@ -25,8 +25,7 @@ def _launch(planes: Planes, pages: Tensor, packed: Tensor, *, gather: bool) -> N
     if len(pages) == 0:
         return
     num_planes = len(planes.words)
-    longest = max(plane.shape[1] for plane in planes.words)
-    _copy_pages[(len(pages), num_planes, triton.cdiv(longest, _BLOCK))](
+    _copy_pages[(len(pages), num_planes, triton.cdiv(planes.longest, _BLOCK))](
         planes.table,
         pages,
         packed.view(planes.word),

@@ -22,6 +22,7 @@ class Planes:
     words: tuple[Tensor, ...]  # the same memory as words: [num_pages, words of a page]
     table: Tensor  # [3, num_planes] int64: address, words of a page, first word in a packed page
     page_words: int  # of a packed page
+    longest: int  # words of a page of any plane, at most
     word: torch.dtype
 
     @staticmethod
@@ -37,7 +38,7 @@ class Planes:
             firsts.append(end)
             end += plane.shape[1]
         table = torch.tensor([addresses, lengths, firsts], dtype=torch.int64)
-        return Planes(words, table.to(planes[0].device), end, word)
+        return Planes(words, table.to(planes[0].device), end, max(lengths), word)
 
     @property
     def page_bytes(self) -> int:
