@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 # A disk is fast only with several requests at once, and checksums take a core each.
 NUM_READERS = 8
 NUM_WRITERS = 2
-READ_PAGES = 16  # of one reader at a time
-MEASURED_PAGES = 64
-MEASURED_BYTES = 128 << 20  # at most, but for the first page
+READ_BYTES = 8 << 20  # of one reader at a time, but for one page
+READ_PAGES = 16
+# At most, but for the first page: some parts for every reader.
+MEASURED_PAGES = 256
+MEASURED_BYTES = 256 << 20
 
 
 class DiskLane:
@@ -36,6 +38,7 @@ class DiskLane:
     ) -> None:
         """views: the memory of host pages; it may block."""
         self.store = store
+        self.pages_at_once = min(READ_PAGES, max(1, READ_BYTES // store.page_bytes))
         self._views = views
         self._readers = ThreadPoolExecutor(NUM_READERS, "minisgl-disk-read", enter_thread)
         self._writers = ThreadPoolExecutor(NUM_WRITERS, "minisgl-disk-write", enter_thread)
@@ -120,7 +123,8 @@ class _Reading:
         self._transfer = transfer
         self._after = after
         self._done = done
-        self._starts = range(0, len(transfer.keys), READ_PAGES)
+        self._size = lane.pages_at_once
+        self._starts = range(0, len(transfer.keys), self._size)
         self._counts = dict.fromkeys(self._starts, 0)
         self._num_left = len(self._starts)
         self._lock = threading.Lock()
@@ -130,7 +134,7 @@ class _Reading:
             pool.submit(self._read, start)
 
     def _read(self, start: int) -> None:
-        part = slice(start, start + READ_PAGES)
+        part = slice(start, start + self._size)
         keys = self._transfer.keys[part]
         self._lane.reads.begin()
         count = self._lane.read_part(keys, self._transfer.host_pages[part], self._after)
@@ -146,7 +150,7 @@ class _Reading:
         num_good = 0
         for start in self._starts:
             num_good += self._counts[start]
-            if num_good < min(start + READ_PAGES, len(self._transfer.keys)):
+            if num_good < min(start + self._size, len(self._transfer.keys)):
                 break
         return num_good
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -74,17 +75,30 @@ def test_transfers_wait_for_the_copies_of_their_pages(
     cache.close()
 
 
+@pytest.mark.parametrize("limit", [("READ_PAGES", 2), ("READ_BYTES", 2 * PAGE_BYTES)])
 def test_a_read_in_parts_counts_up_to_the_first_page_that_is_missing(
-    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: tuple[str, int],
 ) -> None:
-    monkeypatch.setattr(disk_lane, "READ_PAGES", 2)
+    monkeypatch.setattr(disk_lane, *limit)
     gate.set()
     cache, ends = make(tmp_path), Ends()
+    counts = list[int]()
+    read = PageFiles.read
+
+    def counted(store: PageFiles, keys: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        counts.append(len(keys))
+        return read(store, keys, into)
+
+    monkeypatch.setattr(PageFiles, "read", counted)
     write = Transfer(1, Way.WRITE, (*KEYS[:5], *KEYS[6:9]), tuple(range(8)))
     cache.transfer([write], lambda *end: ends.put(end))
     assert ends.get() == (1, 8)
     cache.transfer([Transfer(2, Way.READ, KEYS[:9], tuple(range(9)))], lambda *end: ends.put(end))
     assert ends.get() == (2, 5)
+    assert sorted(counts) == [1, 2, 2, 2, 2]
     cache.transfer([Transfer(3, Way.READ, KEYS[9:], (0, 1))], lambda *end: ends.put(end))
     assert ends.get() == (3, 0)
     cache.close()
