@@ -48,7 +48,7 @@ class Phase:
     num_sent: int = 0
     num_done: int = 0
 
-    def itl_ms(self, percent: int) -> float:
+    def itl_ms(self, percent: float) -> float:
         return 1e3 * percentile(sorted(self.gaps_s), percent)
 
 
@@ -144,8 +144,8 @@ def tell(
     console: Console, name: str, arguments: argparse.Namespace, phases: Sequence[Phase]
 ) -> None:
     table = Table(name)
-    headings = ("p50 ms", "p99 ms", "ratio", "tok/s", "prompts done", "TTFT p50 s", "prompt tok/s")
-    for heading in headings:
+    headings = ("p50 ms", "p99 ms", "ratio", "p99.9 ms", "tok/s")
+    for heading in (*headings, "prompts done", "TTFT p50 s", "prompt tok/s"):
         table.add_column(heading, justify="right")
     quiet = phases[0].itl_ms(99)
     for title, phase in zip(("quiet", "with prompts"), phases, strict=True):
@@ -154,6 +154,7 @@ def tell(
             title,
             *(f"{phase.itl_ms(50):.2f}", f"{phase.itl_ms(99):.2f}"),
             f"{phase.itl_ms(99) / quiet:.2f}",
+            f"{phase.itl_ms(99.9):.2f}",
             f"{len(phase.gaps_s) / phase.seconds:,.0f}",
             f"{done} of {phase.num_sent}" if phase.num_sent else "",
             f"{percentile(sorted(phase.ttft_s), 50):.2f}" if phase.ttft_s else "",

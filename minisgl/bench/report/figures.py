@@ -27,9 +27,10 @@ class Distribution:
         return cls(math.fsum(ordered) / len(ordered), p50, p90, p99)
 
 
-def percentile(ordered: Sequence[float], percent: int) -> float:
+def percentile(ordered: Sequence[float], percent: float) -> float:
     """The percentile of sorted values, by linear interpolation."""
     index, hundredths = divmod((len(ordered) - 1) * percent, 100)
+    index = int(index)
     low, high = ordered[index], ordered[min(index + 1, len(ordered) - 1)]
     return low + (high - low) * hundredths / 100
 
