@@ -52,8 +52,8 @@ NUM_STAGED = 4
 # Of loads on their way, after which no other begins: they take longer than two steps, when the next
 # one can follow. To launch a load takes milliseconds, during which no step can be launched.
 LOADING_BYTES = 3 << 29
-# A DMA of a load is no larger, because what a step uploads may have to wait for it, unless the load
-# had more DMAs then: a stream takes a thousand calls, and makes the next one wait.
+# A DMA of a load is no larger, because what a step uploads may have to wait for it. But no load has
+# more DMAs than that: a stream takes a thousand calls, and then makes the caller wait.
 LOAD_BYTES = 8 << 20
 MOST_DMAS = 256
 MEASURED_PIECES = 8
@@ -238,7 +238,7 @@ class HostCache:
         """pages: [len(host_pages)] int64, on the CPU."""
         starts = range(0, len(host_pages), self._piece)
         pieces = [list(self.slabs.runs(host_pages[at : at + self._piece])) for at in starts]
-        at_once = max(1, LOAD_BYTES // self.page_bytes, len(host_pages) // MOST_DMAS)
+        at_once = max(1, LOAD_BYTES // self.page_bytes, -(-len(host_pages) // MOST_DMAS))
 
         def fetch() -> None:
             targets = pages

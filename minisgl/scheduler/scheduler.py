@@ -34,7 +34,7 @@ from minisgl.scheduler.state import DecodeGroup, Launched, Running, Waiting
 
 LPM_WINDOW = 128  # number of waiting requests, of all clients together, that lpm compares
 MAX_PASSED = 32  # a request that was passed over this many times goes first
-MAX_PUT_OFF = 32  # requests that wait for the lane of loads while a plan looks at others
+MAX_PUT_OFF = 32  # requests whose loads must wait, which others may pass in a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,8 +505,8 @@ class Scheduler:
             self._waiting.admitted(admitted)
 
     def _is_put_off(self, waiting: Waiting) -> bool:
-        """Whether a request waits for loads that began before its own. With more of them in a plan,
-        its launch would hold up the next steps, and those that land first would not come sooner."""
+        """Whether a request waits because others are loading. Its load would only queue up behind
+        theirs, and to launch many with one plan would hold up the next."""
         return waiting.wants_load and self.kv.is_lane_busy
 
     @staticmethod
