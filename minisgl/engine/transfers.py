@@ -130,6 +130,7 @@ class Transfers:
         self._offers: dict[bytes, deque[_Offered]] = {}  # by key, oldest first
         self._indirect: dict[str, float] = {}  # until when, by the engine's address
         self._under_way: dict[int, asyncio.Future[int]] = {}  # transfers, by id
+        self._declining: set[asyncio.Future[None]] = set()
         self._turns = asyncio.Semaphore(NUM_RECEIVERS)
         self._asking = ThreadPoolExecutor(NUM_RECEIVERS, "minisgl-asking")
         self._server = PageServer(sharing.address, sharing.token, self._answer)
@@ -241,6 +242,10 @@ class Transfers:
         if offered is None:
             raise TransferError("the other engine does not have the prefix")
         transit = offered.transit
+        first = max(0, want.first)
+        if first >= len(transit.pages or transit.host_pages):
+            self._drop(transit)
+            raise TransferError("the other engine has no more of the prefix")
         if transit.pages and not want.is_direct:
             prefix = offered.prefix
             copy = self._kv.copy_out(prefix.packed, prefix.num_tokens, prefix.namespace)
@@ -248,11 +253,7 @@ class Transfers:
             if copy is None or not await self._is_copied(copy):
                 raise TransferError("host memory of the other engine has no room for the prefix")
             transit = copy
-        first = max(0, want.first)
         pages, host_pages = tuple(transit.pages[first:]), tuple(transit.host_pages[first:])
-        if not (pages or host_pages):
-            self._drop(transit)
-            raise TransferError("the other engine has no more of the prefix")
         name, began = secrets.token_bytes(NAME_BYTES), time.perf_counter()
         try:
             sending = self._begin(Way.SEND, name, host_pages, pages)
@@ -285,6 +286,9 @@ class Transfers:
             first = matched // self._kv.page_size
             num_missing = self._num_pages(prefix) - first
             if num_missing <= 0:
+                declining = asyncio.ensure_future(self._decline(address, prefix))
+                self._declining.add(declining)
+                declining.add_done_callback(self._declining.discard)
                 return True
             began = time.perf_counter()
             transit: Transit | None = None
@@ -314,6 +318,12 @@ class Transfers:
             self._kv.adopt(transit, prefix.packed, first, num_pages, prefix.namespace)
             self._count(self.stats.received, num_pages, began, is_direct=bool(transit.pages))
             return num_pages > 0
+
+    async def _decline(self, address: str, prefix: Prefix) -> None:
+        """Take an offer of another engine without its pages, which it would keep for a minute."""
+        want = Want(self._sharing.fingerprint, self._key(prefix), self._num_pages(prefix))
+        with contextlib.suppress(TransferError):  # that there is no more of it
+            await self._ask(address, want)
 
     def _is_direct(self, address: str) -> bool:
         """Whether to ask for pages on the device of an engine."""

@@ -198,6 +198,25 @@ async def test_an_offer_is_fetched_once_and_frees_its_pages(tmp_path: Path) -> N
         assert decode.transfers.stats.num_failed == 0
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
+async def test_an_offer_of_what_is_there_frees_its_pages_at_once(
+    tmp_path: Path, is_direct: bool
+) -> None:
+    async with two_sides(tmp_path, is_direct=(is_direct, is_direct)) as (prefill, decode):
+        for side in (prefill, decode):
+            side.compute(TOKENS)
+        assert await prefill.transfers.offer(prefill.prefix())
+        assert prefill.kv.num_available == 39 - is_direct * NUM_PAGES
+        assert prefill.kv.num_host == (not is_direct) * NUM_PAGES
+        assert await decode.transfers.fetch(prefill.address, decode.prefix())
+        while prefill.kv.num_available < 39:  # noqa: ASYNC110 - another thread ends it
+            await asyncio.sleep(0.001)
+        await wait_until_sent(prefill)
+        for stats in (prefill.transfers.stats, decode.transfers.stats):
+            assert stats.sent.num_transfers == stats.received.num_transfers == 0
+            assert stats.num_failed == 0
+
+
 async def test_only_what_is_missing_travels_and_namespaces_stay_apart(tmp_path: Path) -> None:
     async with two_sides(tmp_path) as (prefill, decode):
         prefill.compute(TOKENS)
