@@ -478,7 +478,7 @@ class Scheduler:
         admitted: list[Waiting] = []
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
         num_granted = sum(len(grant.pages) for grant in draft.grants)
-        num_put_off = 0
+        put_off: list[Waiting] = []
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
@@ -488,8 +488,8 @@ class Scheduler:
             if not self._is_put_off(waiting):
                 running = self._start(waiting, reserved, num_granted, draft)
             if running is None:
-                num_put_off += 1
-                if self._is_put_off(waiting) and num_put_off <= MAX_PUT_OFF:
+                if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
+                    put_off.append(waiting)
                     continue  # it takes no room from the others, who need not wait
                 break
             admitted.append(waiting)
@@ -502,7 +502,7 @@ class Scheduler:
                 self._prefilling.append(running)
             del self._queued[waiting.request.id]
         if admitted:
-            self._waiting.admitted(admitted)
+            self._waiting.admitted(admitted, put_off)
 
     def _is_put_off(self, waiting: Waiting) -> bool:
         """Whether a request waits because others are loading. Its load would only queue up behind

@@ -1092,6 +1092,41 @@ def test_loads_begin_one_after_the_other_and_hold_nobody_up(policy: str) -> None
         check_output(request)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("names", [(("a", ""), ("b", "")), (("", "a"), ("", "b"))])
+def test_a_load_has_its_turn_though_requests_of_its_tenant_pass_it(
+    policy: str, names: tuple[tuple[str, str], ...]
+) -> None:
+    harness = Harness(page_size=2, num_pages=200, num_host_pages=400, max_loading=10, policy=policy)
+    scheduler = harness.scheduler
+    patient, other = (Tenant(*name) for name in names)
+    prompts = [list(range(n, n + 21)) for n in range(0, 200, 30)]
+    tenants = [other] * 6 + [patient]
+    for prompt, tenant in zip(prompts, tenants, strict=True):
+        harness.run(make_request(f"{prompt[0]}", prompt, 1, tenant=tenant))
+    plan = scheduler.plan_offload()
+    assert plan is not None
+    harness.in_flight.append(harness.runner.launch(plan))
+    harness.check_namespaces(plan)
+    harness.settle()
+
+    loads = [make_request(f"load {p[0]}", p, 1, tenant=other) for p in prompts[:6]]
+    load = make_request("load", prompts[6], 1, tenant=patient)
+    for request in (*loads, load):
+        scheduler.submit(request)
+    for number in range(5):
+        scheduler.submit(make_request(f"small {number}", [number], 1, tenant=patient))
+        plan = harness.launch()
+        assert plan is not None and plan.copies is not None
+        assert len(plan.copies.loads) == 1  # and so the lane is busy
+        harness.settle()
+        harness.land()
+    harness.run()
+    check_output(load)
+    ended = [*harness.endings]
+    assert ended.index("load") < ended.index("load 60")
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
