@@ -558,9 +558,10 @@ class Scheduler:
         num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
-            num_fetched = min(waiting.num_fetched, lease.num_loaded)
-            request.num_disk_tokens = num_fetched * self.kv.page_size
-            request.num_host_tokens = (lease.num_loaded - num_fetched) * self.kv.page_size
+            loaded, fetched = lease.loaded, waiting.fetched
+            both = range(max(loaded.start, fetched.start), min(loaded.stop, fetched.stop))
+            request.num_disk_tokens = len(both) * self.kv.page_size
+            request.num_host_tokens = (len(loaded) - len(both)) * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
             self.counters.num_host_tokens += request.num_host_tokens
@@ -635,10 +636,10 @@ class Scheduler:
 
     def transferred(self, transfer: int, num_pages: int) -> None:
         """Note the end of a transfer, of which every rank has done the first pages."""
-        num_fetched = self.kv.transferred(transfer, num_pages)
+        fetched = self.kv.transferred(transfer, num_pages)
         waiting = self._fetching.pop(transfer, None)
         if waiting is not None:
-            waiting.num_fetched = num_fetched
+            waiting.fetched = fetched
             waiting.fetching = False
 
     def plan_offload(self) -> StepPlan | None:

@@ -25,7 +25,7 @@ class Waiting:
     wants_load: bool = False  # of pages in host memory, when it was last looked at
     sought: bool = False  # on disk
     fetching: bool = False  # pages of its prefix are on their way from the disk
-    num_fetched: int = 0  # pages that came from there
+    fetched: range = range(0)  # pages of its prefix that came from there
     _key: bytes = b""
 
     @property
