@@ -157,7 +157,7 @@ class KVCacheManager:
         # [num_pages]: for pages in the prefix cache, the last step that may have written them
         self._written_by = [0] * num_pages
         self._loads: dict[int, _InFlight] = {}
-        self._num_loads = 0
+        self.num_loads = 0  # since the start
         self._new_loads: list[Load] = []  # for the next plan
         self._awaits: list[int] = []  # for the next plan
         self._settled = 0  # the last step that has succeeded
@@ -271,8 +271,8 @@ class KVCacheManager:
         first, end = lease.num_committed, lease.num_committed + lease.num_to_load
         assert end <= len(lease.pages), "the first reserve has room for the whole match"
         pages = lease.pages[first:end]
-        self._num_loads += 1
-        load = self._num_loads
+        self.num_loads += 1
+        load = self.num_loads
         host_pages = self._cache.fill(lease.node, pages, load)
         self._loads[load] = _InFlight(lease.node, pages, UNPLANNED)
         self._mark_written(pages, UNPLANNED)

@@ -506,8 +506,10 @@ class Scheduler:
 
     def _is_put_off(self, waiting: Waiting) -> bool:
         """Whether a request waits because others are loading. Its load would only queue up behind
-        theirs, and to launch many with one plan would hold up the next."""
-        return waiting.wants_load and self.kv.is_lane_busy
+        theirs, and to launch many with one plan would hold up the next. It is looked at again when
+        another load has begun, which may bring its pages."""
+        wants_load = waiting.wants_load and waiting.num_loads == self.kv.num_loads
+        return wants_load and self.kv.is_lane_busy
 
     @staticmethod
     def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
@@ -539,7 +541,7 @@ class Scheduler:
         num_known = len(request.token_ids)
         reuse = not request.wants_prompt_logprobs
         lease = self.kv.acquire(key, num_known, request.namespace, reuse=reuse)
-        waiting.wants_load = bool(lease.num_to_load)
+        waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self.kv.num_loads
         if self._is_put_off(waiting):
             self.kv.close(lease)
             return None

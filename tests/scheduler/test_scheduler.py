@@ -1122,6 +1122,18 @@ def test_a_load_has_its_turn_though_requests_of_its_tenant_pass_it(
     assert ended.index("load") < ended.index("load 60")
 
 
+def test_requests_whose_prefix_another_has_loaded_pass_loads_that_wait() -> None:
+    harness = Harness(page_size=2, num_pages=200, num_host_pages=400, max_loading=10)
+    prompts = [list(range(n, n + 21)) for n in range(0, 120, 30)]
+    harness.run(*(make_request(f"{prompt[0]}", prompt, 1) for prompt in prompts))
+    offload(harness)
+    blocking, shared, *others = prompts
+    for number, prompt in enumerate([blocking, shared, others[0], shared, others[1], shared]):
+        harness.scheduler.submit(make_request(f"again {number}", prompt, 1))
+    harness.run()
+    assert [*harness.endings][4:] == [f"again {number}" for number in (0, 1, 3, 5, 2, 4)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
