@@ -90,6 +90,11 @@ class Lease:
     def owned(self) -> list[int]:
         return self.pages[self.num_committed :]
 
+    @property
+    def loaded(self) -> range:
+        """Which pages were in host memory when they were matched: the last committed ones."""
+        return range(self.num_committed - self.num_loaded, self.num_committed)
+
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
@@ -152,7 +157,7 @@ class KVCacheManager:
         # [num_pages]: for pages in the prefix cache, the last step that may have written them
         self._written_by = [0] * num_pages
         self._loads: dict[int, _InFlight] = {}
-        self._num_loads = 0
+        self.num_loads = 0  # since the start
         self._new_loads: list[Load] = []  # for the next plan
         self._awaits: list[int] = []  # for the next plan
         self._settled = 0  # the last step that has succeeded
@@ -266,8 +271,8 @@ class KVCacheManager:
         first, end = lease.num_committed, lease.num_committed + lease.num_to_load
         assert end <= len(lease.pages), "the first reserve has room for the whole match"
         pages = lease.pages[first:end]
-        self._num_loads += 1
-        load = self._num_loads
+        self.num_loads += 1
+        load = self.num_loads
         host_pages = self._cache.fill(lease.node, pages, load)
         self._loads[load] = _InFlight(lease.node, pages, UNPLANNED)
         self._mark_written(pages, UNPLANNED)
@@ -355,23 +360,23 @@ class KVCacheManager:
         """The transfers that are to begin."""
         return [] if self._disk is None else self._disk.take()
 
-    def transferred(self, transfer_id: int, num_pages: int) -> int:
+    def transferred(self, transfer_id: int, num_pages: int) -> range:
         """End a transfer of which every rank has done the first `num_pages` pages.
 
-        Returns the number of pages that were fetched.
+        Returns which pages of the key were fetched.
         """
         assert self._disk is not None and self._host is not None
         written = self._disk.writes.pop(transfer_id, None)
         if written is not None:
             self._host.unpin(written.host_pages)
-            return 0
+            return range(0)
         fetch = self._disk.fetches.pop(transfer_id)
         keys, host_pages = fetch.transfer.keys, fetch.transfer.host_pages
         self._disk.forget(keys[num_pages:])
         found = host_pages[:num_pages]
         refused = self._cache.put_host(fetch.namespace, fetch.key, fetch.start, found)
         self._host.free([*host_pages[num_pages:], *refused])
-        return num_pages
+        return range(fetch.start, fetch.start + num_pages)
 
     def settled(self, step: int) -> None:
         """Note that the steps up to `step` have succeeded."""

@@ -52,8 +52,9 @@ NUM_STAGED = 4
 # Of loads on their way, after which no other begins: they take longer than two steps, when the next
 # one can follow. To launch a load takes milliseconds, during which no step can be launched.
 LOADING_BYTES = 3 << 29
-# A DMA of a load is no larger, because what a step uploads may have to wait for it. But no load has
-# more DMAs than that: a stream takes a thousand calls, and then makes the caller wait.
+# A DMA of a load is no larger, because what a step uploads may have to wait for it, unless the load
+# would have more DMAs than that: a stream takes a thousand calls, and then makes the caller wait.
+# Ends of pieces, and host pages that are no neighbours, add more.
 LOAD_BYTES = 8 << 20
 MOST_DMAS = 256
 MEASURED_PIECES = 8

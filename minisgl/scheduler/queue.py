@@ -41,8 +41,9 @@ class Line:
         else:
             del self._waiting[bisect_left(self._waiting, waiting.arrival, key=_arrival)]
 
-    def admitted(self, requests: Sequence[Waiting]) -> None:
-        """Remove the admitted requests, and count how often each of the others was passed over."""
+    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
+        """Remove the admitted requests, and count how often each of the others was passed over,
+        put off or not."""
         for waiting in requests:
             self.remove(waiting)
         last = max(map(_arrival, requests))
@@ -94,16 +95,25 @@ class Turns:
         if not len(part):
             del self._parts[name]
 
-    def admitted(self, requests: Sequence[Waiting]) -> None:
-        """Remove the admitted requests, given in the order of `in_order`, and advance the turns."""
+    def admitted(self, requests: Sequence[Waiting], put_off: Sequence[Waiting] = ()) -> None:
+        """Remove the admitted requests, given in the order of `in_order`, and advance the turns.
+
+        put_off: requests that the others passed while loads were under way. Their parts keep their
+        turns until they begin a load: if those others took them, loads of parts without such
+        requests could come first for ever.
+        """
+        keeping = {self._name_of(waiting) for waiting in put_off}
+        keeping -= {self._name_of(waiting) for waiting in requests if waiting.wants_load}
         by_name: dict[str, list[Waiting]] = {}
         for waiting in requests:
-            name = self._last = self._name_of(waiting)
-            self._parts.move_to_end(name)
+            name = self._name_of(waiting)
+            if name not in keeping:
+                self._last = name
+                self._parts.move_to_end(name)
             by_name.setdefault(name, []).append(waiting)
         for name, theirs in by_name.items():
             part = self._parts[name]
-            part.admitted(theirs)
+            part.admitted(theirs, [other for other in put_off if self._name_of(other) == name])
             if not len(part):
                 del self._parts[name]
         self._num_waiting -= len(requests)

@@ -478,7 +478,7 @@ class Scheduler:
         admitted: list[Waiting] = []
         reserved = sum(self._ratio.expected(running.request) for running in self._running.values())
         num_granted = sum(len(grant.pages) for grant in draft.grants)
-        num_put_off = 0
+        put_off: list[Waiting] = []
         for waiting in self._waiting.in_order(self._policy, LPM_WINDOW):
             if not draft.budget or not self._free_slots:
                 break
@@ -488,8 +488,8 @@ class Scheduler:
             if not self._is_put_off(waiting):
                 running = self._start(waiting, reserved, num_granted, draft)
             if running is None:
-                num_put_off += 1
-                if self._is_put_off(waiting) and num_put_off <= MAX_PUT_OFF:
+                if self._is_put_off(waiting) and len(put_off) < MAX_PUT_OFF:
+                    put_off.append(waiting)
                     continue  # it takes no room from the others, who need not wait
                 break
             admitted.append(waiting)
@@ -502,12 +502,14 @@ class Scheduler:
                 self._prefilling.append(running)
             del self._queued[waiting.request.id]
         if admitted:
-            self._waiting.admitted(admitted)
+            self._waiting.admitted(admitted, put_off)
 
     def _is_put_off(self, waiting: Waiting) -> bool:
         """Whether a request waits because others are loading. Its load would only queue up behind
-        theirs, and to launch many with one plan would hold up the next."""
-        return waiting.wants_load and self.kv.is_lane_busy
+        theirs, and to launch many with one plan would hold up the next. It is looked at again when
+        another load has begun, which may bring its pages."""
+        wants_load = waiting.wants_load and waiting.num_loads == self.kv.num_loads
+        return wants_load and self.kv.is_lane_busy
 
     @staticmethod
     def _first_come(waiting: Iterable[Waiting], window: int) -> Iterable[Waiting]:
@@ -539,7 +541,7 @@ class Scheduler:
         num_known = len(request.token_ids)
         reuse = not request.wants_prompt_logprobs
         lease = self.kv.acquire(key, num_known, request.namespace, reuse=reuse)
-        waiting.wants_load = bool(lease.num_to_load)
+        waiting.wants_load, waiting.num_loads = bool(lease.num_to_load), self.kv.num_loads
         if self._is_put_off(waiting):
             self.kv.close(lease)
             return None
@@ -558,9 +560,10 @@ class Scheduler:
         num_cached = lease.num_committed * self.kv.page_size
         if not waiting.retracted:
             request.num_cached_tokens = num_cached
-            num_fetched = min(waiting.num_fetched, lease.num_loaded)
-            request.num_disk_tokens = num_fetched * self.kv.page_size
-            request.num_host_tokens = (lease.num_loaded - num_fetched) * self.kv.page_size
+            loaded, fetched = lease.loaded, waiting.fetched
+            both = range(max(loaded.start, fetched.start), min(loaded.stop, fetched.stop))
+            request.num_disk_tokens = len(both) * self.kv.page_size
+            request.num_host_tokens = (len(loaded) - len(both)) * self.kv.page_size
             self.counters.num_prompt_tokens += num_known
             self.counters.num_cached_tokens += num_cached
             self.counters.num_host_tokens += request.num_host_tokens
@@ -635,10 +638,10 @@ class Scheduler:
 
     def transferred(self, transfer: int, num_pages: int) -> None:
         """Note the end of a transfer, of which every rank has done the first pages."""
-        num_fetched = self.kv.transferred(transfer, num_pages)
+        fetched = self.kv.transferred(transfer, num_pages)
         waiting = self._fetching.pop(transfer, None)
         if waiting is not None:
-            waiting.num_fetched = num_fetched
+            waiting.fetched = fetched
             waiting.fetching = False
 
     def plan_offload(self) -> StepPlan | None:

@@ -23,9 +23,10 @@ class Waiting:
     retracted: bool = False
     num_passed: int = 0  # number of times a later request was admitted first
     wants_load: bool = False  # of pages in host memory, when it was last looked at
+    num_loads: int = 0  # that had begun by then
     sought: bool = False  # on disk
     fetching: bool = False  # pages of its prefix are on their way from the disk
-    num_fetched: int = 0  # pages that came from there
+    fetched: range = range(0)  # pages of its prefix that came from there
     _key: bytes = b""
 
     @property

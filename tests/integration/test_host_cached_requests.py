@@ -164,3 +164,35 @@ def test_a_step_that_fails_leaves_no_copy_of_its_pages(monkeypatch: pytest.Monke
             assert engine.stats().counters.num_host_tokens
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("slow")
+def test_a_load_follows_one_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_cache, "LOADING_BYTES", 1)
+    case = case_of("llama3")
+    prompt, other, *_ = sorted(case.prompts, key=len, reverse=True)
+
+    async def run() -> None:
+        async with AsyncEngine(load_engine(case.folder, **FEW_PAGES, host_cache=HOST_GB)) as engine:
+            first = await complete(engine, prompt, greedy(8))
+            await complete(engine, other, greedy(8))
+            await complete(engine, [3] * 120, greedy(8))  # pushes both out
+            SlowLane.gate.clear()
+            try:
+                aborted = engine.submit(other, greedy(8))
+                stream = engine.submit(prompt, greedy(8))
+                await complete(engine, [5], greedy(8))
+                aborted.abort()
+                await asyncio.sleep(0)
+                engine.audit()
+                stats = engine.stats()
+                assert (stats.num_queued, stats.num_running) == (1, 0)
+                assert not stream.request.num_cached_tokens  # it has no load, and nothing runs
+            finally:
+                SlowLane.gate.set()
+            async for _ in stream:
+                engine.audit()
+            assert stream.request.output_token_ids == first.token_ids
+            assert stream.request.num_host_tokens > 0
+
+    asyncio.run(run())

@@ -1092,6 +1092,48 @@ def test_loads_begin_one_after_the_other_and_hold_nobody_up(policy: str) -> None
         check_output(request)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("names", [(("a", ""), ("b", "")), (("", "a"), ("", "b"))])
+def test_a_load_has_its_turn_though_requests_of_its_tenant_pass_it(
+    policy: str, names: tuple[tuple[str, str], ...]
+) -> None:
+    harness = Harness(page_size=2, num_pages=200, num_host_pages=400, max_loading=10, policy=policy)
+    scheduler = harness.scheduler
+    patient, other = (Tenant(*name) for name in names)
+    prompts = [list(range(n, n + 21)) for n in range(0, 200, 30)]
+    tenants = [other] * 6 + [patient]
+    for prompt, tenant in zip(prompts, tenants, strict=True):
+        harness.run(make_request(f"{prompt[0]}", prompt, 1, tenant=tenant))
+    offload(harness)
+    loads = [make_request(f"load {p[0]}", p, 1, tenant=other) for p in prompts[:6]]
+    load = make_request("load", prompts[6], 1, tenant=patient)
+    for request in (*loads, load):
+        scheduler.submit(request)
+    for number in range(5):
+        scheduler.submit(make_request(f"small {number}", [number], 1, tenant=patient))
+        plan = harness.launch()
+        assert plan is not None and plan.copies is not None
+        assert len(plan.copies.loads) == 1  # and so the lane is busy
+        harness.settle()
+        harness.land()
+    harness.run()
+    check_output(load)
+    ended = [*harness.endings]
+    assert ended.index("load") < ended.index("load 60")
+
+
+def test_requests_whose_prefix_another_has_loaded_pass_loads_that_wait() -> None:
+    harness = Harness(page_size=2, num_pages=200, num_host_pages=400, max_loading=10)
+    prompts = [list(range(n, n + 21)) for n in range(0, 120, 30)]
+    harness.run(*(make_request(f"{prompt[0]}", prompt, 1) for prompt in prompts))
+    offload(harness)
+    blocking, shared, *others = prompts
+    for number, prompt in enumerate([blocking, shared, others[0], shared, others[1], shared]):
+        harness.scheduler.submit(make_request(f"again {number}", prompt, 1))
+    harness.run()
+    assert [*harness.endings][4:] == [f"again {number}" for number in (0, 1, 3, 5, 2, 4)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
@@ -1123,20 +1165,32 @@ def test_any_schedule_with_a_disk_gives_the_same_tokens(seed: int) -> None:
             del disk.pages[key]
 
 
-def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
-    disk, prompt = FakeDisk(), list(range(40))
-    first = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=disk)
-    first.run(make_request("first", prompt, 2, ignore_eos=True))
-    plan = first.scheduler.plan_offload()
+def filled_disk(prompt: list[int]) -> Harness:
+    """Whose disk has every full page of a prompt."""
+    harness = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=FakeDisk())
+    harness.run(make_request("first", prompt, 2, ignore_eos=True))
+    offload(harness)
+    harness.scheduler.kv.store_all()
+    harness.runner.transfer(harness.scheduler.kv.take_transfers(), harness.transferred)
+    while harness.runner.transfers:
+        harness.end_transfer()
+    return harness
+
+
+def offload(harness: Harness) -> None:
+    """Take everything off the device."""
+    plan = harness.scheduler.plan_offload()
     assert plan is not None and plan.copies is not None and not plan.num_tokens
-    first.in_flight.append(first.runner.launch(plan))
-    first.check_namespaces(plan)
-    first.settle()
-    first.scheduler.kv.store_all()
-    first.runner.transfer(first.scheduler.kv.take_transfers(), first.transferred)
-    while first.runner.transfers:
-        first.end_transfer()
-    assert len(disk.pages) == 20
+    harness.in_flight.append(harness.runner.launch(plan))
+    harness.check_namespaces(plan)
+    harness.settle()
+
+
+def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
+    prompt = list(range(40))
+    first = filled_disk(prompt)
+    disk = first.disk
+    assert disk is not None and len(disk.pages) == 20
 
     for policy in ("fcfs", "lpm"):
         harness = Harness(page_size=2, num_pages=60, num_host_pages=100, disk=disk, policy=policy)
@@ -1161,6 +1215,34 @@ def test_a_request_whose_prefix_is_read_from_disk_holds_nobody_up() -> None:
         check_output(again)
         assert (again.num_disk_tokens, again.num_host_tokens) == (38, 0)
         assert again.num_cached_tokens == scheduler.counters.num_disk_tokens == 38
+
+
+def test_pages_that_are_lost_while_a_load_waits_do_not_count_as_read_from_disk() -> None:
+    prompt, blocking = list(range(40)), [3] * 21
+    first = filled_disk(prompt)
+    harness = Harness(
+        page_size=2, num_pages=60, num_host_pages=100, disk=first.disk, max_loading=10
+    )
+    harness.disk_namespaces = first.disk_namespaces
+    scheduler = harness.scheduler
+    harness.run(make_request("half", prompt[:21], 1), make_request("blocking", blocking, 1))
+    offload(harness)
+
+    scheduler.submit(make_request("blocks", blocking, 1))
+    assert harness.launch() is not None
+    harness.settle()
+    again = make_request("again", prompt, 8, ignore_eos=True)
+    scheduler.submit(again)
+    assert harness.launch() is None
+    harness.end_transfer()
+    assert harness.launch() is None and scheduler.num_waiting == 2
+    kv = scheduler.kv
+    received = kv.expect(harness.num_host_pages - kv.num_host + 9)
+    assert received is not None
+    kv.drop(received)
+    harness.run()
+    check_output(again)
+    assert (again.num_cached_tokens, again.num_host_tokens, again.num_disk_tokens) == (20, 20, 0)
 
 
 def test_a_plan_without_copies_says_nothing_of_them() -> None:
