@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from minisgl.runner.lanes import EventMark, Lanes
 
@@ -112,6 +113,14 @@ class _Reached:
 
     def seconds(self) -> float:
         return self._seconds
+
+
+def upload_pages(pages: Sequence[int], device: torch.device) -> Tensor:
+    """Indices of pages as int64 on the device, for kernels that `work` queues after this."""
+    indices = torch.tensor(pages, dtype=torch.int64)
+    if device.type != "cuda":
+        return indices
+    return indices.pin_memory().to(device, non_blocking=True)
 
 
 def copy_lane(lanes: Lanes) -> CopyLane:

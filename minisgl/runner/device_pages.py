@@ -26,7 +26,7 @@ from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.errors import without_words
 from minisgl.kernels.cache_pages.dispatch import gather_pages, scatter_pages
 from minisgl.kernels.cache_pages.planes import Planes
-from minisgl.runner.copy_lanes import CopyLane, copy_lane
+from minisgl.runner.copy_lanes import CopyLane, copy_lane, upload_pages
 from minisgl.runner.lanes import Lanes
 from minisgl.runner.page_wire import SILENCE_S
 from minisgl.runner.shared_buffers import MappedBuffer, SharedBuffer, Sharing, sharing_of
@@ -123,7 +123,7 @@ class DevicePages:
         if not pages:
             return
         slots = memory.window.memory.view(NUM_SLOTS, self._num_pages, self._page_bytes)
-        gather_pages(memory.planes, self._uploaded(pages), slots[slot])
+        gather_pages(memory.planes, upload_pages(pages, self._device), slots[slot])
 
     # -- receiving ---------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class DevicePages:
         def work(memory: _Memory) -> None:
             arriving = memory.arriving[: len(pages)]
             self._mapped(memory, address, window.handle).copy_to(arriving, window.offset)
-            scatter_pages(memory.planes, self._uploaded(pages), arriving)
+            scatter_pages(memory.planes, upload_pages(pages, self._device), arriving)
 
         self._run(work)
 
@@ -164,12 +164,6 @@ class DevicePages:
         return mapped
 
     # -- both --------------------------------------------------------------------------------------
-
-    def _uploaded(self, pages: Sequence[int]) -> Tensor:
-        found = torch.tensor(pages, dtype=torch.int64)
-        if self._device.type != "cuda":
-            return found
-        return found.pin_memory().to(self._device, non_blocking=True)
 
     def _run(self, work: Callable[[_Memory], None]) -> None:
         """Do `work` on the lane, and wait for its end."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from minisgl.config import KVSpec, ResolvedConfig
 from minisgl.errors import ConfigError
+from minisgl.runner.memory import page_bytes
 from minisgl.runner.page_files import PageFiles, open_folder
 
 
@@ -30,8 +31,8 @@ def open_store(
 ) -> PageFiles:
     """The files of one rank, among those of all stages, in a folder that was checked."""
     of_rank = blake2b(fingerprint + rank.to_bytes(4, "little"), digest_size=32).digest()
-    page_bytes = sum(spec.bytes_per_token for spec in layers) * config.page_size
-    return PageFiles(_folder(config), of_rank, page_bytes, config.disk_cache_bytes)
+    bytes_each = page_bytes(layers, config.page_size)
+    return PageFiles(_folder(config), of_rank, bytes_each, config.disk_cache_bytes)
 
 
 def _folder(config: ResolvedConfig) -> Path:

@@ -33,7 +33,7 @@ from minisgl.kernels.cache_pages.planes import Planes
 from minisgl.kvcache.copies import Copies, HostTraffic, Load, LoadRule
 from minisgl.kvcache.store import Done, Transfer, Way
 from minisgl.runner import memory
-from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane
+from minisgl.runner.copy_lanes import CopyLane, CopyMark, Mark, copy_lane, upload_pages
 from minisgl.runner.device_pages import DevicePages
 from minisgl.runner.disk_lane import DiskLane
 from minisgl.runner.lanes import Lanes
@@ -230,21 +230,18 @@ class HostCache:
         host_pages = [host_page for host_page, _ in pairs]
         with self._lock:
             after = [before, *_marks(self._offloading, host_pages)]
-        pages = torch.tensor([page for _, page in pairs], dtype=torch.int64)
+        pages = [page for _, page in pairs]
         mark = self._up.queue(self._fetching(host_pages, pages), after)
         self._note(self._loading, mark, host_pages)
         return mark
 
-    def _fetching(self, host_pages: Sequence[int], pages: Tensor) -> Callable[[], None]:
-        """pages: [len(host_pages)] int64, on the CPU."""
+    def _fetching(self, host_pages: Sequence[int], pages: Sequence[int]) -> Callable[[], None]:
         starts = range(0, len(host_pages), self._piece)
         pieces = [list(self.slabs.runs(host_pages[at : at + self._piece])) for at in starts]
         at_once = max(1, LOAD_BYTES // self.page_bytes, -(-len(host_pages) // MOST_DMAS))
 
         def fetch() -> None:
-            targets = pages
-            if self._lanes.device.type == "cuda":
-                targets = pages.pin_memory().to(self._lanes.device, non_blocking=True)
+            targets = upload_pages(pages, self._lanes.device)
             for start, runs in zip(starts, pieces, strict=True):
                 for first, run in runs:
                     for some, part in zip(
@@ -383,7 +380,7 @@ class HostCache:
         """Seconds from the call to the end of a load, and those in which the lane was busy."""
         distinct = min(self._piece, self.slabs.num_pages)
         host_pages = [page % distinct for page in range(num_pages)]
-        scratch = torch.zeros(num_pages, dtype=torch.int64)
+        scratch = [0] * num_pages
         began = time.perf_counter()
         mark = self._up.queue(self._fetching(host_pages, scratch), [])
         mark.wait()
