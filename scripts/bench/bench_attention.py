@@ -367,11 +367,17 @@ def report_chunks(cases: list[ChunkCase], splits: list[str]) -> None:
 
 
 def split_backend(case: ChunkCase, splits: str) -> TritonAttention:
-    from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
+    from minisgl.attention.triton_backend import TritonAttention
+
+    tiles = tiles_in_use(case)
+    return TritonAttention(prefill=replace(tiles, programs_per_sm=0) if splits == "1" else None)
+
+
+def tiles_in_use(case: ChunkCase) -> PrefillTiles:
+    from minisgl.attention.triton_backend import prefill_tiles
     from minisgl.kernels.tuning import tuning_of
 
-    tiles = prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
-    return TritonAttention(prefill=replace(tiles, programs_per_sm=0) if splits == "1" else None)
+    return prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
 
 
 def describe_chunks(case: ChunkCase, seconds: float) -> str:
@@ -516,12 +522,11 @@ def compile_prefill(kind: tuple[Heads, PrefillTiles | None]) -> None:
 
 def tune_splits(cases: list[ChunkCase]) -> None:
     """One kernel serves all ways to split."""
-    from minisgl.attention.triton_backend import TritonAttention, prefill_tiles
-    from minisgl.kernels.tuning import tuning_of
+    from minisgl.attention.triton_backend import TritonAttention
 
     for case in cases:
         clock = ChunkClock(case, REPLAYS_IN_TUNING)
-        tiles = prefill_tiles(case.heads.head_dim, DTYPE.itemsize, tuning_of(DEVICE))
+        tiles = tiles_in_use(case)
         candidates = [replace(tiles, programs_per_sm=0)] + [
             replace(tiles, programs_per_sm=programs_per_sm, min_split=min_split)
             for programs_per_sm in (1, 2, 3, 4)
