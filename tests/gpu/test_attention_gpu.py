@@ -172,20 +172,46 @@ def test_a_captured_fused_rope_store_decode_is_right_at_any_lengths(num_rows: in
         assert torch.equal(out, backend.decode_qkv(qkv, kv, rows, norm_rope, shape.spec))
 
 
+def no_chunks(page_table: Tensor, num_rows: int) -> PrefillBatch:
+    """With room for as many chunks as the table has rows, as a graph is captured of it."""
+    bounds = torch.zeros(len(page_table) + 1, dtype=torch.int32, device=page_table.device)
+    return PrefillBatch(
+        page_table=torch.zeros_like(page_table),
+        row_starts=bounds,
+        ends=torch.zeros_like(bounds[1:]),
+        num_rows=num_rows,
+        starts=(),
+        lengths=(),
+    )
+
+
+def take_chunks(rows: PrefillBatch, q: Tensor, known: PrefillBatch) -> None:
+    """Let captured `rows` be the chunks of `known`, with new queries."""
+    num_chunks = len(known.lengths)
+    rows.page_table[:num_chunks] = known.page_table
+    rows.ends[:num_chunks] = known.ends
+    rows.row_starts.fill_(known.num_rows)
+    rows.row_starts[:num_chunks] = known.row_starts[:-1]
+    q.copy_(torch.randn_like(q))
+    q[known.num_rows :] = torch.nan
+
+
+def check_chunks(out: Tensor, q: Tensor, kv: LayerKV, known: PrefillBatch, shape: Shape) -> None:
+    """`out` was NaN, and only rows of chunks have been written."""
+    assert out[known.num_rows :].isnan().all()
+    if known.lengths:
+        real, real_kv = in_float32(q[: known.num_rows], kv)
+        expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
+        assert_close(out[: known.num_rows], expected, shape)
+
+
 @pytest.mark.parametrize("group", [2, 5])
 def test_a_captured_prefill_is_right_for_any_chunks(group: int) -> None:
     """Captured of no chunks at all, with room for 8 of 600 rows together."""
     shape = cuda(group, 128, 16, torch.bfloat16)
     num_rows, draw = 600, random.Random(0)
     kv, full_table = paged_cache(shape, [4000] * 12)
-    rows = PrefillBatch(
-        page_table=torch.zeros_like(full_table[:8]),
-        row_starts=torch.zeros(9, dtype=torch.int32, device="cuda"),
-        ends=torch.zeros(8, dtype=torch.int32, device="cuda"),
-        num_rows=num_rows,
-        starts=(),
-        lengths=(),
-    )
+    rows = no_chunks(full_table[:8], num_rows)
     q, backend = shape.queries(num_rows), TritonAttention()
     backend.prefill(q, kv, rows, shape.spec)  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -195,19 +221,10 @@ def test_a_captured_prefill_is_right_for_any_chunks(group: int) -> None:
         starts = [draw.randint(0, 4000 - length) for length in lengths]
         order = torch.randperm(12, device="cuda")[: len(lengths)]
         known = PrefillBatch.of(full_table[order], starts, lengths)
-        rows.page_table[: len(lengths)] = known.page_table
-        rows.ends[: len(lengths)] = known.ends
-        rows.row_starts.fill_(known.num_rows)
-        rows.row_starts[: len(lengths)] = known.row_starts[:-1]
-        q.copy_(torch.randn_like(q))
-        q[known.num_rows :] = torch.nan
+        take_chunks(rows, q, known)
         out.fill_(torch.nan)
         graph.replay()
-        assert out[known.num_rows :].isnan().all()
-        if lengths:
-            real, real_kv = in_float32(q[: known.num_rows], kv)
-            expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
-            assert_close(out[: known.num_rows], expected, shape)
+        check_chunks(out, q, kv, known, shape)
 
 
 @pytest.mark.parametrize(
@@ -284,14 +301,7 @@ def test_a_captured_split_prefill_is_right_for_any_chunks(num_rows: int) -> None
     shape = cuda(5, 128, 16, torch.bfloat16)
     draw = random.Random(num_rows)
     kv, full_table = paged_cache(shape, [9000] * 15 + [40000])
-    rows = PrefillBatch(
-        page_table=torch.zeros_like(full_table),
-        row_starts=torch.zeros(17, dtype=torch.int32, device="cuda"),
-        ends=torch.zeros(16, dtype=torch.int32, device="cuda"),
-        num_rows=num_rows,
-        starts=(),
-        lengths=(),
-    )
+    rows = no_chunks(full_table, num_rows)
     q, backend = shape.queries(num_rows), TritonAttention()
     backend.prefill(q, kv, rows, shape.spec)  # compiles, and makes the workspace
     graph = torch.cuda.CUDAGraph()
@@ -304,23 +314,15 @@ def test_a_captured_split_prefill_is_right_for_any_chunks(num_rows: int) -> None
             draw.randint(0, most - length) for most, length in zip(longest, lengths, strict=True)
         ]
         known = PrefillBatch.of(full_table[order], starts, lengths)
-        rows.page_table[: len(lengths)] = known.page_table
-        rows.ends[: len(lengths)] = known.ends
-        rows.row_starts.fill_(known.num_rows)
-        rows.row_starts[: len(lengths)] = known.row_starts[:-1]
-        q.copy_(torch.randn_like(q))
-        q[known.num_rows :] = torch.nan
+        take_chunks(rows, q, known)
         for out in outs:
             out.fill_(torch.nan)
         torch.cuda.synchronize()  # pages and bounds are to be older than the launch before
         graph.replay()
-        for out in outs:
+        check_chunks(outs[0], q, kv, known, shape)
+        for out in outs[1:]:
             assert out[known.num_rows :].isnan().all()
             assert torch.equal(out[: known.num_rows], outs[0][: known.num_rows])
-        if lengths:
-            real, real_kv = in_float32(q[: known.num_rows], kv)
-            expected = TorchAttention().prefill(real, real_kv, known, shape.spec)
-            assert_close(outs[0][: known.num_rows], expected, shape)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
