@@ -17,8 +17,10 @@ class AnswerParser:
 
     Give it the answer in pieces of any size, then end it: the events joined do not depend on the
     pieces. Nothing that was emitted is taken back. Reasoning blocks and calls may follow each
-    other in any order; a call inside of an open block ends the block, and a block that nothing
-    closes goes on to the end of the answer. What is not a call after all is content.
+    other in any order. A call in a block that closes later is thought, so the text from its opening
+    is held back until the block closes or the answer ends; in a block that never closes, the call
+    ends the block. Without a call such a block goes on to the end of the answer. What is not a call
+    after all is content.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class AnswerParser:
         in_content = [*blocks, *openings, *([self._closing] if self._closing else [])]
         self._in_content = Patterns(*in_content)
         self._in_reasoning = Patterns(*blocks, *openings)
+        self._end_of_block = Patterns(self._close)
         self._reading: Reading[None] | None = self._answer(in_reasoning)
         next(self._reading)
 
@@ -114,7 +117,7 @@ class AnswerParser:
             if found == self._close:
                 if not emitter.begun:
                     emitter.close_reasoning()  # of a block that the prompt has closed
-                elif not self._has_closed and not emitter.at_line_start:
+                elif self._has_closed or not emitter.at_line_start:
                     emitter.text(found)  # the answer speaks of the marker
             elif found == self._open:
                 if emitter.at_line_start:
@@ -133,6 +136,7 @@ class AnswerParser:
         """Read a reasoning block whose opening has been read."""
         emitter = self._emitter
         emitter.open_reasoning()
+        may_close = True
         while found := (yield from self._reader.until(self._in_reasoning, emitter.text)):
             if found == self._close:
                 emitter.close_reasoning()
@@ -141,8 +145,24 @@ class AnswerParser:
             if found == self._open:
                 if not emitter.at_line_start:
                     emitter.text(found)
-            elif (yield from self._call(found)):
+                continue
+            may_close = may_close and (yield from self._thought(found))
+            if may_close or (yield from self._call(found)):
                 return
+
+    def _thought(self, opening: str) -> Reading[bool]:
+        """Read to the end of the block: then the call of `opening` is thought. Returns whether the
+        block has an end; if not, what follows the opening is still to be read."""
+        parts: list[str] = []
+        num_reasoning_tokens = self.num_reasoning_tokens
+        if (yield from self._reader.until(self._end_of_block, parts.append)):
+            self._emitter.text(opening + "".join(parts))
+            self._emitter.close_reasoning()
+            self._has_closed = True
+            return True
+        self.num_reasoning_tokens = num_reasoning_tokens
+        self._reader.unread("".join(parts))
+        return False
 
     def _call(self, opening: str) -> Reading[bool]:
         """Read calls after their opening; what turns out to be none is text."""

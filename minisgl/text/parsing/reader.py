@@ -82,6 +82,11 @@ class Reader:
             self._record.append(taken)
         return taken
 
+    def unread(self, text: str) -> None:
+        """Have what was read last come next again."""
+        self._text = text + self._text[self._at :]
+        self._at = 0
+
     def more(self) -> Reading[bool]:
         """Wait for more text; False at the end."""
         before = len(self._text) - self._at

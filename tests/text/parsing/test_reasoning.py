@@ -38,7 +38,14 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
         ("<think>\nWell,\n\n", False, "Well,\n\n", ""),
         ("Well, </thi", True, "Well, </thi", ""),
         ("a</think>\n</think>\n\nYes.", True, "a", "Yes."),
-        ("a</think>\n\nYes.</think> No.", True, "a", "Yes. No."),
+        # Behind the first, the marker is text.
+        ("a</think>\n\nYes.</think> No.", True, "a", "Yes.</think> No."),
+        (
+            '<think>a</think>text.split("</think>")[-1]\n</think>\n',
+            False,
+            "a",
+            'text.split("</think>")[-1]\n</think>\n',
+        ),
         ("<think>a</think>\nb\n<think>\nc\n</think>\n\nd", False, "ac", "bd"),
         ("", True, "", ""),
     ],
@@ -60,12 +67,15 @@ def test_blocks_and_the_line_breaks_around_them(
         (f"<think>\na\n</think>\n\n{CALL}", "a", "", 1),
         (f"<think>\na\n</think>\n\nI look.\n{CALL}\n", "a", "I look.", 1),
         (f"<think>\na\n{CALL}", "a", "", 1),
-        (f"<think>\na\n{CALL}\n</think>\nb", "a", "b", 1),
+        (f"<think>\na\n{CALL}</think>\nb", f"a\n{CALL}", "b", 0),
+        (f"<think>\na\n{CALL}</think>\n{CALL}", f"a\n{CALL}", "", 1),
+        (f"<think>{CALL}{CALL}</think>b<think>c{CALL}", f"{CALL}{CALL}", "b<think>c", 1),
+        (f"<think>a{CALL}b\n{CALL}c", "a", "bc", 2),
         (f"<think>\na <tool_call> b\n{CALL}", "a <tool_call> b", "", 1),
         (f"{CALL}<think>a</think>{CALL}", "a", "", 2),
     ],
 )
-def test_a_call_ends_an_open_block(
+def test_a_call_ends_a_block_that_never_closes_and_is_thought_in_another(
     tokenizer: Tokenizer, answer: str, reasoning: str, content: str, num_calls: int
 ) -> None:
     got = parse(tokenizer, "hermes", answer, reasoning_parser="think")
@@ -84,6 +94,9 @@ def test_magistral_thinks_between_tokens_of_its_own() -> None:
     answer = "[THINK]Well.[/THINK]I look.[TOOL_CALLS]f[ARGS]{}"
     got = parse(MISTRAL, "mistral", answer, reasoning_parser="think")
     assert got == Parsed("Well.", "I look.", [("f", "{}")], 1)
+    answer = "[THINK]Is it [TOOL_CALLS]f[ARGS]{}?[/THINK][TOOL_CALLS]g[ARGS]{}"
+    got = parse(MISTRAL, "mistral", answer, reasoning_parser="think")
+    assert got.calls == [("g", "{}")]
 
 
 def test_events_come_in_the_order_in_which_the_model_writes() -> None:
@@ -108,12 +121,22 @@ def test_a_marker_that_is_a_token_is_never_found_by_its_text() -> None:
     assert replay(QWEN, form, ids) == [ReasoningText("a </think> b"), ContentText("c")]
 
 
+def test_what_may_be_thought_is_held_back_and_nothing_before_it() -> None:
+    form = form_of(PLAIN, "hermes", "think")
+    parser = form.parser(in_reasoning=True)
+    assert parser is not None
+    assert parser.feed([(-1, f"a{CALL}b")]) == [ReasoningText("a")]
+    assert parser.feed([(-1, "c</think>d")]) == [ReasoningText(f"{CALL}bc"), ContentText("d")]
+
+
 def test_reasoning_tokens_are_counted_with_their_markers() -> None:
-    form = form_of(QWEN, "none", "think")
+    form = form_of(QWEN, "hermes", "think")
     for in_reasoning, answer, count in (
         (False, "<think>\nWell.\n</think>\n\nYes.", "<think>\nWell.\n</think>"),
         (True, "Well.\n</think>Yes.", "Well.\n</think>"),
         (True, "Well, and", "Well, and"),
+        (True, f"Well.{CALL}", "Well."),
+        (True, f"Well.{CALL}</think>Yes.", f"Well.{CALL}</think>"),
         (False, "Yes.", ""),
     ):
         parser = form.parser(in_reasoning=in_reasoning)
