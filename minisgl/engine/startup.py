@@ -56,7 +56,7 @@ class Loaded(Generic[Handle]):
     max_run: int = 1  # maximum number of tokens sampled per decode row and step
     load_rule: LoadRule = ALWAYS
     disk: Disk | None = None
-    # Computes the fingerprint of the model, which takes seconds; see model_fingerprint.
+    # Computes the fingerprint of the model, which reads all of its weights the first time.
     fingerprint: Callable[[], bytes] = bytes
 
     @property

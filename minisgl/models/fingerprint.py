@@ -1,49 +1,114 @@
-"""A fingerprint of a checkpoint's weights, which reads little of them."""
+"""A fingerprint of a checkpoint's weights: every byte counts, and is read once per machine."""
 
 from __future__ import annotations
 
-import json
+import fcntl
 import os
-from hashlib import blake2b
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from minisgl.errors import CheckpointError
 from minisgl.models.hub import safetensors_files
 
-SAMPLE_BYTES = 1 << 20
-NUM_SAMPLES = 4  # of each file, the first at its begin, the last at its end
-TENSOR_BYTES = 4096  # of the middle of each tensor
-MAX_HEADER_BYTES = 100_000_000  # as the format defines
+DIGEST_BYTES = 32  # of SHA-256, for which processors have instructions
+PIECE_BYTES = 16 << 20
+MAX_THREADS = 16  # each holds a piece
+# A file system's clock has ticks, so that a file may change twice within one time of change.
+SETTLED_NS = 2_000_000_000
 
 
 def weights_fingerprint(folder: Path) -> bytes:
-    """32 bytes that differ between checkpoints whose configs and sizes are equal.
+    """32 bytes that differ between checkpoints any of whose weights differ.
 
-    Hashes the header of each file, samples of 1 MB of it, and the middle of each tensor: a
-    fine-tune changes some tensors at least, all over. Raises CheckpointError.
+    Hashes every byte of the weights, once per machine: digests are kept in
+    ${XDG_CACHE_HOME:-~/.cache}/minisgl/digests. Blocks; thread-safe. Raises CheckpointError.
     """
-    digest = blake2b(digest_size=32)
+    digest = sha256()
     for path in safetensors_files(folder):
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                header_bytes = min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES, size)
-                header = file.read(header_bytes)
-                digest.update(size.to_bytes(8, "little"))
-                digest.update(header)
-                step = max(0, size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
-                for index in range(NUM_SAMPLES):
-                    digest.update(os.pread(file.fileno(), SAMPLE_BYTES, index * step))
-                for middle in _middles(header):
-                    start = 8 + header_bytes + middle - TENSOR_BYTES // 2
-                    digest.update(os.pread(file.fileno(), TENSOR_BYTES, max(0, start)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            digest.update(_file_digest(path))
+        except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     return digest.digest()
 
 
-def _middles(header: bytes) -> list[int]:
-    """The offsets of the middles of the tensors of a file."""
-    tensors = json.loads(header)
-    ends = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
-    return [(begin + end) // 2 for begin, end in ends]
+@dataclass(frozen=True)
+class _Identity:
+    """What tells a file from any other, and from itself with other bytes.
+
+    The time of the last change, unlike that of modification, cannot be set or copied.
+    """
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    changed_ns: int
+
+    @staticmethod
+    def of(path: Path) -> _Identity:
+        found = path.stat()
+        where = os.path.realpath(path)
+        return _Identity(where, found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a later change of the file is sure to have another time."""
+        return time.time_ns() - self.changed_ns > SETTLED_NS
+
+
+def _file_digest(path: Path) -> bytes:
+    """The digest of a file, from the folder of digests if it is there."""
+    identity = _Identity.of(path)
+    name = sha256(repr(identity).encode()).hexdigest()
+    with _kept_digest(name) as kept:
+        if kept is not None and len(known := kept.read_bytes()) == DIGEST_BYTES:
+            return known
+        settled = identity.is_settled
+        digest = _hash(path, identity.size)
+        if _Identity.of(path) != identity:
+            raise CheckpointError(f"{path} has changed while it was read.")
+        if kept is not None and settled:
+            kept.write_bytes(digest)
+        return digest
+
+
+@contextmanager
+def _kept_digest(name: str) -> Iterator[Path | None]:
+    """The file for a digest, locked, so that of several ranks one hashes and the others wait.
+
+    It is empty where there is no digest yet. None where files cannot be kept.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(home).expanduser() / "minisgl" / "digests"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = (folder / name).open("ab")
+    except OSError:
+        yield None
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield folder / name
+
+
+def _hash(path: Path, size: int) -> bytes:
+    """The digest of the digests of the file's pieces, which threads compute."""
+    with path.open("rb") as file:
+
+        def piece(start: int) -> bytes:
+            data = os.pread(file.fileno(), PIECE_BYTES, start)
+            if len(data) != min(PIECE_BYTES, size - start):
+                raise CheckpointError(f"{path} has changed while it was read.")
+            return sha256(data).digest()
+
+        digest = sha256(size.to_bytes(8, "little"))
+        with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+            for part in threads.map(piece, range(0, size, PIECE_BYTES)):
+                digest.update(part)
+    return digest.digest()

@@ -15,7 +15,7 @@ from minisgl.models.fingerprint import weights_fingerprint
 def model_fingerprint(config: ResolvedConfig, model_config: ModelConfig, folder: Path) -> bytes:
     """32 bytes that differ between models, and between forms in which their KV is kept.
 
-    The same on all ranks. Reads samples of the weights. Raises CheckpointError.
+    The same on all ranks. Reads all weights, once per machine. Raises CheckpointError.
     """
     weights = b"random"  # which are drawn from a fixed seed
     if config.load_format != "dummy":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import save_file
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve
 from minisgl.errors import CheckpointError
+from minisgl.models import fingerprint
 from minisgl.models.config import ModelConfig
 from minisgl.models.fingerprint import weights_fingerprint
 from minisgl.models.hub import DEMO_FOLDER
@@ -18,7 +21,12 @@ from minisgl.models.registry import read_model_config
 from minisgl.runner.facts import device_facts
 from minisgl.runner.model_fingerprint import model_fingerprint
 
-SIZE = 3_000_000  # bytes of the largest tensor: more than the samples cover
+SIZE = 3_000_000  # bytes of a tensor
+
+
+@pytest.fixture(autouse=True)
+def own_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def checkpoint(folder: Path, **changes: tuple[int, int]) -> Path:
@@ -48,10 +56,91 @@ def test_checkpoints_of_the_same_sizes_differ(tmp_path: Path) -> None:
     assert len(found) == 1 + len(changed)
 
 
-def test_a_broken_header_is_a_broken_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        weights_fingerprint(tmp_path)
+def test_any_byte_counts_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 1 << 20)
+    place = checkpoint(tmp_path / "a") / "model.safetensors"
+    data = place.read_bytes()
+    found = {weights_fingerprint(tmp_path / "a")}
+    for at in range(0, len(data), 700_001):
+        place.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        found.add(weights_fingerprint(tmp_path / "a"))
+    assert len(found) == 1 + len(range(0, len(data), 700_001))
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that have been read, in a world where no file has changed in the last seconds."""
+    files: list[Path] = []
+    hash = fingerprint._hash
+    monkeypatch.setattr(
+        fingerprint, "_hash", lambda path, size: files.append(path) or hash(path, size)
+    )
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", -(1 << 60))
+    return files
+
+
+def test_a_file_is_read_once_and_again_when_it_was_written(
+    tmp_path: Path, hashed: list[Path]
+) -> None:
+    place = checkpoint(tmp_path / "a") / "model.safetensors"
+    first = weights_fingerprint(tmp_path / "a")
+    assert weights_fingerprint(tmp_path / "a") == first
+    assert hashed == [place]
+    stat = place.stat()
+    data = bytearray(place.read_bytes())
+    data[-1] ^= 1
+    place.write_bytes(data)
+    os.utime(place, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as copies keep it
+    assert weights_fingerprint(tmp_path / "a") != first
+    assert hashed == [place, place]
+
+
+def test_a_digest_of_a_file_that_has_just_changed_is_not_kept(
+    tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 1 << 60)
+    place = checkpoint(tmp_path / "a") / "model.safetensors"
+    assert weights_fingerprint(tmp_path / "a") == weights_fingerprint(tmp_path / "a")
+    assert hashed == [place, place]
+
+
+def test_of_several_ranks_one_reads_a_file(tmp_path: Path, hashed: list[Path]) -> None:
+    checkpoint(tmp_path / "a")
+    with ThreadPoolExecutor(4) as ranks:
+        found = set(ranks.map(weights_fingerprint, [tmp_path / "a"] * 4))
+    assert len(found) == len(hashed) == 1
+
+
+def test_without_a_folder_for_digests_the_file_is_read_each_time(
+    tmp_path: Path, hashed: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "a")
+    first = weights_fingerprint(tmp_path / "a")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert weights_fingerprint(tmp_path / "a") == weights_fingerprint(tmp_path / "a") == first
+    assert len(hashed) == 3
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = checkpoint(tmp_path / "a") / "model.safetensors"
+    hash = fingerprint._hash
+
+    def grow(path: Path, size: int) -> bytes:
+        found = hash(path, size)
+        with path.open("ab") as file:
+            file.write(b"x")
+        return found
+
+    monkeypatch.setattr(fingerprint, "_hash", grow)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        weights_fingerprint(tmp_path / "a")
+    monkeypatch.undo()
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", place.stat().st_size + 1)
+    with pytest.raises(CheckpointError, match="has changed while it was read"):
+        fingerprint._hash(place, place.stat().st_size + 1)
 
 
 def options(**given: object) -> ResolvedConfig:
