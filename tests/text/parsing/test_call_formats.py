@@ -134,6 +134,8 @@ TYPES: dict[str, Any] = {
     "thing": {"$ref": "#/$defs/Thing"},
     "choice": {"enum": ["a", "1"]},
     "self": {"$ref": "#/properties/self"},
+    "a<b>": {"type": "string"},
+    "a<b>c>d": {"type": "integer"},
 }
 XML_TOOLS = {"f": {"type": "object", "properties": TYPES, "$defs": {"Thing": {"type": "object"}}}}
 
@@ -243,6 +245,35 @@ def test_a_deeply_nested_schema_is_followed_to_its_end() -> None:
         ("<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>", "", ['{"text": "a"}']),
         ("<tool_call>\n<function=f>\n<parameter=text>\na\n</function>\n</tool_call>", "",
          ['{"text": "a"}']),
+        # A closing of a parameter is missing.
+        (
+            "<tool_call>\n<function=f>\n<parameter=text>\na\n<parameter=whole>\n1\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "",
+            ['{"text": "a", "whole": 1}'],
+        ),
+        (
+            "<tool_call>\n<function=f>\n<parameter=text>\n<parameter=whole>\n1\n"
+            "<parameter=either>\nb\n</function>\n</tool_call>",
+            "",
+            ['{"text": "", "whole": 1, "either": "b"}'],
+        ),
+        (
+            xml_call(("text", "a <parameter=whole>\n<parameter=other>\n<parameter=text>")),
+            "",
+            ['{"text": "a <parameter=whole>\\n<parameter=other>\\n<parameter=text>"}'],
+        ),
+        # Names with what ends others.
+        (
+            xml_call(("a<b>", "1"), ("a<b>c>d", "1"), ("text", "x")),
+            "",
+            ['{"a<b>": "1", "a<b>c>d": 1, "text": "x"}'],
+        ),
+        (
+            xml_call(("text", "x"), ("no<pe>", "1"), ("whole", "2")),
+            "",
+            ['{"text": "x", "no<pe>": 1, "whole": 2}'],
+        ),
         # The model ends without closing anything.
         ("<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>", "", ['{"text": "a"}']),
         ("<tool_call>\n<function=f>\n<parameter=whole>\n1", "", ['{"whole": 1}']),
