@@ -25,6 +25,7 @@ from minisgl.grammar.source import (
 from minisgl.request import StructuredOutput, ToolCallGrammar
 from minisgl.text.parsing.formats import ArgumentStyle, CallSpelling
 from minisgl.text.parsing.json_formats import TOOL_CALL, TOOL_CALLS
+from minisgl.text.parsing.python_format import is_key
 
 # The one argument of a custom tool, whose input is a text.
 CUSTOM_ARGUMENT = "input"
@@ -257,6 +258,13 @@ class _Arguments:
         rule(f"{name}_next_{len(keys)}", '""')
         for index in reversed(range(len(keys))):
             key = keys[index]
+            if not is_key(key):
+                raise InvalidRequestError(
+                    self._tool.field,
+                    f"at /properties/{escaped(key)}: the model writes arguments as Python does, "
+                    "where a name with quotes, brackets or any of = , : * cannot be read; rename "
+                    "it.",
+                )
             argument = rule(f"{name}_{index}", string(f"{key}="), self._python_value(key))
             skip = "" if key in self._required else f" | {name}_first_{index + 1}"
             skip_next = "" if key in self._required else f" | {name}_next_{index + 1}"

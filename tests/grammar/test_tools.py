@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 from support.grammars import ByteMatcher, GrammarBench
+from support.parsed_answers import PLAIN, parse
 
 from minisgl.errors import InvalidRequestError
 from minisgl.grammar.tools import Tool, tool_calls
@@ -271,3 +272,18 @@ def test_random_calls_have_valid_arguments(bench: GrammarBench) -> None:
         call = json.loads(body.removeprefix("<tool_call>").removesuffix("</tool_call>"))
         assert call["name"] == "weather"
         jsonschema.validate(call["arguments"], parameters)
+
+
+@pytest.mark.parametrize("name", ["from", "class", "user-id", "$filter", "user name", "ö.x"])
+def test_a_forced_python_call_is_read_whatever_its_parameters_are_called(name: str) -> None:
+    tool = Tool(name="f", parameters={"properties": {name: {}}, "required": [name]})
+    answer = f"[f({name}=[1, true])]"
+    assert ByteMatcher(tool_calls([tool], PYTHONIC, {}, required=True)).accepts(answer)
+    assert parse(PLAIN, "pythonic", answer).objects == [("f", {name: [1, True]})]
+
+
+@pytest.mark.parametrize("name", ["a=b", "it's", "f(x)", "a,b", " a", "", "a\n"])
+def test_a_parameter_whose_name_cannot_be_read_is_refused(name: str) -> None:
+    tool = Tool(name="f", parameters={"properties": {name: {}}})
+    with pytest.raises(InvalidRequestError, match=r"^tools: at /properties/.* rename it\.$"):
+        tool_calls([tool], PYTHONIC, {}, required=True)

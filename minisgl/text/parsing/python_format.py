@@ -16,6 +16,12 @@ PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"[\w.\-]+")
 QUOTES = ('"', "'")
 SYNTAX = Patterns(*QUOTES, *"([{", *")]}")
+# What may come before a key are only the first parenthesis and commas, and no key is in a string.
+KEY_OR_STRING = re.compile(
+    r"""'''(?:\\.|(?!''').)*'''|"{3}(?:\\.|(?!"{3}).)*"{3}|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
+    r"""(?P<before>(?:^\(|,)\s*)(?P<key>[^\s=,:()\[\]{}"'*][^=,:()\[\]{}"'*]*?)\s*=(?!=)""",
+    re.DOTALL,
+)
 UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 WORDS = {"true": True, "false": False, "null": None}  # as JSON has them
 
@@ -95,8 +101,10 @@ def _read_string(reader: Reader, quote: str, parts: list[str]) -> Reading[bool]:
 
 def arguments_as_json(source: str, names: Sequence[str] = ()) -> str | None:
     """The arguments in `source`, a pair of parentheses around literals, as JSON; None if they are
-    not. Arguments without a name have those of `names`, in their order."""
+    not. Arguments without a name have those of `names`, in their order. A name need not be one of
+    Python's: a tool's parameter may be called `class` or `user-id`."""
     try:
+        source, keys = _with_python_names(source)
         call = _parsed(f"f{source}")
         if not isinstance(call, ast.Call) or len(call.args) > len(names):
             return None
@@ -104,12 +112,32 @@ def arguments_as_json(source: str, names: Sequence[str] = ()) -> str | None:
             zip(names, map(_literal, call.args), strict=False)  # the rest are optional
         )
         for keyword in call.keywords:
-            if keyword.arg is None or keyword.arg in found:
+            key = keys.get(keyword.arg or "")
+            if key is None or key in found:
                 return None
-            found[keyword.arg] = _literal(keyword.value)
+            found[key] = _literal(keyword.value)
         return _as_json(found)
     except UNREADABLE:
         return None
+
+
+def is_key(name: str) -> bool:
+    """Whether `name` is read as the name of an argument where a model writes it."""
+    return _with_python_names(f"({name}=0)")[1] == {"key_0": name}
+
+
+def _with_python_names(source: str) -> tuple[str, dict[str, str]]:
+    """The arguments in `source` with a name of ours for each key, and the keys by these names."""
+    keys: dict[str, str] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        if not found["key"]:
+            return found[0]
+        name = f"key_{len(keys)}"
+        keys[name] = found["key"]
+        return f"{found['before']}{name}="
+
+    return KEY_OR_STRING.sub(renamed, source), keys
 
 
 def _as_json(value: object) -> str:
