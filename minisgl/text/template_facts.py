@@ -22,7 +22,7 @@ Render: TypeAlias = Callable[[Sequence[Message], Mapping[str, Any]], str]
 OPENINGS = ("<think>", "[THINK]")
 # Words that no template has by itself.
 QUESTION, RESULT, SYSTEM = "probed-question", "probed-result", "probed-system"
-TOOL_NAME, VALUE = "probed_tool", "probed-value"
+TOOL_NAME, CALLED_NAME, VALUE = "probed_tool", "probed_call", "probed-value"
 LONG_ID, SHORT_ID = "call_abcdefghijklmnopqrs", "abcdefghi"
 TOOL = {
     "type": "function",
@@ -73,11 +73,12 @@ def probe(render: Render) -> TemplateFacts:
     plain = text_of([question])
 
     def with_call(arguments: object, call_id: str) -> str:
-        function = {"name": TOOL_NAME, "arguments": arguments}
+        function = {"name": CALLED_NAME, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
-        result = {"role": "tool", "tool_call_id": call_id, "name": TOOL_NAME, "content": RESULT}
+        result = {"role": "tool", "tool_call_id": call_id, "name": CALLED_NAME, "content": RESULT}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        return text_of([question, answer, result])
+        # With tools, as such a conversation has them: a model may have another template for them.
+        return text_of([question, answer, result], tools=[TOOL])
 
     ways = [(as_text, short) for short in (False, True) for as_text in (False, True)]
     called, wants_text_arguments, wants_short_ids = "", False, False
@@ -93,7 +94,7 @@ def probe(render: Render) -> TemplateFacts:
     late = text_of([question, answer, {"role": "system", "content": SYSTEM}, question])
     return TemplateFacts(
         offers_tools=TOOL_NAME in text_of([question], tools=[TOOL]),
-        takes_calls=TOOL_NAME in called and VALUE in called,
+        takes_calls=CALLED_NAME in called and VALUE in called,
         takes_results=RESULT in called,
         wants_text_arguments=wants_text_arguments,
         wants_short_ids=wants_short_ids,

@@ -285,5 +285,5 @@ def test_a_forced_python_call_is_read_whatever_its_parameters_are_called(name: s
 @pytest.mark.parametrize("name", ["a=b", "it's", "f(x)", "a,b", " a", "", "a\n"])
 def test_a_parameter_whose_name_cannot_be_read_is_refused(name: str) -> None:
     tool = Tool(name="f", parameters={"properties": {name: {}}})
-    with pytest.raises(InvalidRequestError, match=r"^tools: at /properties/.* rename it\.$"):
+    with pytest.raises(InvalidRequestError, match=r"(?s)^tools: at /properties/.* rename it\.$"):
         tool_calls([tool], PYTHONIC, {}, required=True)

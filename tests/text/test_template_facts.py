@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.toy_tokenizers import with_tokens
+from support.toy_tokenizers import spelled_backend, with_tokens, wrap
 
 from minisgl.errors import InvalidRequestError
 from minisgl.text.rendering import EndlessTemplateError, render
@@ -100,3 +100,11 @@ def test_a_template_that_does_not_end_is_not_rendered_again() -> None:
         raise EndlessTemplateError(10)
 
     assert probe(render) == TemplateFacts() and len(asked) == 1
+
+
+@pytest.mark.parametrize("others", [{"default": MESSAGES}, {}], ids=["two", "one"])
+def test_a_conversation_with_tools_has_the_template_for_tools(others: dict[str, str]) -> None:
+    backend = wrap(spelled_backend())
+    backend.chat_template = {**others, "tool_use": TOOLS + OBJECT_CALLS}
+    facts = probe(rendered_by(Tokenizer(backend, "toy")))
+    assert (facts.offers_tools, facts.takes_calls, facts.takes_results) == (True, True, True)

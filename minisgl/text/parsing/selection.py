@@ -26,14 +26,36 @@ _BY_NAME = {form.name: form for form in (HERMES, QWEN3_CODER, LLAMA3_JSON, PYTHO
 
 MAX_TAIL_TOKENS = 4096  # of a prompt, that are searched for the opening of a block
 
-# What only the templates of a family have, the first that is found. Templates of the XML format
-# have the tags of hermes too, and those of Llama's Python calls mention parameters.
+
+@dataclass(frozen=True, slots=True)
+class _Signs:
+    """What the templates of a format have: one of `any`, and none of `foreign`."""
+
+    name: str
+    any: tuple[str, ...]
+    foreign: tuple[str, ...] = ()  # other formats, whose templates have the same signs
+
+    def fit(self, template: str) -> bool:
+        return any(sign in template for sign in self.any) and not any(
+            sign in template for sign in self.foreign
+        )
+
+
+# The first that fits. Templates of the XML format have the tags of hermes too, and those of Llama's
+# Python calls mention parameters.
 _SIGNS = (
-    ("qwen3_coder", ("<function=",)),
-    ("mistral", (TOOL_CALLS,)),
-    ("hermes", ("<tool_call>",)),
-    ("pythonic", ("func_name1(", "<|python_start|>")),
-    ("llama3_json", ("<|python_tag|>", '"parameters": ')),
+    _Signs("qwen3_coder", ("<parameter=",), foreign=("<seed:tool_call>",)),
+    _Signs("mistral", (TOOL_CALLS,)),
+    # GLM has a tag for each argument, Apriel a list of all calls, functionary only a function's.
+    _Signs(
+        "hermes", ("<tool_call>",), foreign=("<arg_key>", "<tool_calls>", "<seed:", "<function=")
+    ),
+    _Signs("pythonic", ("func_name1(", "<|python_start|>")),
+    _Signs(
+        "llama3_json",
+        ("<|python_tag|>", '"parameters": '),
+        foreign=('"tool_name"', "<function=", "<arg_key>", "<tool_calls>", "<seed:"),
+    ),
 )
 
 
@@ -137,7 +159,7 @@ def markers_of(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> l
 
 def _call_format(name: str, template: str, tokenizer: Vocabulary) -> CallFormat | None:
     if name == AUTO:
-        found = (name for name, signs in _SIGNS if any(sign in template for sign in signs))
+        found = (signs.name for signs in _SIGNS if signs.fit(template))
         name = next(found, NONE) if "tools" in template else NONE
     if name == "mistral":
         return MISTRAL_LIST if tokenizer.added_token_id(ARGS) is None else MISTRAL

@@ -367,12 +367,12 @@ def test_llama_answers(
         ('[f(a="", b=\'\', c="ö\\n\\u00e9 👍🏽 \\d")]', "",
          [("f", '{"a": "", "b": "", "c": "ö\\né 👍🏽 \\\\d"}')]),
         (
-            """[f(from="a, class=1", class='b', user-id=3, $filter=[1, 2], ö.x = {"a": ", if=5"})]""",
+            """[f(from="a, if=1", class='b', user-id=3, $filter=[1, 2], ö.x = {"a": ", if=5"})]""",
             "",
             [
                 (
                     "f",
-                    '{"from": "a, class=1", "class": "b", "user-id": 3, "$filter": [1, 2], '
+                    '{"from": "a, if=1", "class": "b", "user-id": 3, "$filter": [1, 2], '
                     '"ö.x": {"a": ", if=5"}}',
                 )
             ],

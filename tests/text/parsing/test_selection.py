@@ -28,6 +28,12 @@ def with_template(template: str | None, *tokens: str) -> Tokenizer:
         ('{{ tools }}{"name": name, "parameters": values}', formats.LLAMA3_JSON, None),
         ("{{ tools }}<|python_tag|>", formats.LLAMA3_JSON, None),
         ("{{ tools }}[func_name1(a=b)] parameters", formats.PYTHONIC, None),
+        # Formats of other families, which are not read.
+        ("{{ tools }}<tool_call>{{ name }}<arg_key>k</arg_key></tool_call>", None, None),
+        ("{{ tools }}in <tool_call></tool_call>: <tool_calls>[{{ call }}]", None, None),
+        ("{{ tools }}<seed:tool_call><tool_call><function=x><parameter=y>", None, None),
+        ('{{ tools }}{"tool_name": name, "parameters": values}', None, None),
+        ('{{ tools }}<function=x>{"parameters": {}}</function>', None, None),
         ("<tool_call> is not offered", None, None),
         ("{{ tools }} in words of its own", None, None),
         ("<think>\n", None, formats.THINK),
