@@ -13,8 +13,7 @@ from pathlib import Path
 from minisgl.attention.base import Attention, AttentionBackend, AttentionShape
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
-
-ComputeCapability = tuple[int, int]
+from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
 
 # The backends from best to worst, measured on an H200: heads of 128, with 16, 32, 40 and 64
 # query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
@@ -25,16 +24,14 @@ ComputeCapability = tuple[int, int]
 # - prefill, 8 chunks of 2,048 tokens, 32 over 8 heads: fi (FlashAttention 3) 447 TFLOP/s;
 #   triton 304, and 369 with pages of 64 tokens.
 #
-# trtllm uses the prefill of fi. fa ranks low because generation 2 requires pages of 256 tokens.
-_MEASURED: tuple[tuple[str, int, range, tuple[str, ...]], ...] = (
-    # phase, major compute capability, query heads per KV head, best first
-    ("prefill", 9, range(1, 9), ("fi", "trtllm", "triton", "fa", "torch")),
-    ("decode", 9, range(1, 9), ("triton", "trtllm", "fa", "fi", "torch")),
-)
-_UNMEASURED = {
-    "prefill": ("fi", "trtllm", "triton", "fa", "torch"),
-    "decode": ("triton", "trtllm", "fa", "fi", "torch"),
+# trtllm uses the prefill of fi. fa comes after torch, since its adapter has only met stand-ins of
+# flash-attn and has not run on a GPU.
+_MEASURED = {
+    "prefill": ("fi", "trtllm", "triton", "torch", "fa"),
+    "decode": ("triton", "trtllm", "fi", "torch", "fa"),
 }
+# On a generation that our kernels have not run on, FlashInfer's come first: others run them there.
+_UNTRIED = ("fi", "trtllm", "triton", "torch", "fa")
 
 # Features of backends beyond plain causal attention, as named by AttentionSpec.extras.
 _COMPUTED_EXTRAS: dict[str, tuple[str, ...]] = {}
@@ -95,27 +92,24 @@ def available_backends(
     compute_capability: of the GPU, None without one. layers: the attention of each layer on one
     rank. Imports the packages, which takes seconds, but compiles nothing.
     """
-    group = max(spec.group for spec in layers)
     missing = {
         name: reason
         for name in ATTENTION_BACKENDS
         if (reason := _why_missing(name, compute_capability, set(layers))) is not None
     }
     prefill, decode = (
-        tuple(name for name in choose(phase, compute_capability, group) if name not in missing)
+        tuple(name for name in choose(phase, compute_capability) if name not in missing)
         for phase in ("prefill", "decode")
     )
     return Available(prefill, decode, missing)
 
 
-def choose(phase: str, compute_capability: ComputeCapability | None, group: int) -> tuple[str, ...]:
+def choose(phase: str, compute_capability: ComputeCapability | None) -> tuple[str, ...]:
     """All backends for a phase (prefill or decode), best first, including those not available
-    here. group: query heads per KV head."""
-    major = compute_capability[0] if compute_capability else 0
-    for its_phase, its_major, groups, order in _MEASURED:
-        if (its_phase, its_major) == (phase, major) and group in groups:
-            return order
-    return _UNMEASURED[phase]
+    here."""
+    if compute_capability is not None and kernels_have_run(compute_capability):
+        return _MEASURED[phase]
+    return _UNTRIED
 
 
 def flash_page_multiple() -> int:

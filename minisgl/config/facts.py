@@ -62,11 +62,6 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
     sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
     def extras(self) -> tuple[str, ...]:
         """The names of its features beyond plain causal attention."""
         found = {
@@ -222,6 +217,7 @@ class DeviceFacts:
     cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
+    untried: bool = False  # our kernels have not run on GPUs of this generation
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()

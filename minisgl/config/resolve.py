@@ -17,11 +17,11 @@ from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 # Backends whose decode takes no argument from the host that changes between steps.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
 FLOAT32_BACKENDS = ("triton", "torch")
-# Backends that read keys and values in FP8 for queries in another dtype, best first: as
-# attention/backends.py has them, but that FlashInfer prefills so by FlashAttention 2 alone.
+# Backends that read keys and values in FP8 for queries in another dtype, best first. FlashInfer
+# comes after torch, since it has not read such a cache on a GPU; it prefills by FlashAttention 2.
 FP8_KV_BACKENDS = {
-    "prefill": ("triton", "fi", "trtllm", "torch"),
-    "decode": ("triton", "trtllm", "fi", "torch"),
+    "prefill": ("triton", "torch", "fi", "trtllm"),
+    "decode": ("triton", "torch", "trtllm", "fi"),
 }
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 LARGEST_AUTO_GRAPH = 512
@@ -302,7 +302,10 @@ def _resolve_attention(
         usable.append(names)
     if config.attn == "auto":
         prefill, decode = usable[0][0], usable[1][0]
-        notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
+        order = "the best here"
+        if device.untried:
+            order = "libraries before our kernels, which have not run on such a GPU"
+        notes.append(f"attention: {prefill} for prefill, {decode} for decode, {order}")
         return prefill, decode
     chosen = _backend_pair(config.attn)
     for name, allowed in zip(chosen, usable, strict=True):
