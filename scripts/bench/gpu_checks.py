@@ -49,17 +49,18 @@ ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_suffix(".json")
 WITHIN = 0.05  # of the expected figure; GPUs of one kind and single runs differ by that much
 STOP_S = 10  # from asking a check to end until it is killed
+LAST_LINES = 15  # that are shown of the output of a check that failed
 SHOWN = ("ok", "worse", "ran")  # verdicts of a check that came to its end
 NOT_SHOWN = ("failed", "cut off")
 
 # Asks in a process of its own, so that this one holds no memory of the GPU.
 PROBE = """
-import importlib.metadata, json, torch
+import json, torch, triton
 gpu = torch.cuda.get_device_properties(0)
 print(json.dumps({
     "gpu": gpu.name, "capability": f"{gpu.major}.{gpu.minor}", "gpus": torch.cuda.device_count(),
     "memory_gb": gpu.total_memory / 1e9, "torch": torch.__version__,
-    "triton": importlib.metadata.version("triton")}))
+    "triton": triton.__version__}))
 """
 
 
@@ -361,8 +362,15 @@ def run_checks(
         write_checks(arguments.file, checks)
         good = good and run.verdict in ("ok", "ran")
         print(f"{run.seconds:6.0f} s  {check.name}: {told(run)}", flush=True)
+        if run.verdict in NOT_SHOWN:
+            print(last_lines(folder / f"{check.name}.log"), flush=True)
     print(f"{len(chosen) - num_left} of {len(chosen)} checks ran; {num_left} did not fit")
     return good
+
+
+def last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join(f"          {line[:200]}" for line in lines)
 
 
 def told(run: Run) -> str:
@@ -413,7 +421,6 @@ def named(checks: Sequence[Check], patterns: Sequence[str] | None) -> list[Check
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the check that runs, too
     arguments = parsed(words)
     checks = read_checks(arguments.file)
     chosen = named(checks, arguments.only)
@@ -436,4 +443,5 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the check that runs, too
     sys.exit(main())

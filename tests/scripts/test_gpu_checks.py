@@ -288,7 +288,7 @@ def run_list(tmp_path: Path, checks: Sequence[Check], *options: str) -> int:
 def test_a_run_fills_in_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checks = [
         check_of("good", "print('took 10.1 s')", figures=[SECONDS], again="it changed"),
-        check_of("bad", "import sys; sys.exit('oh no')"),
+        check_of("bad", "import sys; print('before'); sys.exit('oh no')"),
     ]
     assert run_list(tmp_path, checks) == 1
     good, bad = read_checks(tmp_path / "list.json")
@@ -299,7 +299,7 @@ def test_a_run_fills_in_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert bad.runs["NVIDIA H200"].why == "exit code 1: oh no"
     printed = capsys.readouterr().out
     assert "good: ok | s 10.1" in printed
-    assert "bad: failed | exit code 1: oh no" in printed
+    assert "bad: failed | exit code 1: oh no\n          before\n          oh no\n" in printed
     assert "2 of 2 checks ran; 0 did not fit" in printed
 
 
