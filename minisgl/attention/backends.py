@@ -13,10 +13,10 @@ from pathlib import Path
 from minisgl.attention.base import Attention, AttentionBackend, AttentionShape
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
-from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
+from minisgl.kernels.hardware import ComputeCapability
 
-# The backends from best to worst, measured on an H200: heads of 128, with 16, 32, 40 and 64
-# query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
+# The backends of each phase from best to worst, measured on an H200: heads of 128, with 16, 32, 40
+# and 64 query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
 #
 # - decode, 256 rows of 800 tokens and 64 of 4,096: triton reads 3.9 to 4.1 TB/s at every ratio
 #   and page size, more than any other; 1 row of 800 takes 7.4 µs. fi plans on the host, so its
@@ -26,12 +26,10 @@ from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
 #
 # trtllm uses the prefill of fi. fa comes after torch, since its adapter has only met stand-ins of
 # flash-attn and has not run on a GPU.
-_MEASURED = {
+BEST_FIRST = {
     "prefill": ("fi", "trtllm", "triton", "torch", "fa"),
     "decode": ("triton", "trtllm", "fi", "torch", "fa"),
 }
-# On a generation that our kernels have not run on, FlashInfer's come first: others run them there.
-_UNTRIED = ("fi", "trtllm", "triton", "torch", "fa")
 
 # Features of backends beyond plain causal attention, as named by AttentionSpec.extras.
 _COMPUTED_EXTRAS: dict[str, tuple[str, ...]] = {}
@@ -98,18 +96,10 @@ def available_backends(
         if (reason := _why_missing(name, compute_capability, set(layers))) is not None
     }
     prefill, decode = (
-        tuple(name for name in choose(phase, compute_capability) if name not in missing)
+        tuple(name for name in BEST_FIRST[phase] if name not in missing)
         for phase in ("prefill", "decode")
     )
     return Available(prefill, decode, missing)
-
-
-def choose(phase: str, compute_capability: ComputeCapability | None) -> tuple[str, ...]:
-    """All backends for a phase (prefill or decode), best first, including those not available
-    here."""
-    if compute_capability is not None and kernels_have_run(compute_capability):
-        return _MEASURED[phase]
-    return _UNTRIED
 
 
 def flash_page_multiple() -> int:

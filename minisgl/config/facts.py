@@ -217,7 +217,6 @@ class DeviceFacts:
     cpu_bytes: int = 0  # of the machine, or of the container with its limit; 0: unknown
     num_gpus: int = 0
     compute_capability: tuple[int, int] | None = None  # of the GPUs; None: there are none
-    untried: bool = False  # our kernels have not run on GPUs of this generation
     # Backends that run the model on the GPU in half precision, best first.
     prefill_backends: tuple[str, ...] = ()
     decode_backends: tuple[str, ...] = ()

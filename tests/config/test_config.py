@@ -113,13 +113,6 @@ def test_auto_chooses_the_best_available_backends() -> None:
     assert chosen("fi,triton") == ("fi", "triton")
 
 
-@pytest.mark.parametrize("untried", [False, True])
-def test_a_note_says_why_these_backends_were_chosen(untried: bool) -> None:
-    notes = "\n".join(resolved(machine=dataclasses.replace(GPU, untried=untried)).notes)
-    assert ("libraries before our kernels" in notes) == untried
-    assert ("the best here" in notes) != untried
-
-
 @pytest.mark.parametrize(
     ("attn", "given", "expected"),
     [

@@ -24,7 +24,7 @@ from dummy_config import MODELS, QUANTIZATIONS
 from gpu_checks import LIST, SHOWN, Check, Figure, Machine, Run, read_checks, write_checks
 from support.folders import ROOT
 
-from minisgl.attention.backends import choose
+from minisgl.attention.backends import BEST_FIRST
 from minisgl_cli.main import app
 
 H200 = Machine(
@@ -184,7 +184,7 @@ def has_shown(file: str, generation: str) -> bool:
 def test_auto_takes_no_attention_that_has_not_run_on_hopper(phase: str) -> None:
     """torch is what it falls back to."""
     files = {"fi": "flashinfer", "trtllm": "flashinfer", "triton": "triton", "fa": "flash"}
-    order = choose(phase, (9, 0))
+    order = BEST_FIRST[phase]
     before = order[: order.index("torch")]
     assert before and all(has_shown(f"attention/{files[name]}_backend.py", "9") for name in before)
     assert not has_shown("attention/flash_backend.py", "9"), "then fa may come before torch"
