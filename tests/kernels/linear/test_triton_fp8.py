@@ -28,7 +28,7 @@ from minisgl.kernels.linear.fp8.launch import linear, linear_send
 from minisgl.kernels.linear.fp8.product import TensorCoreProduct, share_kernels
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import room
-from minisgl.kernels.tuning import H200
+from minisgl.kernels.tuning import H200, UNTRIED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
@@ -175,3 +175,9 @@ def test_tiles_fit_into_shared_memory_and_workspace(
         assert size <= place.partials.numel() and counters <= place.semaphores.numel()
         alone = choose_tiles(m, n, k, tuning, group=group, may_split=False)
         assert split_k(k, alone)[0] == 1
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_torch_multiplies_fp8_where_our_kernels_have_not_run(group: int | None) -> None:
+    assert config.should_use(H200, 1, group)
+    assert not config.should_use(UNTRIED, 1, group)
