@@ -151,7 +151,7 @@ async def test_a_fatal_error_fails_every_open_request(runner: ScriptedRunner) ->
 async def test_draining_waits_then_ends_the_rest_with_an_error(runner: ScriptedRunner) -> None:
     async with engine_on(runner) as engine:
         short = engine.submit([1], params(3, ignore_eos=True))
-        await engine.drain(60)
+        await engine.drain(5)
         assert (await deltas_of(short))[-1].finish_reason is FinishReason.LENGTH
         with pytest.raises(EngineStoppedError, match="shutting down"):
             engine.submit([1], params())
