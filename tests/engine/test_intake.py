@@ -7,13 +7,13 @@ import contextlib
 import json
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from support.endless_template_server import ASKED
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import SUPPORT
@@ -329,11 +329,14 @@ def test_an_endless_template_blocks_neither_signals_nor_requests() -> None:
         asking = [threading.Thread(target=ask) for _ in range(2)]
         for thread in asking:
             thread.start()
-        time.sleep(1)  # so that one of them runs; nothing depends on how far it is
+        assert process.stderr is not None
+        log = ""
+        while log.count(ASKED) < len(asking):  # one of them runs; nothing depends on how far it is
+            log += process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         for thread in asking:
             thread.join()
-        _, log = process.communicate(timeout=30)
+        log += process.communicate(timeout=30)[1]
     assert process.returncode == 0
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {error_of(answer)["type"] for answer in answers} == {"service_unavailable"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ SCHEMA = {
     "required": ["city", "size"],
     "additionalProperties": False,
 }
-CUT_LIMIT_S = 15.0
 ACTOR = """
 import logging, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -203,15 +202,14 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
         # What the ranks send each other does not pass here; a stopped one is as silent.
         os.kill(other.rank(), signal.SIGSTOP)
         between.cut()
-        cut = time.monotonic()
         for one in streams:
-            one.join(CUT_LIMIT_S)
-        assert time.monotonic() - cut < CUT_LIMIT_S
-    lost = "has given no sign of life for"
+            one.join()
+    # As soon as the silence is longer than any that was promised, and two heartbeats at most later.
+    lost = r"has given no sign of life for (8|9|10) s"
     assert len(errors) == 2
-    assert all("Node 1 (127.0.0.1) " + lost in error["message"] for error in errors)
-    assert main.process.wait(15) == 1 and other.process.wait(15) == 1
-    assert "Node 1 (127.0.0.1) " + lost in main.log
-    assert "This node ends: Node 0 " + lost in other.log
+    assert all(re.search(r"Node 1 \(127.0.0.1\) " + lost, error["message"]) for error in errors)
+    assert main.process.wait() == 1 and other.process.wait() == 1
+    assert re.search(r"Node 1 \(127.0.0.1\) " + lost, main.log)
+    assert re.search("This node ends: Node 0 " + lost, other.log)
     until(lambda: not main.pids() and not other.pids())
     assert pids

@@ -75,9 +75,11 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
             for _ in range(4):  # connections to the killed router wait for its next start
                 answer = httpx.post(f"{url}{CHAT}", json=asked, headers=headers, timeout=30)
                 assert answer.status_code == 200
+            starts_again = 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0'
+            while starts_again not in client.get("/metrics").text:
+                assert process.poll() is None
             wait_for_ready(url, 2)
-            page = client.get("/metrics").text
-            assert 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0' in page
+            assert starts_again in client.get("/metrics").text
             # Ctrl-C: the answer is finished, and new requests are refused.
             with client.stream("POST", CHAT, json={**asked, "stream": True}) as stream:
                 lines = stream.iter_lines()
