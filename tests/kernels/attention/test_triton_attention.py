@@ -37,8 +37,6 @@ from minisgl.attention.triton_backend import TritonAttention
 from minisgl.kernels import dispatch
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
 
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_split=64)
 # Every group, every head size and every page size.

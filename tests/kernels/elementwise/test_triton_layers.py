@@ -40,8 +40,6 @@ from minisgl.models.registry import read_model_config
 
 pytestmark = [
     # What overflows on the way becomes 0 or infinity in numpy too, but it says so.
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
 ]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,6 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from support.fp8_cases import assert_product, weights
-from support.interpreter import mend_fp8
 from support.mailboxes import make_mailboxes
 
 from minisgl.config import Activations
@@ -30,22 +29,10 @@ from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import room
 from minisgl.kernels.tuning import H200
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = LinearTiles(64, 16, 128, num_stages=2)
 BLOCKS = [None, (128, 128), (64, 32), (16, 16)]
 SHAPES = [(1, 64, 256), (3, 130, 100), (17, 70, 200), (65, 33, 70)]
-
-
-@pytest.fixture(autouse=True)
-def _mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        mend_fp8(monkeypatch.setattr)
 
 
 def workspace(m: int, n: int, k: int, how: LinearTiles) -> LinearWorkspace:

@@ -29,11 +29,6 @@ from minisgl.kernels.linear.config import (
 from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
 from minisgl.kernels.tuning import H200
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # float32 takes twice the room: tiles here are small ones.
 STREAM = LinearTiles(64, 16, 32, num_stages=2)

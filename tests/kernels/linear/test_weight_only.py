@@ -32,11 +32,6 @@ from minisgl.kernels.linear.weight_only.launch import (
 from minisgl.kernels.linear.weight_only.weights import WeightWords, int4_words, values
 from minisgl.kernels.tuning import H200
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
 # The interpreter cuts off what bfloat16 does not hold, instead of rounding to nearest.

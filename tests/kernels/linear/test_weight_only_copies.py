@@ -34,11 +34,6 @@ from minisgl.kernels.tuning import H200
 from minisgl.models.loader import load_model
 from minisgl.models.registry import read_model_config
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
 BOUND = 4  # rows
