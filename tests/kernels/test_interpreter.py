@@ -16,7 +16,7 @@ from support.interpreter import OncePerLaunch, fma
 if torch.cuda.is_available():
     pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 import triton
 import triton.language as tl
