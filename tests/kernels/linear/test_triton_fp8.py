@@ -109,14 +109,15 @@ def test_a_product_computes_the_steps_around_it(
 ) -> None:
     """The same as each step by itself, but for sums in another order."""
     size, inner, block = 96, 64, (32, 32) if activations == Activations.GROUP else None
-    scale = torch.tensor([0.03], device=DEVICE)
+    static = activations == Activations.STATIC
+    scale = torch.tensor([0.03], device=DEVICE) if static else None
     gate_up, down = (
         TensorCoreProduct(weights(n, k, block, DEVICE), activations=activations, input_scale=scale)
         for n, k in ((2 * inner, size), (size, inner))
     )
     share_kernels([gate_up, down])
     norm = SimpleNamespace(weight=torch.randn(size, device=DEVICE).half(), eps=1e-6)
-    scales = (gate_up.weight.group, scale if activations == Activations.STATIC else None)
+    scales = (gate_up.weight.group, scale)
     for m in (0, 1, 5):
         x, delta = torch.randn(2, m, size, device=DEVICE).half()
         for residual in (Residual(x.clone()), Residual(x.clone(), delta)):
