@@ -2,13 +2,16 @@
 
 Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480. Its fused
 products are rounded before the sum. It warns of values that a GPU passes over, such as infinity
-less itself. And it wraps every function of triton.language anew whenever a kernel calls a function.
+less itself. It wraps every function of triton.language anew whenever a kernel calls a function, and
+looks for overflows of integers without reporting any.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,8 @@ def mend(setattr: Callable[[object, str, object], None]) -> None:
     setattr(interpreter, "_convert_float", _converting(interpreter._convert_float))
     setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
     setattr(interpreter, "_patch_lang", OncePerLaunch(interpreter._patch_lang))
+    builder = interpreter.interpreter_builder
+    setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
     silent = np.errstate(all="ignore")(interpreter.GridExecutor.__call__)
     setattr(interpreter.GridExecutor, "__call__", silent)
 
@@ -85,6 +90,7 @@ class OncePerLaunch:
             self._scopes.popitem()[1].restore()
 
 
+@cache
 def _language_modules(function: Any) -> frozenset[str]:
     import triton.language as tl
 
