@@ -11,8 +11,11 @@ what they ask is here.
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
+from support.ports import free_port
 from support.tls import CERTIFICATE
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -26,3 +29,10 @@ os.environ["SSL_CERT_FILE"] = CERTIFICATE
 
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a server of the test."""
+    with free_port() as reserved:
+        yield reserved

@@ -20,7 +20,7 @@ PATH = "/v1/completions"
 def test_pages_that_nixl_reads_give_the_same_tokens(tmp_path: Path) -> None:
     options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300", "--tp", "2")
     with demo(tmp_path, *options) as (process, url):
-        wait_for_ready(url, 2)
+        wait_for_ready(process, url, 2)
         assert process.stderr is not None
         log: list[str] = []
 
