@@ -1,4 +1,4 @@
-"""The server on a local Ray cluster with the demo model. Skipped without Ray, which CI has not.
+"""The server on a local Ray cluster with the demo model. Skipped without Ray (try_ray.sh).
 
 The folder is not called ray, because pytest would then offer it to `import ray`.
 """

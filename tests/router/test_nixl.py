@@ -1,4 +1,4 @@
-"""Replicas with roles whose KV pages NIXL reads. Skipped without NIXL, which CI has not."""
+"""Replicas with roles whose KV pages NIXL reads. Skipped without NIXL (try_nixl.sh)."""
 
 from __future__ import annotations
 
