@@ -18,7 +18,7 @@ from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import SUPPORT
 from support.gated_runner import Gated, gated_server, until
-from support.http_server import HELLO, error_of, free_port, http_client, session, wait_for_health
+from support.http_server import HELLO, error_of, http_client, session, wait_for_health
 from support.toy_tokenizers import byte_level_backend, wrap
 
 from minisgl.engine import AsyncEngine
@@ -315,12 +315,11 @@ async def test_draining_waits_for_texts_that_are_being_tokenized() -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 503
 
 
-def test_an_endless_template_blocks_neither_signals_nor_requests() -> None:
-    port = free_port()
+def test_an_endless_template_blocks_neither_signals_nor_requests(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     options = json.dumps({"port": port, "drain_timeout": 0.5})
     with session(str(ENDLESS_SERVER), options) as process:
-        wait_for_health(url, 200, 60)
+        wait_for_health(process, url, 200, 60)
         answers: list[httpx.Response] = []
 
         def ask() -> None:

@@ -109,7 +109,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
 ) -> None:
     options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300", "--tp", "2")
     with demo(tmp_path, *options) as (process, url):
-        await asyncio.to_thread(wait_for_ready, url, 2)
+        await asyncio.to_thread(wait_for_ready, process, url, 2)
         decode = httpx.AsyncHTTPTransport(uds=replica_sockets(tmp_path)[1])
         async with (
             httpx.AsyncClient(base_url=url, timeout=60) as client,
@@ -168,7 +168,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
                     lost = (await counted(client))[PREFILLS, "failed"] - before[PREFILLS, "failed"]
                     assert lost >= len(asked)
                 await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
-                await asyncio.to_thread(wait_for_ready, url, 2)
+                await asyncio.to_thread(wait_for_ready, process, url, 2)
                 again = await ask(client, prompts[3], cache_salt=f"again after rank {rank}")
                 assert tokens_of(again) == wholes[3] and cached_tokens(again) >= NUM_TOKENS - 16
 

@@ -78,7 +78,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
     with served(lambda: demo_engine(num_pages=2 * NUM_PAGES)) as one:
         alone = await cached_share(one.url, "alone")
     with demo(tmp_path, "--replicas", "2", "--num-pages", str(NUM_PAGES)) as (process, url):
-        await asyncio.to_thread(wait_for_ready, url, 2)
+        await asyncio.to_thread(wait_for_ready, process, url, 2)
         routed = await cached_share(url, "routed")
         paths = replica_sockets(tmp_path)
         async with front(paths, ROUND_ROBIN) as (in_turns, _):
@@ -102,7 +102,7 @@ async def test_two_replicas_cache_like_one_engine_and_a_killed_one_comes_back(
             assert set(codes) <= {"replica_lost"} and len(codes) < NUM_STREAMS
             finished = [end for end in ends if "error" not in end]
             assert {end["choices"][0]["finish_reason"] for end in finished} == {"length"}
-            await asyncio.to_thread(wait_for_ready, url, 2)
+            await asyncio.to_thread(wait_for_ready, process, url, 2)
             assert await end_of_stream(client, 0)
         process.terminate()
         assert await asyncio.to_thread(process.wait, 60) == 0

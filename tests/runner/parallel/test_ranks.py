@@ -26,8 +26,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
 from support.fake_matcher import FakeMatcher, tokens_after
-from support.http_server import HELLO, free_port, wait_for_health
+from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
+from support.ports import free_port
 from support.serving import demo_engine
 
 from minisgl import LLM
@@ -342,28 +343,28 @@ def test_a_script_without_a_main_guard_gets_an_explanation(tmp_path: Path) -> No
 @contextmanager
 def tp_server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
     """A real one on two ranks, its address, and the processes that it has started."""
-    port = free_port()
     command = [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", "--tp", "2"]
-    server = subprocess.Popen(
-        [*command, "--port", str(port), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    url = f"http://127.0.0.1:{port}"
     pids: list[int] = []
-    try:
-        wait_for_health(url, 200, 60)
-        pids = children_of(server.pid)
-        yield server, url, pids
-    finally:
-        server.kill()
-        server.wait()
-        assert server.stderr is not None
-        server.stderr.close()
-        for pid in filter(is_alive, pids):
-            os.kill(pid, signal.SIGKILL)
+    with free_port() as port:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_for_health(server, url, 200, 60)
+            pids = children_of(server.pid)
+            yield server, url, pids
+        finally:
+            server.kill()
+            server.wait()
+            assert server.stderr is not None
+            server.stderr.close()
+            for pid in filter(is_alive, pids):
+                os.kill(pid, signal.SIGKILL)
 
 
 def children_of(pid: int) -> list[int]:
@@ -425,7 +426,7 @@ def test_a_stopped_rank_is_reported_and_does_not_delay_the_shutdown() -> None:
             for _ in range(5):
                 next(lines)
             os.kill(rank_among(pids), signal.SIGSTOP)
-            wait_for_health(url, 503, 60)
+            wait_for_health(server, url, 503, 60)
             error = client.get("/health").json()["error"]
             assert error["code"] == "stalled" and "rank 1 is silent" in error["message"]
             os.kill(server.pid, signal.SIGTERM)
