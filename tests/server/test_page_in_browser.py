@@ -407,16 +407,19 @@ def test_of_300_messages_only_those_in_sight_are_laid_out(page: Page, engine: Pa
 def test_a_frame_of_a_stream_renders_the_last_block_only(
     page: Page, server: Served[PageEngine], engine: PageEngine
 ) -> None:
-    engine.answers, engine.hold_after = ["\n\n".join(["A paragraph."] * 40) + " More."], 12 * 38
+    paragraphs = ["A paragraph."] * 40
+    begun = "\n\n".join(paragraphs[:30])
+    engine.answers = ["\n\n".join(paragraphs) + " More."]
+    engine.hold_after = len(engine.tokenizer.encode(begun, add_special_tokens=False))
     ask(page, "hello")
-    expect(page.locator(".answer p").nth(20)).to_be_visible()
+    # All that comes before the engine goes on is drawn: so no frame is left that would draw anew.
+    expect(page.locator(".answer p")).to_have_text(paragraphs[:30])
     page.evaluate("document.querySelectorAll('.answer p').forEach((p, i) => { p.mark = i; })")
     server.on_loop(engine.let_go)
     answered(page)
     marks = page.evaluate("[...document.querySelectorAll('.answer p')].map(p => p.mark ?? -1)")
-    assert len(marks) == 40
-    assert marks[:20] == list(range(20))
-    assert marks[-1] == -1
+    # The last line was incomplete, so it could still have joined the paragraph before it.
+    assert marks == [*range(28), *[-1] * 12]
 
 
 # -- what models do -------------------------------------------------------------------------------
