@@ -308,7 +308,7 @@ async def test_a_client_may_disconnect_at_any_moment(moment: str, stream: bool) 
 
 async def test_a_client_may_disconnect_while_the_step_with_its_eos_runs() -> None:
     async with gated_server() as gated:
-        engine, runner = gated.engine, gated.runner
+        runner = gated.runner
         prompt, end = next(
             ([n], len(answer))
             for n in range(3, VOCAB)

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_engine import FakeEngine
-from support.http_server import free_port, http_client, serve, until, wait_for_health
+from support.http_server import http_client, serve, until, wait_for_health
 
 from minisgl.errors import (
     CallerError,
@@ -112,9 +112,8 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
 
 
 @contextmanager
-def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def logging_server(port: int, *command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A serving process that logs all it can, and its URL."""
-    port = free_port()
     process = subprocess.Popen(
         [sys.executable, *command, "--port", str(port)],
         env={**os.environ, "LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"},
@@ -124,7 +123,7 @@ def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for_health(url, 200)
+        wait_for_health(url, 200, process=process)
         yield process, url
     finally:
         process.kill()
@@ -133,9 +132,11 @@ def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]
 
 # One key for all, since the real client would not put it into a body.
 @pytest.mark.parametrize("strict", [False, True])
-def test_no_log_line_contains_words_of_prompts_or_answers(tiny_model: Path, strict: bool) -> None:
+def test_no_log_line_contains_words_of_prompts_or_answers(
+    tiny_model: Path, port: int, strict: bool
+) -> None:
     command = serve(tiny_model, 0, "--api-key", "a-key", *(["--strict-fields"] if strict else []))
-    with logging_server(*command) as (process, url):
+    with logging_server(port, *command) as (process, url):
         headers = {"authorization": "Bearer a-key", "content-type": "application/json"}
         with httpx.Client(base_url=url, headers=headers, timeout=30) as client:
             for path, body in ANSWERED:

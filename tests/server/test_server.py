@@ -20,8 +20,8 @@ from support.http_server import (
     HELLO,
     error_of,
     http_client,
-    serving,
     server_on,
+    serving,
     until,
 )
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,9 +30,7 @@ FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
 
 
 @contextlib.asynccontextmanager
-async def server_on(
-    engine: FakeEngine | None, **options: Any
-) -> AsyncIterator[tuple[Server, int]]:
+async def server_on(engine: FakeEngine | None, **options: Any) -> AsyncIterator[tuple[Server, int]]:
     """A server on the test's own loop, and its port."""
     config = ServerConfig(port=0, **options)
     state = EngineState(config, engine)
@@ -86,7 +85,20 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port for a server of ours: until the end the system gives it to nobody who asks for any.
+
+    The socket that holds it does not listen, so servers may, which allow reuse as well.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
 def free_port() -> int:
+    """Another process may take it first: use `held_port` where a server of ours is to listen."""
     with bind(ServerConfig(port=0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -97,15 +109,24 @@ def serving_process(
     behaviour: dict[str, Any], **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process with the fake engine, and its URL."""
-    port = free_port()
-    arguments = [json.dumps(behaviour), json.dumps({"port": port, **options})]
-    with running(str(FAKE_SERVER), *arguments) as process:
-        yield process, f"http://127.0.0.1:{port}"
+    with held_port() as port:
+        arguments = [json.dumps(behaviour), json.dumps({"port": port, **options})]
+        with running(str(FAKE_SERVER), *arguments) as process:
+            yield process, f"http://127.0.0.1:{port}"
 
 
-def wait_for_health(url: str, status: int, seconds: float = 60.0) -> None:
+def wait_for_health(
+    url: str,
+    status: int,
+    seconds: float = 60.0,
+    *,
+    process: subprocess.Popen[Any] | None = None,
+) -> None:
+    """process: that of the server; there is nothing to wait for once it has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"the server has ended with {process.returncode}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").status_code == status:
                 return

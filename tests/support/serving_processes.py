@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.http_server import free_port
+from support.http_server import held_port
 
 
 @contextlib.contextmanager
@@ -31,6 +31,8 @@ def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 @contextlib.contextmanager
 def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`minisgl serve` with the demo model: the process and its URL."""
-    port = free_port()
-    with python_in(folder, "-m", "minisgl", "serve", "--port", str(port), *options) as process:
+    with (
+        held_port() as port,
+        python_in(folder, "-m", "minisgl", "serve", "--port", str(port), *options) as process,
+    ):
         yield process, f"http://127.0.0.1:{port}"
