@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -573,6 +574,8 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     ask(page, "hello")
     answered(page)
     engine.num_running = 1
+    page.clock.install()
+    page.clock.pause_at(time.time() + 60)  # so that the first sample is the only one
     page.get_by_role("link", name="Server at work").click()
     expect(page.get_by_text("fake on minisgl")).to_be_visible()
     requests = page.locator(".card").filter(has_text="Requests").first
@@ -582,6 +585,7 @@ def test_the_second_view_draws_the_metrics_while_they_change(
     path = requests.locator("path.line0")
     expect(path).to_have_attribute("d", "M150 0.00")
     engine.num_running = 0
+    page.clock.resume()
     expect(path).to_have_attribute("d", re.compile(r"^M\d+.* 0\.00L150 100\.00$"))
     expect(requests.locator("dd").first).to_have_text("0")
     page.go_back()
