@@ -270,7 +270,10 @@ def test_the_process_prints_how_to_use_its_socket_and_removes_it(tmp_path: Path)
 
 def test_a_socket_is_removed_when_loading_is_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "socket"
-    arguments = (json.dumps({"load_seconds": 60}), json.dumps({"uds": str(path)}))
+    arguments = (
+        json.dumps({"loads_until": str(tmp_path / "never")}),
+        json.dumps({"uds": str(path)}),
+    )
     with running(str(FAKE_SERVER), *arguments) as process:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path), retries=20)) as http:
             while not path.exists():

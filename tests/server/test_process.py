@@ -56,8 +56,8 @@ def test_the_process_parses_http_with_httptools() -> None:
     assert b"Invalid HTTP request received." in answer
 
 
-def test_a_process_logs_running_requests_every_few_seconds() -> None:
-    with serving_process({"interval": 0.02}) as (process, url):
+def test_a_process_logs_running_requests_every_few_seconds(tmp_path: Path) -> None:
+    with serving_process({"ends_after": str(tmp_path / "never")}) as (process, url):
         wait_for_health(process, url, 200)
         asked = {"messages": HELLO, "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=asked) as stream:
@@ -159,7 +159,7 @@ async def test_a_dead_engine_fails_requests_health_and_process(port: int) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_child_process_outlives_the_server(
-    tiny_model: Path, number: signal.Signals, port: int
+    tiny_model: Path, port: int, number: signal.Signals
 ) -> None:
     url = f"http://127.0.0.1:{port}"
     with session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
@@ -194,9 +194,11 @@ def stream_lines(url: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
-    with serving_process({"load_seconds": 0.5}) as (process, url):
+def test_an_idle_process_exits_at_once_with_0(tmp_path: Path, number: signal.Signals) -> None:
+    loaded = tmp_path / "loaded"
+    with serving_process({"loads_until": str(loaded)}) as (process, url):
         wait_for_health(process, url, 503)
+        loaded.touch()
         wait_for_health(process, url, 200)
         process.send_signal(number)
         _, log = process.communicate(timeout=SOON_S)
@@ -206,8 +208,9 @@ def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
     assert "Traceback" not in log
 
 
-def test_a_process_drains_before_it_exits() -> None:
-    with serving_process({"interval": 0.02, "answer_length": 100}) as (process, url):
+def test_a_process_drains_before_it_exits(tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    with serving_process({"answer_length": 100, "ends_after": str(end)}) as (process, url):
         wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
@@ -216,12 +219,14 @@ def test_a_process_drains_before_it_exits() -> None:
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
+        end.touch()
         assert [*lines][-1] == "data: [DONE]"
         assert process.wait(SOON_S) == 0
 
 
-def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
-    with serving_process({"interval": 0.02}, drain_timeout=0.3) as (process, url):
+def test_requests_beyond_the_drain_timeout_end_with_an_error_event(tmp_path: Path) -> None:
+    endless = {"ends_after": str(tmp_path / "never")}
+    with serving_process(endless, drain_timeout=0.3) as (process, url):
         wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
@@ -232,8 +237,8 @@ def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
         assert process.wait(SOON_S) == 0
 
 
-def test_a_second_signal_exits_at_once() -> None:
-    with serving_process({"interval": 0.02}) as (process, url):
+def test_a_second_signal_exits_at_once(tmp_path: Path) -> None:
+    with serving_process({"ends_after": str(tmp_path / "never")}) as (process, url):
         wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
@@ -245,8 +250,8 @@ def test_a_second_signal_exits_at_once() -> None:
             list(lines)
 
 
-def test_a_signal_while_loading_exits_at_once() -> None:
-    with serving_process({"load_seconds": 60}) as (process, url):
+def test_a_signal_while_loading_exits_at_once(tmp_path: Path) -> None:
+    with serving_process({"loads_until": str(tmp_path / "never")}) as (process, url):
         wait_for_health(process, url, 503)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) == 0
@@ -284,7 +289,7 @@ def test_an_unavailable_address_is_an_error_that_names_the_option() -> None:
 
 
 def test_minisgl_serve_serves_a_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
+    tiny_model: Path, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"http://127.0.0.1:{port}"
     options = ("--api-key", "secret", "--served-model-name", "tiny", "--served-model-name", "t")
@@ -379,7 +384,7 @@ def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path, port: 
         with running(*serve(tmp_path, taken_port)) as process:
             _, taken = process.communicate(timeout=30)
         assert process.returncode == 2
-    with running(*serve(tmp_path / "missing", port)) as process:
+    with running(*serve(tmp_path / "missing", 0)) as process:
         _, missing = process.communicate(timeout=60)
     assert process.returncode == 2
     for text, word in ((taken, "--port"), (missing, "missing")):

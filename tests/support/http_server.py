@@ -31,16 +31,23 @@ FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
-    """A server on the test's own loop; yields its URL."""
+async def server_on(engine: FakeEngine | None, **options: Any) -> AsyncIterator[tuple[Server, int]]:
+    """A server on the test's own loop, and its port."""
     config = ServerConfig(port=0, **options)
     state = EngineState(config, engine)
     with bind(config) as listener:
         server = Server(http_settings(create_app(state)), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield server, listener.getsockname()[1]
         server.should_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
+    """A server on the test's own loop; yields its URL."""
+    async with server_on(engine, **options) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextlib.asynccontextmanager
