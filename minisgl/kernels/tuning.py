@@ -2,8 +2,9 @@
 
 The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
 shared memory, until somebody measures there (scripts/bench/bench_*.py --tune) and gives `tuning_of`
-its values. Counts of programs decide how sums are split, and so the rounding of results: they stay
-the H200's on every device.
+its values; where our kernels have not run on its generation, it takes those of `UNTRIED`. Counts of
+programs decide how sums are split, and so the rounding of results: they stay the H200's on every
+device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+
+from minisgl.kernels.hardware import kernels_have_run
 
 NO_LIMIT = 1 << 62
 
@@ -145,9 +148,9 @@ class DeviceTuning:
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
     weight_only_rows: int = 2048
     # Rows up to which the weights are dequantised in registers where there is a dense copy of them,
-    # too: at most `weight_only_rows`. The products of a layer of Qwen3-14B take 103 µs with 32 rows
-    # and 366 with 256 in INT4, 181 and 248 dense; where they meet has not been measured.
-    weight_only_dense_rows: int = 96
+    # too: at most `weight_only_rows`. The products of a layer of Qwen3-14B take 143 µs with 64 rows
+    # and 231 with 96 in INT4, 188 and 191 dense.
+    weight_only_dense_rows: int = 64
     # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
     # addition to the residual stream is part of a GEMM.
     weight_only_gated_rows: int = 64
@@ -245,6 +248,9 @@ class DeviceTuning:
 
 H200 = DeviceTuning()
 
+# cuBLAS and torch multiply, at every number of rows, wherever they can.
+UNTRIED = replace(H200, linear_weights=(), fp8_rows=0, fp8_group_rows=0)
+
 
 @cache
 def tuning_of(device: torch.device) -> DeviceTuning:
@@ -256,7 +262,7 @@ def tuning_of(device: torch.device) -> DeviceTuning:
 
     index = torch.cuda.current_device() if device.index is None else device.index
     return replace(
-        H200,
+        H200 if kernels_have_run(torch.cuda.get_device_capability(index)) else UNTRIED,
         num_sms=torch.cuda.get_device_properties(index).multi_processor_count,
         # What Triton itself compares with.
         shared_bytes=int(driver.active.utils.get_device_properties(index)["max_shared_mem"]),

@@ -157,7 +157,8 @@ def test_the_option_open_opens_the_page_while_the_model_loads(
     program.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n')
     program.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{program} %s")
-    with serving_process({"load_seconds": 60}, open=True) as (process, url):
+    endless = {"loads_until": str(tmp_path / "never")}
+    with serving_process(endless, open=True) as (process, url):
         while not opened.exists():
             assert process.poll() is None
         assert opened.read_text() == f"{url}/\n"
@@ -175,7 +176,7 @@ def test_where_no_browser_can_be_opened_the_log_says_where_the_page_is(
     with serving_process({}, open=True) as (process, url):
         start = "No browser could be opened; the page is at http"
         assert said_by(process, until=start)[start] == f"{url}/".partition(":")[2]
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class GatedRunner(FakeRunner):
 
     def collect(self, handle: StepResult) -> StepResult:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._is_open or self._permits, 30)
+            self._changed.wait_for(lambda: self._is_open or self._permits)
             if not self._is_open:
                 self._permits -= 1
         self.num_collected += 1
@@ -121,7 +121,10 @@ async def gated_server(
     if disk is not None:
         loaded = replace(loaded, disk=Disk(disk, b"model"))
     async with AsyncEngine(loaded) as engine, served(engine, wrap, api_key) as (server, port):
-        yield Gated(engine, runner, server, port)
+        try:
+            yield Gated(engine, runner, server, port)
+        finally:
+            runner.open()  # also where a test has failed: the engine ends when its steps have
 
 
 @asynccontextmanager
