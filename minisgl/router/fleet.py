@@ -90,6 +90,7 @@ class Route(NamedTuple):
 
     replica: Replica  # which answers
     prefill: Replica | None = None  # which computes the prompt before that; None: `replica` does
+    news_to: tuple[Replica, ...] = ()  # those that were not sent the prompt before
 
 
 class Fleet:
@@ -149,12 +150,24 @@ class Fleet:
             return Route(min(candidates, key=lambda replica: replica.num_open))
         chosen = self._best(key, candidates)
         prefill = self._prefill_for(key, chosen) if chosen.role == DECODE else None
-        for replica in (chosen, prefill):
-            if replica is not None:
-                self._table.sent(key, replica.index)
-                if self.tell is not None:
+        asked = [replica for replica in (chosen, prefill) if replica is not None]
+        news_to = [replica for replica in asked if self._table.sent(key, replica.index)]
+        return Route(chosen, prefill, tuple(news_to))
+
+    def answered(self, key: bytes | None, route: Route, *, accepted: bool) -> None:
+        """Note that the answer has begun, or that the request was refused.
+
+        Until then the prompt counts as sent, so that others with its prefix follow it.
+        """
+        if key is None:
+            return
+        if not accepted:
+            for replica in route.news_to:
+                self._table.refused(key, replica.index)
+        elif self.tell is not None:
+            for replica in (route.replica, route.prefill):
+                if replica is not None:
                     self.tell(key, replica.index, replica.state.start)
-        return Route(chosen, prefill)
 
     def _best(self, key: bytes, candidates: Sequence[Replica]) -> Replica:
         loads = {replica.index: replica.num_open for replica in candidates}

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from http import HTTPStatus
 
 import msgspec
 from starlette.requests import Request
@@ -83,6 +86,7 @@ class _Answer:
         self._sent = b""  # the last whole events of a stream that were sent
         self._upstream: Upstream | None = None  # while it is asked
         self._refusal: tuple[Head, bytes] | None = None  # of a replica that takes no requests
+        self._told: Callable[..., None]  # tells the fleet what has become of the attempt
 
     async def give(self, request: bytes, key: bytes | None) -> None:
         self._leaving.add_done_callback(self._stop)
@@ -90,10 +94,12 @@ class _Answer:
         error: MinisglError = ReplicaLostError()
         for attempt in range(MAX_ATTEMPTS):
             try:
-                replica, prefill = self._fleet.choose(key, avoided)
+                route = self._fleet.choose(key, avoided)
             except NotReadyError as not_ready:
                 error = not_ready
                 break
+            replica, prefill, _ = route
+            self._told = partial(self._fleet.answered, key, route)
             self._fleet.num_resent += attempt > 0
             replica.num_open += 1
             try:
@@ -126,6 +132,7 @@ class _Answer:
             method = self._scope["method"]
             relays = self._scope["http_version"] == "1.1" and method != "HEAD"
             head = await upstream.ask(request, relays=relays, has_body=method != "HEAD")
+            self._told(accepted=head.status < HTTPStatus.BAD_REQUEST)
             if head.is_stream:
                 await self._stream(upstream, head, relays=relays)
                 return True

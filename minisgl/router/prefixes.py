@@ -10,6 +10,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 NODE_BYTES = 400  # that a node takes besides its run
+# Nodes of a key that are looked at. Keys that differ from another one each a little further on make
+# a path as long as there are keys, which would have to be walked for each request.
+MAX_DEPTH = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +34,13 @@ class PrefixTree:
         self._by_age: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def match(self, key: bytes) -> int:
-        """Length of the longest prefix of `key` that some key in the tree has. O(key)."""
+        """Length of the longest prefix of `key` that some key in the tree has, as far as the first
+        MAX_DEPTH nodes go. O(key)."""
         node, found = self._root, 0
-        while (child := self._child(node, key, found)) is not None:
+        for _ in range(MAX_DEPTH):
+            child = self._child(node, key, found)
+            if child is None:
+                break
             common = _num_common(child.run, key, found)
             found += common
             if common < len(child.run):
@@ -41,16 +48,18 @@ class PrefixTree:
             node = child
         return found
 
-    def add(self, key: bytes) -> None:
-        """Add `key`, or mark it as used. O(key), and what is forgotten for it."""
+    def add(self, key: bytes) -> bool:
+        """Add `key`, or mark it as used; returns whether some of it is new. Behind MAX_DEPTH nodes
+        nothing is added. O(key), and what is forgotten for it."""
         path = list[PrefixNode]()
         node, found = self._root, 0
-        while (child := self._child(node, key, found)) is not None:
+        while len(path) < MAX_DEPTH and (child := self._child(node, key, found)) is not None:
             common = _num_common(child.run, key, found)
             found += common
             node = child if common == len(child.run) else self._split(child, common)
             path.append(node)
-        if found < len(key):
+        is_new = found < len(key) and len(path) < MAX_DEPTH
+        if is_new:
             leaf = PrefixNode(key[found:], node)
             node.children[key[found]] = leaf
             self.num_bytes += len(leaf.run) + NODE_BYTES
@@ -59,7 +68,19 @@ class PrefixTree:
             self._by_age[node] = None
             self._by_age.move_to_end(node)
         while self.num_bytes > self._max_bytes:
-            self._forget_oldest()
+            self._forget(next(iter(self._by_age)))
+        return is_new
+
+    def remove(self, key: bytes) -> None:
+        """Forget what `add` has added for `key`, unless other keys go on from there. O(key)."""
+        node, found = self._root, 0
+        for _ in range(MAX_DEPTH):
+            child = self._child(node, key, found)
+            if child is None or not key.startswith(child.run, found):
+                return
+            node, found = child, found + len(child.run)
+        if found == len(key) and node is not self._root and not node.children:
+            self._forget(node)
 
     def _child(self, node: PrefixNode, key: bytes, start: int) -> PrefixNode | None:
         return node.children.get(key[start]) if start < len(key) else None
@@ -74,8 +95,8 @@ class PrefixTree:
         self.num_bytes += NODE_BYTES
         return upper
 
-    def _forget_oldest(self) -> None:
-        leaf, _ = self._by_age.popitem(last=False)
+    def _forget(self, leaf: PrefixNode) -> None:
+        del self._by_age[leaf]
         assert leaf.parent is not None
         del leaf.parent.children[leaf.run[0]]
         self.num_bytes -= len(leaf.run) + NODE_BYTES

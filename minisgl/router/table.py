@@ -57,12 +57,18 @@ class RouteTable(Generic[Replica]):
         """
         return self._choose(key, loads)
 
-    def sent(self, key: Key, replica: Replica) -> None:
-        """Remember that the request with `key` was sent to `replica`."""
-        if self._remembers:
-            if replica not in self._trees:
-                self._trees[replica] = PrefixTree(self._max_bytes)
-            self._trees[replica].add(_packed(key))
+    def sent(self, key: Key, replica: Replica) -> bool:
+        """Remember that the request with `key` was sent to `replica`; returns whether it is new."""
+        if not self._remembers:
+            return False
+        if replica not in self._trees:
+            self._trees[replica] = PrefixTree(self._max_bytes)
+        return self._trees[replica].add(_packed(key))
+
+    def refused(self, key: Key, replica: Replica) -> None:
+        """Forget a new `key` that `replica` has refused: it is not in its cache."""
+        if (tree := self._trees.get(replica)) is not None:
+            tree.remove(_packed(key))
 
     def gone(self, replica: Replica) -> None:
         """Forget what `replica` was sent: it has ended, and its cache with it."""
