@@ -2,17 +2,24 @@
 
 Ctrl-C works also where the shell runs the tests in the background and has them ignore it. Programs
 ask their own terminal for its size, since pytest-xdist exports the size of another one. Hypothesis
-has no deadline: no test fails because its machine was busy.
+has no deadline and draws as slowly as it must: no test fails because its machine was busy.
 
 torch has one thread unless told otherwise: with models this small a second one only waits, and
 takes a core for it. HTTP clients know one certificate: they would load the world's, each anew, and
 what they ask is here.
+
+The option --record writes which tests have run.
 """
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
+import pytest
+from support.ports import free_port
+from support.record import Record
 from support.tls import CERTIFICATE
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,5 +31,24 @@ for name in ("COLUMNS", "LINES"):
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
 os.environ["SSL_CERT_FILE"] = CERTIFICATE
 
-hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="write which tests have run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file: Path | None = config.getoption("record")
+    if file is not None and not hasattr(config, "workerinput"):  # a process of pytest-xdist
+        config.pluginmanager.register(Record(file))
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a server of the test."""
+    with free_port() as reserved:
+        yield reserved

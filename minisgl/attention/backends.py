@@ -13,11 +13,10 @@ from pathlib import Path
 from minisgl.attention.base import Attention, AttentionBackend, AttentionShape
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.config import ATTENTION_BACKENDS, AttentionSpec
+from minisgl.kernels.hardware import ComputeCapability
 
-ComputeCapability = tuple[int, int]
-
-# The backends from best to worst, measured on an H200: heads of 128, with 16, 32, 40 and 64
-# query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
+# The backends of each phase from best to worst, measured on an H200: heads of 128, with 16, 32, 40
+# and 64 query heads over 8 KV heads, in pages of 1, 16 and 64 tokens.
 #
 # - decode, 256 rows of 800 tokens and 64 of 4,096: triton reads 3.9 to 4.1 TB/s at every ratio
 #   and page size, more than any other; 1 row of 800 takes 7.4 µs. fi plans on the host, so its
@@ -25,15 +24,11 @@ ComputeCapability = tuple[int, int]
 # - prefill, 8 chunks of 2,048 tokens, 32 over 8 heads: fi (FlashAttention 3) 447 TFLOP/s;
 #   triton 304, and 369 with pages of 64 tokens.
 #
-# trtllm uses the prefill of fi. fa ranks low because generation 2 requires pages of 256 tokens.
-_MEASURED: tuple[tuple[str, int, range, tuple[str, ...]], ...] = (
-    # phase, major compute capability, query heads per KV head, best first
-    ("prefill", 9, range(1, 9), ("fi", "trtllm", "triton", "fa", "torch")),
-    ("decode", 9, range(1, 9), ("triton", "trtllm", "fa", "fi", "torch")),
-)
-_UNMEASURED = {
-    "prefill": ("fi", "trtllm", "triton", "fa", "torch"),
-    "decode": ("triton", "trtllm", "fa", "fi", "torch"),
+# trtllm uses the prefill of fi. fa comes after torch, since its adapter has only met stand-ins of
+# flash-attn and has not run on a GPU.
+BEST_FIRST = {
+    "prefill": ("fi", "trtllm", "triton", "torch", "fa"),
+    "decode": ("triton", "trtllm", "fi", "torch", "fa"),
 }
 
 # Features of backends beyond plain causal attention, as named by AttentionSpec.extras.
@@ -95,27 +90,16 @@ def available_backends(
     compute_capability: of the GPU, None without one. layers: the attention of each layer on one
     rank. Imports the packages, which takes seconds, but compiles nothing.
     """
-    group = max(spec.group for spec in layers)
     missing = {
         name: reason
         for name in ATTENTION_BACKENDS
         if (reason := _why_missing(name, compute_capability, set(layers))) is not None
     }
     prefill, decode = (
-        tuple(name for name in choose(phase, compute_capability, group) if name not in missing)
+        tuple(name for name in BEST_FIRST[phase] if name not in missing)
         for phase in ("prefill", "decode")
     )
     return Available(prefill, decode, missing)
-
-
-def choose(phase: str, compute_capability: ComputeCapability | None, group: int) -> tuple[str, ...]:
-    """All backends for a phase (prefill or decode), best first, including those not available
-    here. group: query heads per KV head."""
-    major = compute_capability[0] if compute_capability else 0
-    for its_phase, its_major, groups, order in _MEASURED:
-        if (its_phase, its_major) == (phase, major) and group in groups:
-            return order
-    return _UNMEASURED[phase]
 
 
 def flash_page_multiple() -> int:

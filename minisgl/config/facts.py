@@ -62,11 +62,6 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap · tanh(scores / softcap)
     sinks: bool = False  # each head has a learned logit, added to the softmax denominator only
 
-    @property
-    def group(self) -> int:
-        """Query heads per KV head."""
-        return self.num_heads // self.num_kv_heads
-
     def extras(self) -> tuple[str, ...]:
         """The names of its features beyond plain causal attention."""
         found = {

@@ -17,11 +17,11 @@ from minisgl.errors import ConfigError, UnsupportedModelError, one_of
 # Backends whose decode takes no argument from the host that changes between steps.
 CAPTURED_BACKENDS = ("fa", "trtllm", "triton")
 FLOAT32_BACKENDS = ("triton", "torch")
-# Backends that read keys and values in FP8 for queries in another dtype, best first: as
-# attention/backends.py has them, but that FlashInfer prefills so by FlashAttention 2 alone.
+# Backends that read keys and values in FP8 for queries in another dtype, best first. FlashInfer
+# comes after torch, since it has not read such a cache on a GPU; it prefills by FlashAttention 2.
 FP8_KV_BACKENDS = {
-    "prefill": ("triton", "fi", "trtllm", "torch"),
-    "decode": ("triton", "trtllm", "fi", "torch"),
+    "prefill": ("triton", "torch", "fi", "trtllm"),
+    "decode": ("triton", "torch", "trtllm", "fi"),
 }
 OLDEST_WITH_FP8 = (8, 9)  # compute capability
 LARGEST_AUTO_GRAPH = 512

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from minisgl.distributed.interfaces import LOOPBACK
 from minisgl.distributed.layout import RankLayout
 from minisgl.distributed.peers import over_peer_memory
 from minisgl.distributed.pipeline import GroupPipeline, OneStage, Pipeline
+from minisgl.kernels.hardware import kernels_have_run
+
+logger = logging.getLogger(__name__)
 
 
 def join_group(
@@ -48,5 +52,9 @@ def _fastest(
     group: GroupCommunicator, hidden_size: int, dtype: torch.dtype, *, plain: bool
 ) -> Communicator:
     if plain or group.device.type != "cuda":
+        return group
+    have_run = kernels_have_run(torch.cuda.get_device_capability(group.device))
+    if not group.host_min(int(have_run)):  # the ranks may have GPUs of several generations
+        logger.info("NCCL does all collectives: ours have not run on GPUs of this generation")
         return group
     return over_peer_memory(group, hidden_size, dtype)

@@ -9,6 +9,7 @@ the same rows and the same tokens.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from typing import Protocol
@@ -174,9 +175,10 @@ class GroupPipeline:
         return self._world.host_min(number)
 
     def close(self) -> None:
-        for link in (self._after, self._tokens):
-            if link is not None:
-                link.finish()
+        with contextlib.suppress(RuntimeError):  # a rank has died, to which something was sent
+            for link in (self._after, self._tokens):
+                if link is not None:
+                    link.finish()
         self.abandon()
 
     def abandon(self) -> None:

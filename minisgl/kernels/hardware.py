@@ -11,6 +11,16 @@ ComputeCapability = tuple[int, int]
 
 _OLDEST_WITH_FP8 = (8, 9)  # Ada: tensor cores multiply FP8, and Triton converts it
 
+# The generations of GPUs, by major compute capability, that our kernels have run on: only Hopper.
+# scripts/bench/gpu_checks.json says what ran there and when.
+_GENERATIONS = (9,)
+
+
+def kernels_have_run(capability: ComputeCapability) -> bool:
+    """Whether our kernels have run on GPUs of this generation. Where they have not, and a library
+    can do the same work, `auto` takes the library."""
+    return capability[0] in _GENERATIONS
+
 
 def has_fp8_products(capability: ComputeCapability | None) -> bool:
     """Whether the device multiplies one FP8 matrix by another, for which activations are rounded.

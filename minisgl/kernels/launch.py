@@ -23,16 +23,23 @@ from functools import cache
 
 import torch
 
+from minisgl.kernels.hardware import ComputeCapability, kernels_have_run
+
 
 @cache
 def pdl_options(device: torch.device, wanted: bool) -> dict[str, bool]:
-    """The launch arguments that let the launch overlap if `wanted` and possible.
+    """The launch arguments that let the launch overlap if `wanted`, possible, and tried on GPUs of
+    this generation.
 
     Triton's interpreter does not accept `launch_pdl`, so it is absent unless True.
     """
-    if wanted and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if wanted and device.type == "cuda" and _may_overlap(torch.cuda.get_device_capability(device)):
         return {"pdl": True, "launch_pdl": True}
     return {"pdl": False}
+
+
+def _may_overlap(capability: ComputeCapability) -> bool:
+    return capability >= (9, 0) and kernels_have_run(capability)
 
 
 @cache

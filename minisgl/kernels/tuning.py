@@ -2,8 +2,9 @@
 
 The defaults are those measured on an H200. Another GPU takes them with its own number of SMs and
 shared memory, until somebody measures there (scripts/bench/bench_*.py --tune) and gives `tuning_of`
-its values. Counts of programs decide how sums are split, and so the rounding of results: they stay
-the H200's on every device.
+its values; where our kernels have not run on its generation, it takes those of `UNTRIED`. Counts of
+programs decide how sums are split, and so the rounding of results: they stay the H200's on every
+device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+
+from minisgl.kernels.hardware import kernels_have_run
 
 NO_LIMIT = 1 << 62
 
@@ -245,6 +248,9 @@ class DeviceTuning:
 
 H200 = DeviceTuning()
 
+# cuBLAS and torch multiply, at every number of rows, wherever they can.
+UNTRIED = replace(H200, linear_weights=(), fp8_rows=0, fp8_group_rows=0)
+
 
 @cache
 def tuning_of(device: torch.device) -> DeviceTuning:
@@ -256,7 +262,7 @@ def tuning_of(device: torch.device) -> DeviceTuning:
 
     index = torch.cuda.current_device() if device.index is None else device.index
     return replace(
-        H200,
+        H200 if kernels_have_run(torch.cuda.get_device_capability(index)) else UNTRIED,
         num_sms=torch.cuda.get_device_properties(index).multi_processor_count,
         # What Triton itself compares with.
         shared_bytes=int(driver.active.utils.get_device_properties(index)["max_shared_mem"]),

@@ -10,4 +10,5 @@ source "$root/scripts/tools/extra_venv.sh"
 ensure_venv_with try_nixl "$(grep -o '"nixl>=[^"]*' "$root/pyproject.toml" | tr -d '"')"
 
 cd "$root"
+[ $# -gt 0 ] || set -- --record .ran/nixl
 OMP_NUM_THREADS=1 exec "$extra_python" -m pytest -m nixl tests/runner tests/router "$@"

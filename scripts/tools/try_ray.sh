@@ -10,4 +10,5 @@ source "$root/scripts/tools/extra_venv.sh"
 ensure_venv_with try_ray 'ray[serve]>=2.60'
 
 cd "$root"
+[ $# -gt 0 ] || set -- --record .ran/ray
 OMP_NUM_THREADS=1 exec "$extra_python" -m pytest -m ray tests/ray_cluster "$@"

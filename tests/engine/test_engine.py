@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
 from support.fake_runner import expected_output
+from support.gated_runner import until
 
 from minisgl.errors import (
     ContextLengthError,
@@ -55,7 +56,7 @@ async def test_a_step_is_always_launched_before_the_last_one_is_collected(
     async with engine_on(runner) as engine:
         runner.may_collect.clear()
         stream = engine.submit([1, 2, 3], params(ignore_eos=True))
-        await asyncio.sleep(0.05)
+        await until(runner.is_collecting.is_set)
         assert len(runner.launched) == 2
         runner.may_collect.set()
         await deltas_of(stream)
@@ -63,7 +64,7 @@ async def test_a_step_is_always_launched_before_the_last_one_is_collected(
         alone: ScriptedRunner = engine._runner
         alone.may_collect.clear()
         stream = engine.submit([1, 2, 3], params(ignore_eos=True))
-        await asyncio.sleep(0.05)
+        await until(alone.is_collecting.is_set)
         assert len(alone.launched) == 1
         alone.may_collect.set()
         await deltas_of(stream)
@@ -90,8 +91,8 @@ async def test_closing_the_iterator_aborts_the_request(runner: ScriptedRunner) -
         assert engine.stats().num_running == 0
         assert engine.stats().num_used_pages == 0
         count = len(runner.launched)
-        await asyncio.sleep(0.05)
-        assert len(runner.launched) == count
+        await deltas_of(engine.submit([4], params(3, ignore_eos=True)))
+        assert len(runner.launched) == count + 3  # those of the other request alone
 
 
 async def test_aborts_at_any_moment_do_not_affect_other_requests(runner: ScriptedRunner) -> None:

@@ -7,18 +7,18 @@ import contextlib
 import json
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from support.endless_template_server import ASKED
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import SUPPORT
 from support.gated_runner import Gated, gated_server, until
-from support.http_server import HELLO, error_of, free_port, http_client, session, wait_for_health
+from support.http_server import HELLO, error_of, http_client, session, wait_for_health
 from support.toy_tokenizers import byte_level_backend, wrap
 
 from minisgl.engine import AsyncEngine
@@ -315,12 +315,11 @@ async def test_draining_waits_for_texts_that_are_being_tokenized() -> None:
         assert (await client.post("/v1/completions", json=body)).status_code == 503
 
 
-def test_an_endless_template_blocks_neither_signals_nor_requests() -> None:
-    port = free_port()
+def test_an_endless_template_blocks_neither_signals_nor_requests(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     options = json.dumps({"port": port, "drain_timeout": 0.5})
     with session(str(ENDLESS_SERVER), options) as process:
-        wait_for_health(url, 200, 60)
+        wait_for_health(process, url, 200, 60)
         answers: list[httpx.Response] = []
 
         def ask() -> None:
@@ -329,11 +328,14 @@ def test_an_endless_template_blocks_neither_signals_nor_requests() -> None:
         asking = [threading.Thread(target=ask) for _ in range(2)]
         for thread in asking:
             thread.start()
-        time.sleep(1)  # so that one of them runs; nothing depends on how far it is
+        assert process.stderr is not None
+        log = ""
+        while log.count(ASKED) < len(asking):  # one of them runs; nothing depends on how far it is
+            log += process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         for thread in asking:
             thread.join()
-        _, log = process.communicate(timeout=30)
+        log += process.communicate(timeout=30)[1]
     assert process.returncode == 0
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {error_of(answer)["type"] for answer in answers} == {"service_unavailable"}

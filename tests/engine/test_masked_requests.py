@@ -11,6 +11,7 @@ import pytest
 from support.engine_loop import EOS, VOCAB, ScriptedRunner, deltas_of, engine_on, params
 from support.fake_matcher import FakeMatcher, Rule, ending_at, tokens_after, without
 from support.fake_runner import expected_output
+from support.gated_runner import until
 
 from minisgl.engine.masks import MaskFiller
 from minisgl.engine.stream import OutputStream
@@ -57,7 +58,7 @@ async def test_the_forward_pass_of_a_blind_step_is_launched_while_the_last_one_r
     async with engine_on(runner) as engine:
         runner.may_collect.clear()
         stream = engine.submit([1, 2, 3], params(ignore_eos=True), matcher=FakeMatcher(RULE))
-        await asyncio.sleep(0.05)
+        await until(runner.is_collecting.is_set)
         assert [plan.deferred for plan in runner.launched] == [False, True]
         runner.may_collect.set()
         assert await tokens_of(stream) == expect([1, 2, 3], 20, RULE)
@@ -202,7 +203,7 @@ async def test_an_engine_closes_while_sampling_is_deferred() -> None:
     async with engine_on(runner) as engine:
         runner.may_collect.clear()
         stream = engine.submit([1, 2], params(20), matcher=FakeMatcher(RULE))
-        await asyncio.sleep(0.02)
+        await until(runner.is_collecting.is_set)
         assert runner.launched[-1].deferred
         asyncio.get_running_loop().call_later(0.05, runner.may_collect.set)
     assert stream.request.finished

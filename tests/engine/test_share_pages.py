@@ -68,9 +68,10 @@ async def test_pages_go_from_device_to_device_where_both_engines_can(
         if lacks is not None:
             ranks = prefill._runner if lacks == "sender" else decode._runner
             monkeypatch.setattr(ranks._host_cache._exchange, "_device", None)
-            monkeypatch.setattr(page_exchange, "SILENCE_S", 0.2)
-            assert await prefill.offer_pages(PROMPT)
-            assert not await decode.fetch_pages(address, PROMPT), "the first one is lost"
+            with monkeypatch.context() as impatient:  # and what follows is not given up
+                impatient.setattr(page_exchange, "SILENCE_S", 0.2)
+                assert await prefill.offer_pages(PROMPT)
+                assert not await decode.fetch_pages(address, PROMPT), "the first one is lost"
         await check_handover(prefill, decode, address, is_direct=lacks is None)
 
 

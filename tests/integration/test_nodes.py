@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import httpx
 import pytest
 import torch.distributed as dist
 from support.fake_matcher import FakeMatcher, ending_at, tokens_after
-from support.http_server import HELLO, free_port, wait_for_health
+from support.http_server import HELLO, wait_for_health
 from support.nodes import TOKEN, Network, Node, network, node, program, until
+from support.ports import free_port
 from support.serving import demo_engine
 
 from minisgl import LLM
@@ -35,7 +36,6 @@ SCHEMA = {
     "required": ["city", "size"],
     "additionalProperties": False,
 }
-CUT_LIMIT_S = 15.0
 ACTOR = """
 import logging, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -85,11 +85,10 @@ async def tokens(engine: AsyncEngine) -> list[list[int]]:
 
 @pytest.mark.parametrize("option", ["tp", "pp"])
 async def test_two_nodes_give_the_tokens_of_one_rank_under_masks_too_and_end_in_order(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     """Node 0 is in this process, and node 1 a thread of a program, as in an actor of Ray."""
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
-    port = free_port()
     script = tmp_path / "actor.py"
     script.write_text(ACTOR.format(option=option, port=port))
     options: dict[str, Any] = {option: 2, "nnodes": 2, "master_port": port}
@@ -117,10 +116,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RemoteRanks]]:
 
 
 async def test_a_killed_rank_of_another_node_ends_every_answer_and_both_nodes_name_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: list[RemoteRanks]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: list[RemoteRanks], port: int
 ) -> None:
     monkeypatch.setenv("MINISGL_CLUSTER_TOKEN", TOKEN)
-    port = free_port()
     torchrun = TORCHRUN | {"MASTER_PORT": str(port - 1)}
     with node(tmp_path, "--tp", "2", env=torchrun) as other:
         async with await demo_engine(tp=2, nnodes=2, master_port=port) as engine:
@@ -151,10 +149,10 @@ def test_another_node_is_no_place_for_requests(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Node, Node, Network, str]]:
+def pair(tmp_path: Path, port: int) -> Iterator[tuple[Node, Node, Network, str]]:
     """Node 0 at 127.0.0.1, node 1 that reaches it over a network at 127.0.0.2, and the URL."""
-    port, http = free_port(), free_port()
     with (
+        free_port() as http,
         network("127.0.0.2", ("127.0.0.1", port)) as between,
         node(tmp_path, *both(port), "--port", str(http)) as main,
         node(
@@ -164,7 +162,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node, Network, str]]:
         ) as other,
     ):
         url = f"http://127.0.0.1:{http}"
-        wait_for_health(url, 200, 120)
+        wait_for_health(main.process, url, 200, 120)
         yield main, other, between, url
 
 
@@ -203,15 +201,14 @@ def test_two_servers_answer_as_one_and_a_cut_network_ends_both_with_a_reason(
         # What the ranks send each other does not pass here; a stopped one is as silent.
         os.kill(other.rank(), signal.SIGSTOP)
         between.cut()
-        cut = time.monotonic()
         for one in streams:
-            one.join(CUT_LIMIT_S)
-        assert time.monotonic() - cut < CUT_LIMIT_S
-    lost = "has given no sign of life for"
+            one.join()
+    # As soon as the silence is longer than any that was promised, and two heartbeats at most later.
+    lost = r"has given no sign of life for (8|9|10) s"
     assert len(errors) == 2
-    assert all("Node 1 (127.0.0.1) " + lost in error["message"] for error in errors)
-    assert main.process.wait(15) == 1 and other.process.wait(15) == 1
-    assert "Node 1 (127.0.0.1) " + lost in main.log
-    assert "This node ends: Node 0 " + lost in other.log
+    assert all(re.search(r"Node 1 \(127.0.0.1\) " + lost, error["message"]) for error in errors)
+    assert main.process.wait() == 1 and other.process.wait() == 1
+    assert re.search(r"Node 1 \(127.0.0.1\) " + lost, main.log)
+    assert re.search("This node ends: Node 0 " + lost, other.log)
     until(lambda: not main.pids() and not other.pids())
     assert pids

@@ -1,4 +1,4 @@
-"""The server on a local Ray cluster with the demo model. Skipped without Ray, which CI has not.
+"""The server on a local Ray cluster with the demo model. Skipped without Ray (try_ray.sh).
 
 The folder is not called ray, because pytest would then offer it to `import ray`.
 """
@@ -23,7 +23,10 @@ from typing import Any
 
 import httpx
 import pytest
-from support.http_server import error_of, free_port
+from support.http_server import error_of
+from support.nodes import until
+from support.ports import free_port
+from support.processes import check_running
 
 from minisgl.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -85,9 +88,15 @@ def processes(cluster: subprocess.Popen[str], title: str = "") -> list[int]:
     return sorted(found)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+def wait_until(
+    process: subprocess.Popen[str],
+    condition: Callable[[], bool],
+    seconds: float = START_SECONDS,
+) -> None:
+    """Wait for something that a cluster does."""
     deadline = time.monotonic() + seconds
     while not condition():
+        check_running(process)
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
@@ -115,11 +124,11 @@ def ask(url: str, content: str, **fields: Any) -> httpx.Response:
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Two engines of `minisgl serve --ray`."""
-    port = free_port()
-    options = ("--replicas", "2", "--device", "cpu", "--port", str(port))
-    with cluster(sys.executable, "-m", "minisgl", "serve", "--ray", *options) as process:
+    options = ("--replicas", "2", "--device", "cpu")
+    command = (sys.executable, "-m", "minisgl", "serve", "--ray", *options)
+    with free_port() as port, cluster(*command, "--port", str(port)) as process:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: num_ready(url) == 2)
+        wait_until(process, lambda: num_ready(url) == 2)
         yield url, process
 
 
@@ -173,14 +182,14 @@ def test_a_conversation_stays_on_the_engine_that_has_its_prefix(
 def test_a_request_whose_client_leaves_ends_on_its_engine(
     served: tuple[str, subprocess.Popen[str]],
 ) -> None:
-    url, _ = served
+    url, process = served
     endless = {"max_tokens": 1900, "ignore_eos": True}
     body = {"messages": [{"role": "user", "content": "Go on."}], "stream": True, **endless}
     with httpx.stream("POST", url + CHAT, json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
-        wait_until(lambda: running(url) == 1, 30)
-    wait_until(lambda: running(url) == 0, 30)
+        wait_until(process, lambda: running(url) == 1, 30)
+    wait_until(process, lambda: running(url) == 0, 30)
 
 
 def test_a_killed_engine_costs_no_request_its_end_and_comes_back(
@@ -202,14 +211,14 @@ def test_a_killed_engine_costs_no_request_its_end_and_comes_back(
     threads = [threading.Thread(target=stream, args=(index,)) for index in range(16)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: running(url) == 16)
+    wait_until(process, lambda: running(url) == 16)
     os.kill(before[0], signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert len(ends) == 16 and "replica_lost" in ends and "complete" in ends
     assert ask(url, "Hello").status_code == 200
-    wait_until(lambda: len(processes(process, "ray::ServeReplica:minisgl:engine")) == 2)
-    wait_until(lambda: num_ready(url) == 2)
+    wait_until(process, lambda: len(processes(process, "ray::ServeReplica:minisgl:engine")) == 2)
+    wait_until(process, lambda: num_ready(url) == 2)
 
 
 def test_the_end_lets_a_stream_finish_and_leaves_no_process(
@@ -225,16 +234,17 @@ def test_the_end_lets_a_stream_finish_and_leaves_no_process(
         last = [line for line in lines if line]
     assert last[-1] == "data: [DONE]" and '"finish_reason":"length"' in last[-2]
     assert process.wait(120) == 0
-    wait_until(lambda: not processes(process), 30)
+    until(lambda: not processes(process))
 
 
-def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_be() -> None:
-    port = free_port()
+def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_be(
+    port: int,
+) -> None:
     options = ("--replicas", "2", "--roles", "prefill,decode", "--device", "cpu")
     command = (sys.executable, "-m", "minisgl", "serve", "--ray", *options, "--port", str(port))
     with cluster(*command) as process:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: num_ready(url) == 1)
+        wait_until(process, lambda: num_ready(url) == 1)
 
         def handed_over(index: int) -> int:
             answer = ask(url, f"{index} " + "the " * 600, temperature=0, max_tokens=4)
@@ -243,7 +253,7 @@ def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_b
             return int(count)
 
         prompts = itertools.count(100)
-        wait_until(lambda: handed_over(next(prompts)) > 200, 60)
+        wait_until(process, lambda: handed_over(next(prompts)) > 200, 60)
         page = httpx.get(f"{url}/metrics", timeout=30).text
         kinds = [
             line.rpartition(" ")[2] != "0.0"
@@ -257,7 +267,7 @@ def test_one_engine_computes_prompts_for_another_which_does_without_it_if_need_b
         os.kill(before[0], signal.SIGKILL)
         for _ in range(4):
             handed_over(next(prompts))
-        wait_until(lambda: handed_over(next(prompts)) > 200)
+        wait_until(process, lambda: handed_over(next(prompts)) > 200)
 
 
 def test_engines_on_several_nodes_need_a_secret_to_exchange_pages(
@@ -275,8 +285,7 @@ def test_engines_on_several_nodes_need_a_secret_to_exchange_pages(
     assert deployments._pages_address(EngineConfig()) == "10.0.0.7:0"
 
 
-def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path) -> None:
-    port = free_port()
+def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path, port: int) -> None:
     soon = {"upscale_delay_s": 1, "metrics_interval_s": 1, "look_back_period_s": 2}
     limits = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
     application = {
@@ -288,9 +297,9 @@ def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path)
     address = {"host": "127.0.0.1", "port": port}
     file = tmp_path / "serve.yaml"  # JSON is YAML
     file.write_text(json.dumps({"http_options": address, "applications": [application]}))
-    with cluster(str(SERVE), "run", str(file)):
+    with cluster(str(SERVE), "run", str(file)) as process:
         url = f"http://127.0.0.1:{port}"
-        wait_until(lambda: num_ready(url) == 1)
+        wait_until(process, lambda: num_ready(url) == 1)
         assert ask(url, "Hello").status_code == 401
         stopping = threading.Event()
 
@@ -307,18 +316,17 @@ def test_load_starts_a_second_engine_of_an_application_in_a_file(tmp_path: Path)
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: num_ready(url) == 2)
+            wait_until(process, lambda: num_ready(url) == 2)
         finally:
             stopping.set()
             for thread in threads:
                 thread.join()
 
 
-def test_a_rolling_update_costs_no_request(tmp_path: Path) -> None:
-    port = free_port()
+def test_a_rolling_update_costs_no_request(tmp_path: Path, port: int) -> None:
     url, go = f"http://127.0.0.1:{port}", tmp_path / "go"
-    with cluster(sys.executable, "-c", DEPLOY_TWICE, str(port), str(go)):
-        wait_until(lambda: num_ready(url) == 2)
+    with cluster(sys.executable, "-c", DEPLOY_TWICE, str(port), str(go)) as process:
+        wait_until(process, lambda: num_ready(url) == 2)
         answers: list[tuple[int, str]] = []
         stopping = threading.Event()
 
@@ -331,9 +339,9 @@ def test_a_rolling_update_costs_no_request(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         try:
-            wait_until(lambda: len(answers) >= 8)
+            wait_until(process, lambda: len(answers) >= 8)
             go.touch()
-            wait_until(lambda: [*answers[-8:]] == [(200, "new")] * 8)
+            wait_until(process, lambda: [*answers[-8:]] == [(200, "new")] * 8)
         finally:
             stopping.set()
             for thread in threads:

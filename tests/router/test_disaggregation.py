@@ -109,7 +109,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
 ) -> None:
     options = ("--replicas", "2", "--roles", "prefill,decode", "--num-pages", "300", "--tp", "2")
     with demo(tmp_path, *options) as (process, url):
-        await asyncio.to_thread(wait_for_ready, url, 2)
+        await asyncio.to_thread(wait_for_ready, process, url, 2)
         decode = httpx.AsyncHTTPTransport(uds=replica_sockets(tmp_path)[1])
         async with (
             httpx.AsyncClient(base_url=url, timeout=60) as client,
@@ -148,19 +148,17 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
             assert tokens_of(answer) == wholes[3] and cached_tokens(answer) == 0
             assert (await counted(client))[FALLBACKS, "1"] == 1
 
-            # First a rank dies whose process is not the replica's, and holds up the prompts before
-            # that, and then the replica's.
+            # First a rank dies whose process is not the replica's, and then the replica's. Until
+            # then a stopped rank holds up the prompts.
             for rank, some in ((1, slice(4, 6)), (0, slice(2, 4))):
                 before = await counted(client)
                 ranks = ranks_of(tmp_path, replica=0)
-                if rank == 1:
-                    os.kill(ranks[rank], signal.SIGSTOP)
+                os.kill(ranks[1], signal.SIGSTOP)
                 asked = [
                     asyncio.ensure_future(ask(client, each, cache_salt=f"rank {rank}"))
                     for each in prompts[some]
                 ]
-                at_work = len(asked) if rank == 1 else 1
-                while (await counted(client))[RUNNING] < at_work:  # noqa: ASYNC110 - asks a server
+                while (await counted(client))[RUNNING] < len(asked):  # noqa: ASYNC110 - asks a server
                     await asyncio.sleep(0)
                 os.kill(ranks[rank], signal.SIGKILL)
                 answers = await asyncio.gather(*asked)
@@ -170,7 +168,7 @@ async def test_disaggregated_and_whole_give_the_same_tokens_and_a_killed_engine_
                     lost = (await counted(client))[PREFILLS, "failed"] - before[PREFILLS, "failed"]
                     assert lost >= len(asked)
                 await asyncio.to_thread(wait_for_successor, tmp_path, 0, ranks)
-                await asyncio.to_thread(wait_for_ready, url, 2)
+                await asyncio.to_thread(wait_for_ready, process, url, 2)
                 again = await ask(client, prompts[3], cache_salt=f"again after rank {rank}")
                 assert tokens_of(again) == wholes[3] and cached_tokens(again) >= NUM_TOKENS - 16
 

@@ -14,8 +14,14 @@ from typing import Any
 
 import httpx
 from support.folders import SUPPORT
-from support.http_server import HELLO, free_port
-from support.processes import children_of, wait_for_ready, wait_until_nothing_is_left
+from support.http_server import HELLO
+from support.ports import free_port
+from support.processes import (
+    check_running,
+    children_of,
+    wait_for_ready,
+    wait_until_nothing_is_left,
+)
 from support.serving_processes import python_in
 
 SCRIPT = str(SUPPORT / "fake_replicas.py")
@@ -27,11 +33,11 @@ def serving(
     folder: Path, behaviour: dict[str, Any], *, replicas: int = 2, routers: int = 1, **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The parent process and its URL; its private folder is below `folder`."""
-    port = free_port()
-    server = json.dumps({"port": port, **options})
     router = json.dumps({"replicas": replicas, "router_processes": routers})
-    with python_in(folder, SCRIPT, json.dumps(behaviour), server, router) as process:
-        yield process, f"http://127.0.0.1:{port}"
+    with free_port() as port:
+        server = json.dumps({"port": port, **options})
+        with python_in(folder, SCRIPT, json.dumps(behaviour), server, router) as process:
+            yield process, f"http://127.0.0.1:{port}"
 
 
 def test_several_routing_processes_share_an_address_and_what_is_killed_comes_back(
@@ -39,7 +45,7 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
 ) -> None:
     options = {"routers": 2, "api_key": ["k"], "served_model_name": ["first", "second"]}
     with serving(tmp_path, {"interval": 0.01}, **options) as (process, url):
-        wait_for_ready(url, 2)
+        wait_for_ready(process, url, 2)
         folder = next(tmp_path.iterdir())
         assert folder.stat().st_mode & 0o777 == 0o700
         names = {path.name for path in folder.iterdir()}
@@ -75,9 +81,11 @@ def test_several_routing_processes_share_an_address_and_what_is_killed_comes_bac
             for _ in range(4):  # connections to the killed router wait for its next start
                 answer = httpx.post(f"{url}{CHAT}", json=asked, headers=headers, timeout=30)
                 assert answer.status_code == 200
-            wait_for_ready(url, 2)
-            page = client.get("/metrics").text
-            assert 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0' in page
+            starts_again = 'minisgl_router_replica_starts_total{router="0",replica="1"} 2.0'
+            while starts_again not in client.get("/metrics").text:
+                check_running(process)
+            wait_for_ready(process, url, 2)
+            assert starts_again in client.get("/metrics").text
             # Ctrl-C: the answer is finished, and new requests are refused.
             with client.stream("POST", CHAT, json={**asked, "stream": True}) as stream:
                 lines = stream.iter_lines()
@@ -107,7 +115,7 @@ def test_a_replica_that_does_not_start_ends_all_with_its_exit_code(tmp_path: Pat
 
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path, {}, routers=2) as (process, url):
-        wait_for_ready(url, 2)
+        wait_for_ready(process, url, 2)
         assert len(children_of(tmp_path)) == 5
         process.kill()
         process.wait()
@@ -120,7 +128,7 @@ def test_a_second_signal_while_requests_run_leaves_nothing(tmp_path: Path) -> No
         serving(tmp_path, {"interval": 0.1, "max_seq_len": 4000}) as (process, url),
         httpx.Client(base_url=url, timeout=30) as client,
     ):
-        wait_for_ready(url, 2)
+        wait_for_ready(process, url, 2)
         with client.stream("POST", CHAT, json=asked) as stream:
             lines = stream.iter_lines()
             next(lines)

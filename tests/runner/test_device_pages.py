@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,7 @@ from support.slow_lanes import SlowLane
 from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
-from minisgl.runner import device_pages, page_wire, shared_buffers
+from minisgl.runner import device_pages, shared_buffers
 from minisgl.runner.copy_lanes import copy_lane
 from minisgl.runner.device_pages import MAX_MAPPED, NUM_SLOTS, DevicePages, Window
 from minisgl.runner.host_cache import HostCache
@@ -122,18 +124,25 @@ def test_what_the_sender_has_not_confirmed_does_not_count(
     ranks: tuple[DeviceRank, DeviceRank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gives up while the receiver copies slowly, and another transfer gets the slot."""
-    monkeypatch.setattr(page_wire, "SILENCE_S", 1.0)
     sender, receiver = ranks
     take, sizes, ends = receiver.device.take, list[int](), list[tuple[int, int]]()
+    server, peers = sender.exchange._server, list[socket.socket]()
+    answer = server._answer
+
+    def note_peer(peer: socket.socket) -> None:
+        peers.append(peer)
+        answer(peer)
 
     def take_late(address: str, window: Window, pages: Sequence[int]) -> None:
         sizes.append(len(pages))
         if len(sizes) == 2:
+            peers[0].shutdown(socket.SHUT_RD)  # it waits for the receiver no longer
             ends.append(sender.end())
             for slot in range(NUM_SLOTS):
                 sender.device.put(slot, [0] * PART_PAGES)
         take(address, window, pages)
 
+    monkeypatch.setattr(server, "_answer", note_peer)
     monkeypatch.setattr(receiver.device, "take", take_late)
     pages, targets = some_pages(10, 1), some_pages(10, 2)
     sender.send(1, pages, NAME)
@@ -420,9 +429,18 @@ def test_engines_that_share_pages_by_tcp_allocate_nothing_for_the_straight_way(
 
 
 def test_an_address_that_cannot_be_had_leaves_no_memory_behind(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     cache = HostCache(cache_of(CPU), 12, Lanes(CPU))
     with pytest.raises(OSError):
         cache.listen(str(tmp_path / "nowhere" / "a"), b"", 0)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files() <= before  # threads of tests before this one may close theirs
     cache.close()
+
+
+def open_files() -> set[tuple[str, int]]:
+    """The files and sockets of this process, each by its name and its number in the system."""
+    found: set[tuple[str, int]] = set()
+    for number in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the folder itself
+            found.add((str(number.readlink()), number.stat().st_ino))
+    return found

@@ -24,7 +24,6 @@ from support.fake_engine import LETTERS, FakeEngine
 from support.http_server import (
     FAKE_SERVER,
     HELLO,
-    free_port,
     running,
     serving_process,
     until,
@@ -257,7 +256,7 @@ def test_an_endless_header_is_not_buffered_and_gets_an_answer() -> None:
         return [await one() for _ in range(8)]
 
     with serving_process({}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         before = resident(process.pid)
         assert asyncio.run(flood(httpx.URL(url).port or 0)) == [431] * 8
         assert resident(process.pid) - before < 32 << 20
@@ -690,7 +689,7 @@ def num_unread(here: Site) -> int:
 def test_a_client_that_leaves_answers_unread_logs_no_error() -> None:
     """In a process of its own, which has another event loop."""
     with serving_process({}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         port = httpx.URL(url).port or 0
         pause_s = 0.01
         while 'status="499"' not in httpx.get(f"{url}/metrics").text:
@@ -734,8 +733,8 @@ async def test_a_disconnect_is_distinguished_from_a_half_close() -> None:
 
 def test_a_server_process_answers_half_closed_clients() -> None:
     """In a process of its own, which has another event loop."""
-    with serving_process({}) as (_, url):
-        wait_for_health(url, 200)
+    with serving_process({}) as (process, url):
+        wait_for_health(process, url, 200)
         with socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), 20) as client:
             length = b"content-length: %d\r\n\r\n" % len(QUESTION)
             client.sendall(POST + length + QUESTION)
@@ -896,9 +895,10 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_silent_connections_beyond_the_file_limit_do_not_lock_others_out(scheme: str) -> None:
+def test_silent_connections_beyond_the_file_limit_do_not_lock_others_out(
+    scheme: str, port: int
+) -> None:
     raise_file_limit()
-    port = free_port()
     certificate = {"ssl_certfile": CERTIFICATE, "ssl_keyfile": KEY} if scheme == "https" else {}
     options = json.dumps({"port": port, **certificate})
     with (

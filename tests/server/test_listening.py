@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_engine import FakeEngine
-from support.http_server import FAKE_SERVER, HELLO, error_of, running
+from support.http_server import FAKE_SERVER, HELLO, error_of, running, session, wait_for_health
 from support.tls import CERTIFICATE, KEY, LOCKED_KEY, OTHER_KEY
 
 from minisgl.config import EngineConfig
@@ -357,3 +357,27 @@ def test_invalid_listening_options_are_refused(options: dict[str, Any], message:
 
 def test_valid_listening_options_are_accepted() -> None:
     ServerConfig(root_path="/a/b-c", allowed_host=("a", "*.a.b", "*", "[::1]", "::1"))
+
+
+# -- the helpers of these tests -------------------------------------------------------------------
+
+
+def test_a_reserved_port_is_for_a_server_alone(port: int) -> None:
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for shares_port in (False, True):
+        with bind(ServerConfig(port=port), shares_port=shares_port) as listener:
+            socket.create_connection(("127.0.0.1", port)).close()
+            assert listener.getsockname()[1] == port
+
+
+def test_a_wait_for_a_server_that_has_ended_fails_at_once_with_what_it_has_said() -> None:
+    # Its child has its output open.
+    ended = "import subprocess, sys; subprocess.Popen(['sleep', '99']); sys.exit('no weights')"
+    with (
+        session("-c", ended) as process,
+        pytest.raises(pytest.fail.Exception, match=r"ended with exit code 1:\nno weights"),
+    ):
+        wait_for_health(process, "http://127.0.0.1:1", 200, seconds=3600)

@@ -19,7 +19,8 @@ import httpx
 import pytest
 from support.engine_loop import ScriptedRunner, engine_on
 from support.fake_engine import FakeEngine
-from support.http_server import free_port, http_client, serve, until, wait_for_health
+from support.http_server import http_client, serve, until, wait_for_health
+from support.ports import free_port
 
 from minisgl.errors import (
     CallerError,
@@ -114,21 +115,21 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
 @contextmanager
 def logging_server(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A serving process that logs all it can, and its URL."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, *command, "--port", str(port)],
-        env={**os.environ, "LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for_health(url, 200)
-        yield process, url
-    finally:
-        process.kill()
-        process.communicate()
+    with free_port() as port:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)],
+            env={**os.environ, "LOG_LEVEL": "DEBUG", "PYTHONASYNCIODEBUG": "0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for_health(process, url, 200)
+            yield process, url
+        finally:
+            process.kill()
+            process.communicate()
 
 
 # One key for all, since the real client would not put it into a body.

@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 from support.browser import EXECUTABLE, PageEngine, browser, grave_faults, opened
 from support.fake_engine import FakeEngine
-from support.http_server import free_port, serving_process, wait_for_health
+from support.http_server import serving_process, wait_for_health
 from support.serving import Served, served
 
 from minisgl.router.metrics import join_pages
@@ -512,13 +512,12 @@ def test_the_key_is_asked_for_again_until_it_is_right_and_kept_for_the_tab(
 
 
 def test_a_server_that_restarts_in_the_middle_loses_nothing_that_had_come(
-    chromium: Browser,
+    chromium: Browser, port: int
 ) -> None:
-    port = free_port()
     slow = {"interval": 0.05, "answer_length": 400}
     with serving_process(slow, port=port) as (first, _):
         url = f"http://127.0.0.1:{port}"
-        wait_for_health(url, 200)
+        wait_for_health(first, url, 200)
         with opened(chromium, url) as page:
             ask(page, "The alphabet, please")
             expect(page.locator(".body .text")).to_contain_text("abc")

@@ -175,7 +175,7 @@ def test_where_no_browser_can_be_opened_the_log_says_where_the_page_is(
     with serving_process({}, open=True) as (process, url):
         start = "No browser could be opened; the page is at http"
         assert said_by(process, until=start)[start] == f"{url}/".partition(":")[2]
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
 
 
 @pytest.mark.parametrize(

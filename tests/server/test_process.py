@@ -23,7 +23,6 @@ from support.http_server import (
     FAKE_SERVER,
     HELLO,
     error_of,
-    free_port,
     running,
     serve,
     serving_process,
@@ -47,8 +46,8 @@ SOON_S = 20.0  # less than the drain timeout
 
 def test_the_process_parses_http_with_httptools() -> None:
     """httptools, unlike h11, refuses unknown methods."""
-    with serving_process({}) as (_, url):
-        wait_for_health(url, 200)
+    with serving_process({}) as (process, url):
+        wait_for_health(process, url, 200)
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port))) as client:
             client.sendall(b"BREW /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -59,7 +58,7 @@ def test_the_process_parses_http_with_httptools() -> None:
 
 def test_a_process_logs_running_requests_every_few_seconds() -> None:
     with serving_process({"interval": 0.02}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         asked = {"messages": HELLO, "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=asked) as stream:
             lines = stream.iter_lines()  # once that is gone, the client has left
@@ -71,19 +70,20 @@ def test_a_process_logs_running_requests_every_few_seconds() -> None:
     assert line.startswith(told)
 
 
-def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(tiny_model: Path) -> None:
-    port = free_port()
+def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
+    tiny_model: Path, port: int
+) -> None:
     url = f"http://127.0.0.1:{port}"
     command = serve(tiny_model, port, "--api-key", "secret", "--cors-origin", ORIGIN)
     with (
         running(*command) as process,
         httpx.Client(base_url=url, timeout=30) as client,
     ):
-        wait_for_health(url, 503)
+        wait_for_health(process, url, 503)
         loading = client.get("/metrics")
         assert loading.status_code == 200
         assert "minisgl_info{" in loading.text
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         assert client.get("/version").json()["version"]
         assert error_of(client.post(CHAT, json={"messages": HELLO}))["code"] == "invalid_api_key"
         key = {"authorization": "Bearer secret", "origin": ORIGIN}
@@ -129,11 +129,10 @@ def wait_for_nobody(session: int, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-async def test_a_dead_engine_fails_requests_health_and_process() -> None:
-    port = free_port()
+async def test_a_dead_engine_fails_requests_health_and_process(port: int) -> None:
     url = f"http://127.0.0.1:{port}"
     with session(str(SCRIPTED_SERVER), "4", json.dumps({"port": port})) as process:
-        await asyncio.to_thread(wait_for_health, url, 200, 60)
+        await asyncio.to_thread(wait_for_health, process, url, 200, 60)
         async with httpx.AsyncClient(base_url=url, timeout=60) as client:
 
             async def ask(stream: bool) -> httpx.Response:
@@ -159,11 +158,12 @@ async def test_a_dead_engine_fails_requests_health_and_process() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_child_process_outlives_the_server(tiny_model: Path, number: signal.Signals) -> None:
-    port = free_port()
+def test_no_child_process_outlives_the_server(
+    tiny_model: Path, number: signal.Signals, port: int
+) -> None:
     url = f"http://127.0.0.1:{port}"
     with session(*serve(tiny_model, port, "--drain-timeout", "0")) as process:
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         asked = {**ENDLESS, "stream": True}
         with httpx.stream("POST", f"{url}{CHAT}", json=asked, timeout=30) as stream:
             lines = stream.iter_lines()  # once that is gone, the client has left
@@ -196,8 +196,8 @@ def stream_lines(url: str) -> Iterator[str]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
     with serving_process({"load_seconds": 0.5}) as (process, url):
-        wait_for_health(url, 503)
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 503)
+        wait_for_health(process, url, 200)
         process.send_signal(number)
         _, log = process.communicate(timeout=SOON_S)
     assert process.returncode == 0
@@ -208,11 +208,11 @@ def test_an_idle_process_exits_at_once_with_0(number: signal.Signals) -> None:
 
 def test_a_process_drains_before_it_exits() -> None:
     with serving_process({"interval": 0.02, "answer_length": 100}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
         process.send_signal(signal.SIGTERM)
-        wait_for_health(url, 503)
+        wait_for_health(process, url, 503)
         refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "draining"
@@ -222,7 +222,7 @@ def test_a_process_drains_before_it_exits() -> None:
 
 def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
     with serving_process({"interval": 0.02}, drain_timeout=0.3) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
         process.send_signal(signal.SIGTERM)
@@ -234,11 +234,11 @@ def test_requests_beyond_the_drain_timeout_end_with_an_error_event() -> None:
 
 def test_a_second_signal_exits_at_once() -> None:
     with serving_process({"interval": 0.02}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         lines = stream_lines(url)
         next(lines)
         process.send_signal(signal.SIGINT)
-        wait_for_health(url, 503)
+        wait_for_health(process, url, 503)
         process.send_signal(signal.SIGINT)
         assert process.wait(SOON_S) == -signal.SIGINT
         with pytest.raises(httpx.TransportError):
@@ -247,14 +247,14 @@ def test_a_second_signal_exits_at_once() -> None:
 
 def test_a_signal_while_loading_exits_at_once() -> None:
     with serving_process({"load_seconds": 60}) as (process, url):
-        wait_for_health(url, 503)
+        wait_for_health(process, url, 503)
         process.send_signal(signal.SIGTERM)
         assert process.wait(SOON_S) == 0
 
 
 def test_a_dead_engine_ends_the_streams_and_the_process() -> None:
     with serving_process({"interval": 0.02, "dies_at": 10}) as (process, url):
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         *_, error, done = stream_lines(url)
         assert done == "data: [DONE]"
         assert "the device is gone" in error
@@ -284,16 +284,15 @@ def test_an_unavailable_address_is_an_error_that_names_the_option() -> None:
 
 
 def test_minisgl_serve_serves_a_model(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    port = free_port()
     url = f"http://127.0.0.1:{port}"
     options = ("--api-key", "secret", "--served-model-name", "tiny", "--served-model-name", "t")
     monkeypatch.setenv("MINISGL_API_KEY", "secret-2, secret-3")
     (tmp_path / "keys").write_text("# of the team\nsecret-4\n")
     options += ("--api-key", "secret-5", "--api-key-file", str(tmp_path / "keys"))
     with running(*serve(tiny_model, port, *options)) as process:
-        wait_for_health(url, 200)
+        wait_for_health(process, url, 200)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
             check_answers(client)
         for key, status in (*((f"secret-{n}", 200) for n in range(2, 6)), ("#", 401)):
@@ -355,19 +354,18 @@ def check_answers(client: openai.OpenAI) -> None:
         next(iter(stream))
 
 
-def test_a_process_without_standard_streams_shuts_down_cleanly() -> None:
+def test_a_process_without_standard_streams_shuts_down_cleanly(port: int) -> None:
     """Its sockets would get their numbers, and libuv aborts where it closes one of those."""
     behind = (
         "import fake_engine, sys; from minisgl_cli import main as cli; "
         "cli.app = lambda *_, **__: fake_engine.main(); sys.exit(cli.main())"
     )
-    port = free_port()
     arguments = [sys.executable, "-c", behind, "{}", json.dumps({"port": port})]
     process = subprocess.Popen(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *arguments], cwd=SUPPORT
     )
     try:
-        wait_for_health(f"http://127.0.0.1:{port}", 200, 60)
+        wait_for_health(process, f"http://127.0.0.1:{port}", 200, 60)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -375,13 +373,13 @@ def test_a_process_without_standard_streams_shuts_down_cleanly() -> None:
         process.wait()
 
 
-def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path) -> None:
+def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path, port: int) -> None:
     with bind(ServerConfig(port=0)) as listener:
-        port = listener.getsockname()[1]
-        with running(*serve(tmp_path, port)) as process:
+        taken_port = listener.getsockname()[1]
+        with running(*serve(tmp_path, taken_port)) as process:
             _, taken = process.communicate(timeout=30)
         assert process.returncode == 2
-    with running(*serve(tmp_path / "missing", free_port())) as process:
+    with running(*serve(tmp_path / "missing", port)) as process:
         _, missing = process.communicate(timeout=60)
     assert process.returncode == 2
     for text, word in ((taken, "--port"), (missing, "missing")):

@@ -1,4 +1,4 @@
-"""A serving process whose chat template does not end.
+"""A serving process whose chat template does not end. It prints ASKED for each conversation.
 
 `python tests/support/endless_template_server.py '{"port": 0}'`
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
+from typing import Any
 
 from minisgl.config import EngineConfig
 from minisgl.engine import AsyncEngine
@@ -17,6 +19,7 @@ from minisgl.server.process import ServerProcess
 sys.path.append(str(Path(__file__).parent.parent))
 from support.engine_loop import ScriptedRunner, loaded
 
+ASKED = "a conversation has come"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -24,6 +27,13 @@ async def start(config: EngineConfig) -> AsyncEngine:
     engine = AsyncEngine(loaded(ScriptedRunner(page_size=16), overlap=True, tokenizer=True))
     assert engine.tokenizer is not None
     engine.tokenizer._tokenizer.chat_template = ENDLESS
+    encode_chat = engine.encode_chat
+
+    def encode_noted(*arguments: Any, **options: Any) -> Awaitable[list[int]]:
+        print(ASKED, file=sys.stderr, flush=True)
+        return encode_chat(*arguments, **options)
+
+    engine.encode_chat = encode_noted  # type: ignore[assignment, method-assign]
     return engine
 
 

@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from support.fake_engine import FakeEngine
+from support.ports import free_port
+from support.processes import check_running
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.server.app import create_app
@@ -77,29 +79,27 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def free_port() -> int:
-    with bind(ServerConfig(port=0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def serving_process(
     behaviour: dict[str, Any], **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process with the fake engine, and its URL."""
-    port = free_port()
-    arguments = [json.dumps(behaviour), json.dumps({"port": port, **options})]
-    with running(str(FAKE_SERVER), *arguments) as process:
-        yield process, f"http://127.0.0.1:{port}"
+    with free_port() as port:
+        arguments = [json.dumps(behaviour), json.dumps({"port": port, **options})]
+        with running(str(FAKE_SERVER), *arguments) as process:
+            yield process, f"http://127.0.0.1:{port}"
 
 
-def wait_for_health(url: str, status: int, seconds: float = 60.0) -> None:
+def wait_for_health(
+    process: subprocess.Popen[str], url: str, status: int, seconds: float = 60.0
+) -> None:
+    """Wait until the server that `process` is to become answers /health with `status`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").status_code == status:
                 return
+        check_running(process)
         time.sleep(0.02)
     pytest.fail(f"/health did not come to {status}")
 

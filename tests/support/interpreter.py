@@ -1,9 +1,17 @@
-"""FP8 in Triton's interpreter as on a GPU. Its own arithmetic is coarse: its conversions round no
-subnormal number, and take NaN for 480, and its fused products are rounded before the sum."""
+"""Triton's interpreter, mended: it computes as a GPU does, and faster.
+
+Its own conversions to and from e4m3 round no subnormal number, and take NaN for 480. Its fused
+products are rounded before the sum. It warns of values that a GPU passes over, such as infinity
+less itself. It wraps every function of triton.language anew whenever a kernel calls a function, and
+looks for overflows of integers without reporting any.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,11 +20,46 @@ import torch
 _DTYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def mend_fp8(setattr: Callable[[object, str, object], None]) -> None:
-    """Convert e4m3 by torch, and fuse products in float64. `setattr` is that of a MonkeyPatch."""
+def mend(setattr: Callable[[object, str, object], None]) -> None:
+    """Replaces what the interpreter does wrong or slowly. `setattr` is that of a MonkeyPatch."""
     from triton.runtime import interpreter
 
-    plain = interpreter._convert_float
+    setattr(interpreter, "_convert_float", _converting(interpreter._convert_float))
+    setattr(interpreter.InterpreterBuilder, "create_fma", _create_fma)
+    setattr(interpreter, "_patch_lang", OncePerLaunch(interpreter._patch_lang))
+    builder = interpreter.interpreter_builder
+    setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    silent = np.errstate(all="ignore")(interpreter.GridExecutor.__call__)
+    setattr(interpreter.GridExecutor, "__call__", silent)
+
+
+def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z of float32 or float16 numbers, rounded once.
+
+    The product is exact in float64. The sum is rounded to odd there: of the two float64 numbers
+    next to it, the one whose last bit is 1. Rounding that to the dtype gives what rounding the
+    exact sum does, since float64 has at least two bits more (Boldo and Melquiond, "Emulation of a
+    FMA and correctly rounded sums", 2008).
+    """
+    product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
+    total = np.asarray(product + addend)
+    back = total - product
+    error = (product - (total - back)) + (addend - back)  # exact, or NaN where total is not finite
+    nearest_is_even = total.view(np.int64) & 1 == 0
+    other = np.nextafter(total, np.copysign(np.inf, error))
+    return np.where((np.abs(error) > 0) & nearest_is_even, other, total).astype(z.dtype)
+
+
+def _create_fma(builder: object, x: Any, y: Any, z: Any) -> object:
+    from triton.runtime import interpreter
+
+    if {str(each.dtype.scalar) for each in (x, y, z)} not in ({"fp32"}, {"fp16"}):
+        raise NotImplementedError("the interpreter fuses products of float32 and float16 only")
+    return interpreter.TensorHandle(fma(x.data, y.data, z.data), z.dtype.scalar)
+
+
+def _converting(plain: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """Converts e4m3 by torch, and other types as `plain` does."""
 
     def convert(data: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
         if "fp8e4nv" not in (str(source), str(target)):
@@ -25,9 +68,31 @@ def mend_fp8(setattr: Callable[[object, str, object], None]) -> None:
         found = torch.from_numpy(np.ascontiguousarray(data)).view(here).to(there)
         return found.view(torch.uint8 if there.itemsize == 1 else there).numpy()
 
-    def fma(self: object, x: Any, y: Any, z: Any) -> object:
-        a, b, c = (each.data.astype(np.float64) for each in (x, y, z))
-        return interpreter.TensorHandle((a * b + c).astype(z.data.dtype), z.dtype.scalar)
+    return convert
 
-    setattr(interpreter, "_convert_float", convert)
-    setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+
+class OncePerLaunch:
+    """Wraps a language module's functions when the first function that uses it is called, and
+    unwraps all of them after the launch, last first. Is its own scope."""
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self._patch = patch
+        self._scopes: dict[frozenset[str], Any] = {}  # of the language modules that a file uses
+
+    def __call__(self, function: Any) -> OncePerLaunch:
+        used = _language_modules(function)
+        if used not in self._scopes:
+            self._scopes[used] = self._patch(function)
+        return self
+
+    def restore(self) -> None:
+        while self._scopes:
+            self._scopes.popitem()[1].restore()
+
+
+@cache
+def _language_modules(function: Any) -> frozenset[str]:
+    import triton.language as tl
+
+    modules = (each for each in function.__globals__.values() if inspect.ismodule(each))
+    return frozenset(each.__name__ for each in modules if each is tl or each is tl.core)

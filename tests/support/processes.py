@@ -1,13 +1,33 @@
-"""The processes that a server starts: which there are, and that none is left."""
+"""The processes of a server: whether it runs, which there are, and that none is left."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import subprocess
 import time
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
+
+PIPE_BYTES = 1 << 16  # as much as a pipe holds
+
+
+def check_running(process: subprocess.Popen[str]) -> None:
+    """Fail, with what a process has printed and nobody has read, if it has ended."""
+    if process.poll() is not None:
+        printed = unread(process.stdout) + unread(process.stderr)
+        pytest.fail(f"the process has ended with exit code {process.returncode}:\n{printed}")
+
+
+def unread(pipe: IO[str] | None) -> str:
+    """What is in a pipe, without waiting for more: children may have it open."""
+    if pipe is None or not select.select([pipe], [], [], 0)[0]:
+        return ""
+    return os.read(pipe.fileno(), PIPE_BYTES).decode(errors="replace")
 
 
 def children_of(folder: Path) -> dict[int, list[str]]:
@@ -35,12 +55,13 @@ def wait_until_nothing_is_left(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def wait_for_ready(url: str, count: int) -> None:
-    """Wait until so many replicas are ready."""
+def wait_for_ready(process: subprocess.Popen[str], url: str, count: int) -> None:
+    """Wait until so many replicas of a server are ready."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").json().get("ready", 0) == count:
                 return
+        check_running(process)
         time.sleep(0.02)
     pytest.fail(f"never {count} replicas were ready")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.http_server import free_port
+from support.ports import free_port
 
 
 @contextlib.contextmanager
@@ -31,6 +31,7 @@ def python_in(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 @contextlib.contextmanager
 def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`minisgl serve` with the demo model: the process and its URL."""
-    port = free_port()
-    with python_in(folder, "-m", "minisgl", "serve", "--port", str(port), *options) as process:
-        yield process, f"http://127.0.0.1:{port}"
+    with free_port() as port:
+        command = ("-m", "minisgl", "serve", "--port", str(port), *options)
+        with python_in(folder, *command) as process:
+            yield process, f"http://127.0.0.1:{port}"

@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Protocol
 
@@ -68,6 +70,9 @@ class SpawnLauncher:
         self._context = context
         self._layout = layout
         self._processes: dict[int, SpawnProcess] = {}
+        # The system tells the end of a process once. A thread that asks while another one has just
+        # been told would learn that it runs.
+        self._asking = threading.Lock()
 
     def placed(self, spec: RankSpec) -> RankSpec:
         layout = self._layout
@@ -95,25 +100,35 @@ class SpawnLauncher:
             process.start()
 
     def states(self) -> Mapping[int, ProcessState]:
-        return {
-            rank: ProcessState(process.pid, process.exitcode)
-            for rank, process in self._processes.items()
-        }
+        with self._asking:
+            return {
+                rank: ProcessState(process.pid, process.exitcode)
+                for rank, process in self._processes.items()
+            }
 
     def wakers(self) -> Sequence[Waitable]:
         return [process.sentinel for process in self._processes.values()]
 
     def join(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._started():
+            self._join(process, max(0.0, deadline - time.monotonic()))
 
     def kill(self, timeout_s: float) -> None:
-        started = [process for process in self._processes.values() if process.pid is not None]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join(timeout_s)
+        with self._asking:
+            for process in self._started():
+                process.kill()
+        for process in self._started():
+            self._join(process, timeout_s)
+
+    def _started(self) -> list[SpawnProcess]:
+        return [process for process in self._processes.values() if process.pid is not None]
+
+    def _join(self, process: SpawnProcess, timeout_s: float) -> None:
+        """Wait for the end of a process without keeping others from asking."""
+        if wait([process.sentinel], timeout_s):
+            with self._asking:
+                process.join()
 
 
 def spawn_obstacle() -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.attention_cases import (
     Shape,
@@ -22,7 +22,6 @@ from support.attention_cases import (
     in_float32,
     paged_cache,
 )
-from support.interpreter import mend_fp8
 from support.layer_cases import Heads, check_heads
 
 from minisgl.attention.base import DecodeBatch, PrefillBatch
@@ -30,8 +29,6 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
 from minisgl.config import KVScales
 from minisgl.kernels.tuning import DecodeTiles
-
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SCALES = KVScales(k=0.02, v=0.013)  # that use the range: of normal numbers some exceed 4
@@ -43,11 +40,6 @@ SHAPES = [
         (2, 128, 64, torch.float16), (18, 64, 4, torch.float16),
     ]
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    mend_fp8(monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

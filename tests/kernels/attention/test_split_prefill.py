@@ -14,7 +14,7 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.attention_cases import (
     Shape,
@@ -22,7 +22,6 @@ from support.attention_cases import (
     check_prefill,
     paged_cache,
 )
-from support.interpreter import mend_fp8
 
 from minisgl.attention.base import LayerKV, PrefillBatch
 from minisgl.attention.torch_backend import TorchAttention
@@ -31,8 +30,6 @@ from minisgl.config import AttentionSpec, KVScales
 from minisgl.kernels.attention.paged_common import SplitWorkspace
 from minisgl.kernels.attention.paged_prefill import paged_prefill, split_room
 from minisgl.kernels.tuning import H200, PrefillTiles, tuning_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = PrefillTiles(16, 16, num_warps=4, num_stages=2, min_split=32)
@@ -111,10 +108,7 @@ def test_split_chunks_match_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_split_chunks_of_an_fp8_cache_match_the_reference(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mend_fp8(monkeypatch.setattr)
+def test_split_chunks_of_an_fp8_cache_match_the_reference(dtype: torch.dtype) -> None:
     shape = Shape(5, 64, 3, 1, dtype, DEVICE, KVScales(k=0.02, v=0.013))
     check_prefill(Splitting(), shape, [(129, 4), (0, 2), (70, 1)])
 

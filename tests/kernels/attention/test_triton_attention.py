@@ -15,7 +15,7 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.attention_cases import (
     Shape,
@@ -36,8 +36,6 @@ from minisgl.attention.torch_backend import TorchAttention
 from minisgl.attention.triton_backend import TritonAttention
 from minisgl.kernels import dispatch
 from minisgl.kernels.tuning import DecodeTiles, PrefillTiles
-
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = DecodeTiles(block_n=32, num_warps=4, num_stages=2, programs_per_sm=16, min_split=64)
@@ -91,12 +89,13 @@ def test_fused_rope_store_decode_matches_the_reference_for_any_number_of_splits(
 
 def test_fused_decode_is_right_where_all_scores_are_far_below_zero() -> None:
     """Where all keys point away from the query, the own one too, a share that has no own key must
-    not take its score for 0."""
+    not take its score for 0. The scores are near -100: much lower, and float32 would round them by
+    more than the result may differ."""
     shape = Shape(1, 64, 16, num_kv_heads=1, device=DEVICE)
     kv, table = paged_cache(shape, [300])
     rows = DecodeBatch(table, torch.tensor([300], dtype=torch.int32, device=DEVICE), 300)
     qkv, norm_rope = shape.qkv(1), shape.norm_rope(300, normed=False)
-    qkv[:, 64:128] = -30 * qkv[:, :64]
+    qkv[:, 64:128] = -10 * qkv[:, :64]
     _, stored = turned_and_attended(qkv, kv, rows, norm_rope, shape)
     kv.k.mul_(0.1).add_(stored.k.flatten(0, 1)[own_places(kv, rows)[2]])
     forget_own(kv, rows)

@@ -9,7 +9,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.page_cases import CASES, CPU, check_round_trip, planes_of
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.mailboxes import make_mailboxes
 

@@ -11,10 +11,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.fp8_cases import assert_product, weights
-from support.interpreter import mend_fp8
 from support.mailboxes import make_mailboxes
 
 from minisgl.config import Activations
@@ -28,24 +27,12 @@ from minisgl.kernels.linear.fp8.launch import linear, linear_send
 from minisgl.kernels.linear.fp8.product import TensorCoreProduct, share_kernels
 from minisgl.kernels.residual import Residual
 from minisgl.kernels.rows import room
-from minisgl.kernels.tuning import H200
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
+from minisgl.kernels.tuning import H200, UNTRIED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HOW = LinearTiles(64, 16, 128, num_stages=2)
 BLOCKS = [None, (128, 128), (64, 32), (16, 16)]
 SHAPES = [(1, 64, 256), (3, 130, 100), (17, 70, 200), (65, 33, 70)]
-
-
-@pytest.fixture(autouse=True)
-def _mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        mend_fp8(monkeypatch.setattr)
 
 
 def workspace(m: int, n: int, k: int, how: LinearTiles) -> LinearWorkspace:
@@ -122,14 +109,15 @@ def test_a_product_computes_the_steps_around_it(
 ) -> None:
     """The same as each step by itself, but for sums in another order."""
     size, inner, block = 96, 64, (32, 32) if activations == Activations.GROUP else None
-    scale = torch.tensor([0.03], device=DEVICE)
+    static = activations == Activations.STATIC
+    scale = torch.tensor([0.03], device=DEVICE) if static else None
     gate_up, down = (
         TensorCoreProduct(weights(n, k, block, DEVICE), activations=activations, input_scale=scale)
         for n, k in ((2 * inner, size), (size, inner))
     )
     share_kernels([gate_up, down])
     norm = SimpleNamespace(weight=torch.randn(size, device=DEVICE).half(), eps=1e-6)
-    scales = (gate_up.weight.group, scale if activations == Activations.STATIC else None)
+    scales = (gate_up.weight.group, scale)
     for m in (0, 1, 5):
         x, delta = torch.randn(2, m, size, device=DEVICE).half()
         for residual in (Residual(x.clone()), Residual(x.clone(), delta)):
@@ -175,3 +163,9 @@ def test_tiles_fit_into_shared_memory_and_workspace(
         assert size <= place.partials.numel() and counters <= place.semaphores.numel()
         alone = choose_tiles(m, n, k, tuning, group=group, may_split=False)
         assert split_k(k, alone)[0] == 1
+
+
+@pytest.mark.parametrize("group", [None, 128])
+def test_torch_multiplies_fp8_where_our_kernels_have_not_run(group: int | None) -> None:
+    assert config.should_use(H200, 1, group)
+    assert not config.should_use(UNTRIED, 1, group)

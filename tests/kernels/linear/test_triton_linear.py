@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from minisgl.kernels.elementwise import reference
 from minisgl.kernels.linear import config
@@ -27,12 +27,7 @@ from minisgl.kernels.linear.config import (
     workspace_size,
 )
 from minisgl.kernels.linear.launch import FusedNorm, linear, linear_add, linear_silu_mul
-from minisgl.kernels.tuning import H200
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
+from minisgl.kernels.tuning import H200, UNTRIED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # float32 takes twice the room: tiles here are small ones.
@@ -262,3 +257,10 @@ def test_linear_tiles_on_an_h200_are_the_measured_ones() -> None:
     }
     for (m, n, k, gated), how in measured.items():
         assert choose_tiles(m, n, k, H200, gated=gated) == how
+
+
+@pytest.mark.parametrize("m", [1, 16, 32])
+def test_cublas_multiplies_where_our_kernels_have_not_run(m: int) -> None:
+    assert config.should_use(H200, m, 1024, 4096, gated=False)
+    assert not config.should_use(UNTRIED, m, 1024, 4096, gated=False)
+    assert not config.should_fuse_norm(UNTRIED, m, 1024, 1024, gated=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 from support.weight_only_cases import GivenWords, packed_int4, random_e4m3, random_int4
 
@@ -31,11 +31,6 @@ from minisgl.kernels.linear.weight_only.launch import (
 )
 from minisgl.kernels.linear.weight_only.weights import WeightWords, int4_words, values
 from minisgl.kernels.tuning import H200
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning"),
-]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16

@@ -11,7 +11,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
 
 import triton
 import triton.language as tl

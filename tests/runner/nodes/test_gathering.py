@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import socket
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.http_server import free_port
 from support.nodes import TOKEN, until
+from support.ports import free_port
 from support.resolving import CPU
 
 from minisgl.config import EngineConfig, ResolvedConfig, resolve
@@ -51,7 +52,8 @@ class Main:
     """Node 0, which gathers in a thread."""
 
     def __init__(self, nnodes: int = 2) -> None:
-        self.port = free_port()
+        self._reserved = contextlib.ExitStack()
+        self.port = self._reserved.enter_context(free_port())
         self.nnodes = nnodes
         self.fraction = 0.0
         self._over = False
@@ -73,6 +75,7 @@ class Main:
         self._threads.shutdown()
         for link in self._links:
             link.close()
+        self._reserved.close()
 
     def joined(self, node: int, facts: Mapping[str, str] | None = None) -> NodeLink:
         """A node that introduces itself, with its own facts."""
@@ -202,14 +205,14 @@ def with_version(version: str) -> Callable[..., dict[str, str]]:
 
 
 def test_a_node_that_does_not_come_is_named_after_a_while(
-    main: Callable[..., Main], monkeypatch: pytest.MonkeyPatch
+    main: Callable[..., Main], monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
     monkeypatch.setattr(gathering, "JOIN_LIMIT_S", 0.3)
     with pytest.raises(EngineStoppedError, match=r"Node 1 has not joined within .*--node-rank 1"):
         main(3).nodes.result(10)
     monkeypatch.setattr(worker_node, "JOIN_LIMIT_S", 0.3)
     with pytest.raises(EngineStoppedError, match=r"Node 0 was not found at 127\.0\.0\.1:\d+ with"):
-        work(config_of(1, free_port()), MODEL, FOLDER)
+        work(config_of(1, port), MODEL, FOLDER)
 
 
 def test_a_node_hears_why_node_0_has_failed_and_that_it_has_gone(
@@ -238,13 +241,13 @@ def test_without_a_secret_node_0_opens_no_port_beyond_loopback(
         gather_nodes(config_of(0, 29500, master_addr="192.0.2.1"), {}, lambda _: None)
 
 
-def test_an_address_that_node_0_cannot_have_is_refused() -> None:
+def test_an_address_that_node_0_cannot_have_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=r"--master-addr 0\.0\.0\.0: allowed: the address at whi"):
-        gather_nodes(config_of(0, free_port(), master_addr="0.0.0.0"), {}, lambda _: None)
+        gather_nodes(config_of(0, port, master_addr="0.0.0.0"), {}, lambda _: None)
     with pytest.raises(ConfigError, match=r"--master-addr 192\.0\.2\.1: not an address of this ma"):
-        gather_nodes(config_of(0, free_port(), master_addr="192.0.2.1"), {}, lambda _: None)
+        gather_nodes(config_of(0, port, master_addr="192.0.2.1"), {}, lambda _: None)
     with pytest.raises(ConfigError, match=r"--master-addr no\.invalid: not an address \("):
-        gather_nodes(config_of(0, free_port(), master_addr="no.invalid"), {}, lambda _: None)
+        gather_nodes(config_of(0, port, master_addr="no.invalid"), {}, lambda _: None)
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(ConfigError, match=r"--master-port .*: Address already in use"),

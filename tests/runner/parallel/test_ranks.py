@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -25,14 +26,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, spec_named
 from support.fake_matcher import FakeMatcher, tokens_after
-from support.http_server import HELLO, free_port, wait_for_health
+from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
+from support.ports import free_port
 from support.serving import demo_engine
 
 from minisgl import LLM
+from minisgl.distributed.layout import RankLayout
 from minisgl.engine import AsyncEngine
 from minisgl.errors import CheckpointError, ConfigError, EngineStoppedError
 from minisgl.request import SamplingParams
+from minisgl.runner.parallel.launcher import SpawnLauncher
 
 SHARED_MEMORY = Path("/dev/shm")
 TCP_LISTEN = "0A"
@@ -45,11 +49,22 @@ def segments() -> set[str]:
 
 
 def wait_until_left(before: set[str]) -> None:
-    """Until there is no segment that was not there before. Other tests make some for an instant."""
+    """Until no segment is left that was not there before and that no process uses. Those of other
+    programs are not in use for an instant only."""
     deadline = time.monotonic() + 5
-    while left := segments() - before:
+    while left := segments() - before - segments_in_use():
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
+
+
+def segments_in_use() -> set[str]:
+    """The segments that any process has mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            for line in maps.read_text().splitlines():
+                found.add(line.partition(f"{SHARED_MEMORY}/")[2])
+    return found
 
 
 @pytest.fixture
@@ -144,11 +159,10 @@ async def fail_two_answers(engine: AsyncEngine, how: signal.Signals) -> str:
 @pytest.mark.parametrize("option", ["tp", "pp"])
 async def test_a_killed_rank_ends_every_answer_and_is_named(option: str) -> None:
     hook = sys.excepthook
-    async with await demo_engine(**{option: 2}) as engine:
+    # Nothing but the end of the process tells: no step is ever late.
+    async with await demo_engine(step_timeout=math.inf, **{option: 2}) as engine:
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
-        started = time.monotonic()
         reason = await fail_two_answers(engine, signal.SIGKILL)
-        assert time.monotonic() - started < 10
         assert reason == f"Rank 1 (process {pids[0]}) was killed by SIGKILL."
         wait_until_gone(pids, 5)
     assert not multiprocessing.active_children()
@@ -156,6 +170,13 @@ async def test_a_killed_rank_ends_every_answer_and_is_named(option: str) -> None
     assert sys.excepthook is hook  # torch's would put a rank before every line of a traceback
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, no rank is killed because it ends too late."""
+    monkeypatch.setattr("minisgl.runner.parallel.remote_ranks.CLOSE_LIMIT_S", 3600.0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_ranks_that_are_asked_to_exit_are_not_killed(temporary: Path) -> None:
     async with await demo_engine(tp=2) as engine:
         [process] = multiprocessing.active_children()
@@ -168,6 +189,7 @@ async def test_ranks_that_are_asked_to_exit_are_not_killed(temporary: Path) -> N
     assert modes_in(temporary) == []
 
 
+@pytest.mark.usefixtures("patient")
 async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
     """The first stage must not wait for tokens that are never sampled."""
     async with await demo_engine(pp=2) as engine:
@@ -182,6 +204,34 @@ async def test_stages_exit_in_order_while_a_plan_waits_for_its_masks() -> None:
             await asyncio.sleep(0)
         plain.abort()
     assert process.exitcode == 0
+
+
+def test_the_end_of_a_rank_is_known_to_whoever_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system tells it once: here to a thread that is slow to write it down."""
+    launcher = SpawnLauncher(multiprocessing.get_context("spawn"), RankLayout(tp=2))
+    process = launcher._processes[1] = launcher._context.Process(target=print)
+    process.start()
+    is_told, may_write, waitpid = threading.Event(), threading.Event(), os.waitpid
+
+    def tell_slowly(pid: int, options: int) -> tuple[int, int]:
+        told = waitpid(pid, options)
+        if told[0]:
+            is_told.set()
+            may_write.wait()
+        return told
+
+    def ask() -> None:
+        while launcher.states()[1].exit_code is None:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(os, "waitpid", tell_slowly)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    is_told.wait()
+    threading.Timer(0.2, may_write.set).start()  # at once, whoever joins would wait in vain
+    launcher.join(3600.0)
+    assert process.exitcode == 0
+    asking.join()
 
 
 async def test_a_new_engine_can_start_after_a_rank_died(
@@ -200,9 +250,22 @@ async def test_a_new_engine_can_start_after_a_rank_died(
 
 
 def test_ctrl_c_while_loading_ends_every_rank() -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        LLM(tp=2, device="cpu")
+    over = threading.Event()
+
+    def interrupt() -> None:
+        while not ranks_among(children_of(os.getpid())):
+            if over.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            LLM(tp=2, device="cpu")
+    finally:
+        over.set()
+        interrupting.join()
     deadline = time.monotonic() + 20
     while "minisgl-ranks" in [thread.name for thread in threading.enumerate()]:
         assert time.monotonic() < deadline
@@ -221,9 +284,7 @@ def test_a_script_from_standard_input_gets_an_explanation(monkeypatch: pytest.Mo
 async def test_a_stopped_rank_is_detected_by_the_step_that_it_blocks() -> None:
     async with await demo_engine(tp=2, step_timeout=4.0) as engine:
         pids = [pid for pid in engine._runner.others.pids.values() if pid]
-        started = time.monotonic()
         reason = await fail_two_answers(engine, signal.SIGSTOP)
-        assert time.monotonic() - started < 60
         assert re.search("rank 1 is silent|Rank 1 .* has given no sign of life", reason)
         wait_until_gone(pids, 5)
 
@@ -282,28 +343,28 @@ def test_a_script_without_a_main_guard_gets_an_explanation(tmp_path: Path) -> No
 @contextmanager
 def tp_server(*options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[int]]]:
     """A real one on two ranks, its address, and the processes that it has started."""
-    port = free_port()
     command = [sys.executable, "-m", "minisgl", "serve", "--device", "cpu", "--tp", "2"]
-    server = subprocess.Popen(
-        [*command, "--port", str(port), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    url = f"http://127.0.0.1:{port}"
     pids: list[int] = []
-    try:
-        wait_for_health(url, 200, 60)
-        pids = children_of(server.pid)
-        yield server, url, pids
-    finally:
-        server.kill()
-        server.wait()
-        assert server.stderr is not None
-        server.stderr.close()
-        for pid in filter(is_alive, pids):
-            os.kill(pid, signal.SIGKILL)
+    with free_port() as port:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_for_health(server, url, 200, 60)
+            pids = children_of(server.pid)
+            yield server, url, pids
+        finally:
+            server.kill()
+            server.wait()
+            assert server.stderr is not None
+            server.stderr.close()
+            for pid in filter(is_alive, pids):
+                os.kill(pid, signal.SIGKILL)
 
 
 def children_of(pid: int) -> list[int]:
@@ -319,26 +380,38 @@ def children_of(pid: int) -> list[int]:
 
 
 def rank_among(pids: list[int]) -> int:
-    [rank] = [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [rank] = ranks_among(pids)
     return rank
+
+
+def ranks_among(pids: list[int]) -> list[int]:
+    """Those of the processes that are ranks."""
+    found: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def test_a_server_exits_when_one_of_its_ranks_dies() -> None:
     before = segments()
     body = {"messages": HELLO, "ignore_eos": True, "stream": True, "max_tokens": 1500}
-    with tp_server() as (server, url, pids), httpx.Client(base_url=url, timeout=30) as client:
+    patient = ("--step-timeout", "inf")  # so that nothing but the end of the process tells
+    with (
+        tp_server(*patient) as (server, url, pids),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
         events: list[str] = []
         with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             for line in filter(None, answer.iter_lines()):
                 events.append(line)
                 if len(events) == 5:
-                    killed = time.monotonic()
                     os.kill(rank_among(pids), signal.SIGKILL)
         error = json.loads(events[-2].removeprefix("data: "))["error"]
         assert "Rank 1" in error["message"] and "SIGKILL" in error["message"]
         assert events[-1] == "data: [DONE]"
-        assert server.wait(10) == 1
-        assert time.monotonic() - killed < 10
+        assert server.wait() == 1
         assert server.stderr and "was killed by SIGKILL" in server.stderr.read()
         wait_until_gone(pids, 5)
     wait_until_left(before)
@@ -353,7 +426,7 @@ def test_a_stopped_rank_is_reported_and_does_not_delay_the_shutdown() -> None:
             for _ in range(5):
                 next(lines)
             os.kill(rank_among(pids), signal.SIGSTOP)
-            wait_for_health(url, 503, 60)
+            wait_for_health(server, url, 503, 60)
             error = client.get("/health").json()["error"]
             assert error["code"] == "stalled" and "rank 1 is silent" in error["message"]
             os.kill(server.pid, signal.SIGTERM)

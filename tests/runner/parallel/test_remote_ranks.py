@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +17,7 @@ from support.nodes import until
 
 from minisgl.errors import CheckpointError, EngineStoppedError, MinisglError
 from minisgl.runner.parallel.channel import (
+    HEARTBEAT_S,
     Message,
     RankEnd,
     RankFailed,
@@ -56,6 +57,8 @@ class QueueChannel:
     def __init__(self) -> None:
         self.received: queue.Queue[tuple[int, Message | None] | MinisglError] = queue.Queue()
         self.ends = {rank: QueueEnd(rank, self.received) for rank in range(1, NUM_RANKS)}
+        # Called once when ranks have failed and the cause is looked for.
+        self.meanwhile: Callable[[], object] = lambda: None
         self.unreachable = False
         self.failure: MinisglError | None = None
         self.told: list[MinisglError] = []
@@ -79,6 +82,9 @@ class QueueChannel:
     def receive(
         self, timeout_s: float, wakers: Sequence[Waitable] = ()
     ) -> list[tuple[int, Message | None]]:
+        if timeout_s < HEARTBEAT_S:
+            meanwhile, self.meanwhile = self.meanwhile, lambda: None
+            meanwhile()
         try:
             received = self.received.get(timeout=min(timeout_s, 0.05))
         except queue.Empty:
@@ -230,19 +236,19 @@ def test_ranks_say_where_they_listen_or_why_they_cannot() -> None:
 @pytest.mark.parametrize("end_of_neighbour", [1, -signal.SIGABRT, None])
 def test_of_ranks_that_end_together_the_killed_one_is_named(end_of_neighbour: int | None) -> None:
     with remote_ranks() as (ranks, launcher, channel):
+        channel.meanwhile = lambda: launcher.exit_codes.update({3: -signal.SIGKILL})
         launcher.exit_codes[1] = end_of_neighbour
         channel.received.put((1, None))
-        launcher.exit_codes[3] = -signal.SIGKILL
         assert str(reason_of(ranks)) == "Rank 3 (process 103) was killed by SIGKILL."
 
 
 def test_a_rank_that_loses_its_neighbour_is_not_named_before_the_neighbour() -> None:
     with remote_ranks() as (ranks, _, channel):
-        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
         killed = EngineStoppedError("Node 1: Rank 2 (process 7) was killed by SIGKILL.")
-        channel.received.put(killed)
+        channel.meanwhile = lambda: channel.received.put(killed)
+        channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
         assert reason_of(ranks) is killed
     with remote_ranks() as (ranks, _, channel):
+        channel.meanwhile = lambda: channel.received.put((2, None))
         channel.ends[1].report(RankFailed("RuntimeError", "Connection closed by peer"))
-        channel.received.put((2, None))
         assert str(reason_of(ranks)) == "Rank 2 (process 102) is ending."

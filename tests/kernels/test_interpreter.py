@@ -1,0 +1,131 @@
+"""The mended interpreter of Triton."""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.interpreter import OncePerLaunch, fma
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU kernels are compiled", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+pytest.importorskip("triton", reason="Triton is not installed: scripts/tools/try_interpreter.sh")
+
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+WIDTHS = {np.float32: 32, np.float16: 16}
+LARGEST = {np.float32: 2.0**60, np.float16: 2.0**7}  # so that no sum is infinite
+# 2**-64 less than the middle of 1 + 2**-23 and the next float32 number, which is even. float64 has
+# no place for 2**-64.
+NEXT_TO_THE_MIDDLE = (1 + 2.0**-20, (1 - 2.0**-20) * 2.0**-24, 1 + 2.0**-23)
+
+
+@triton.jit
+def _triple(x):
+    return x + x + x
+
+
+@triton.jit
+def _calls_kernel(out):
+    for _ in range(5):
+        tl.store(out, _triple(tl.load(out)))
+
+
+@triton.jit
+def _fma_kernel(x, y, z, out):
+    tl.store(out, tl.fma(tl.load(x), tl.load(y), tl.load(z)))
+
+
+@triton.jit
+def _silent_kernel(x, out):
+    value = tl.load(x)
+    tl.store(out, (value - value).to(tl.int32))
+
+
+def rounded(exact: Fraction, dtype: type[np.floating]) -> np.floating:
+    """The number of the dtype next to `exact`, and of two equally near ones the even one."""
+    guess = dtype(float(exact))
+    near = [guess, *(np.nextafter(guess, dtype(end)) for end in (-np.inf, np.inf))]
+    unsigned = np.dtype(f"u{guess.itemsize}")
+    return min(near, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(unsigned)) & 1))
+
+
+def fused(dtype: type[np.floating], x: float, y: float, z: float) -> np.ndarray:
+    return fma(*(np.array([each], dtype) for each in (x, y, z)))
+
+
+@pytest.mark.parametrize("dtype", WIDTHS)
+@given(data=st.data())
+def test_fma_is_the_exact_sum_rounded_once(dtype: type[np.floating], data: st.DataObject) -> None:
+    numbers = st.floats(-LARGEST[dtype], LARGEST[dtype], width=WIDTHS[dtype])
+    x, y, z = (data.draw(numbers) for _ in range(3))
+    found = fused(dtype, x, y, z)
+    assert found.dtype == dtype
+    assert found[0] == rounded(Fraction(x) * Fraction(y) + Fraction(z), dtype)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "z"),
+    [
+        NEXT_TO_THE_MIDDLE,
+        (1 + 2.0**-12, 1 + 2.0**-12, 2.0**60),
+        (1.5 * 2.0**-75, 2.0**-75, 2.0**-149),  # subnormal
+        (2.0**-100, 2.0**-100, -(2.0**-149)),
+    ],
+)
+def test_fma_of_hard_numbers_is_rounded_once(x: float, y: float, z: float) -> None:
+    wanted = rounded(Fraction(x) * Fraction(y) + Fraction(z), np.float32)
+    assert fused(np.float32, x, y, z)[0] == wanted
+
+
+def test_fma_passes_infinity_and_nan_on() -> None:
+    with np.errstate(all="ignore"):
+        assert fused(np.float32, np.inf, 1, 1) == np.inf
+        assert fused(np.float32, 2.0**100, -(2.0**100), 1) == -np.inf
+        assert np.isnan(fused(np.float32, np.inf, 1, -np.inf))
+
+
+def test_a_kernel_fuses_its_products() -> None:
+    x, y, z = (torch.tensor([each]) for each in NEXT_TO_THE_MIDDLE)
+    _fma_kernel[(1,)](x, y, z, out := torch.empty(1))
+    assert out.item() == 1 + 2.0**-23
+    assert (x.double() * y + z).float() == 1 + 2.0**-22
+
+
+def test_products_of_other_types_are_refused() -> None:
+    x = torch.ones(1, dtype=torch.float64)
+    with pytest.raises(Exception, match="float32 and float16 only"):
+        _fma_kernel[(1,)](x, x, x, x)
+
+
+def test_a_kernel_warns_of_no_value() -> None:
+    """Warnings are errors here."""
+    _silent_kernel[(1,)](torch.tensor([torch.inf]), torch.empty(1, dtype=torch.int32))
+
+
+def test_a_launch_wraps_the_language_once_and_unwraps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[str] = []
+    plain = interpreter._patch_lang
+    assert isinstance(plain, OncePerLaunch)
+
+    def patch(function: Any) -> object:
+        patched.append(function.__name__)
+        return plain._patch(function)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", OncePerLaunch(patch))
+    own = {name: getattr(tl, name) for name in ("load", "store", "range")}
+    for launches in (1, 2):
+        value = torch.ones(1)
+        _calls_kernel[(2,)](value)
+        assert value.item() == 3.0**10
+        assert patched == ["_calls_kernel"] * launches
+        assert own == {name: getattr(tl, name) for name in own}

@@ -1,0 +1,137 @@
+"""Which tests have run in which environment: records of runs, and the script that reads them."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import environments
+import pytest
+from environments import Collected, Record, places
+from support.folders import ROOT, SCRIPTS
+
+TESTS = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise ValueError
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_is_skipped(): pytest.skip()
+@pytest.mark.skip
+def test_is_never_asked(): pass
+def test_has_no_fixture(broken): pass
+"""
+RECORDED = """
+import sys
+from pathlib import Path
+import pytest
+from support.record import Record
+pytest.main([sys.argv[1], "-q"], [Record(Path(sys.argv[2]))])
+"""
+
+
+def python(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join(str(ROOT / each) for each in ("tests", "scripts/tools"))
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+
+
+def test_a_record_tells_tests_that_ran_from_others(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    file = tmp_path / "records" / "plain"
+    done = python("-c", RECORDED, "test_some.py", file, folder=tmp_path)
+    assert "1 failed, 1 passed, 2 skipped, 1 error" in done.stdout, done.stdout + done.stderr
+    [found] = environments.read_records(tmp_path / "records")
+    assert found.name == "plain"
+    assert found.about.startswith(f"{datetime.date.today()} Python 3.1") and "torch" in found.about
+    assert found.ran == {"test_some.py::test_passes", "test_some.py::test_fails"}
+    names = ("is_skipped", "is_never_asked", "has_no_fixture")
+    assert found.skipped == {f"test_some.py::test_{name}" for name in names}
+
+
+@pytest.mark.parametrize("options", [(), ("-n", "2")])
+def test_the_option_records_tests_of_all_processes_and_replaces_what_was_there(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    file = tmp_path / "plain"
+    file.write_text("# before\npassed tests/test_gone.py::test_gone\n")
+    done = python("-m", "pytest", "-q", "--record", file, *options, "tests/test_shards.py")
+    assert done.returncode == 0, done.stdout
+    ran = environments.read_record("plain", file).ran
+    assert f"{len(ran)} passed" in done.stdout
+    assert {test.partition("::")[0] for test in ran} == {"tests/test_shards.py"}
+
+
+def test_tests_that_need_a_gpu_are_counted_apart() -> None:
+    files = ("tests/test_shards.py", "tests/gpu/test_dense_copies_gpu.py")
+    found = python("-c", f"import environments as e; f = e.collect{files}; print(f.tests, f.gpu)")
+    assert "'tests/test_shards.py::" in found.stdout.partition("}")[0]
+    assert "tests/gpu" not in found.stdout.partition("}")[0], found.stdout
+    assert "'tests/gpu/test_dense_copies_gpu.py::" in found.stdout
+
+
+def test_a_test_has_the_environments_in_which_it_ran() -> None:
+    collected = Collected({"a.py::test_1", "a.py::test_2"}, {"g.py::test_gpu"})
+    records = [
+        Record("plain", "", frozenset({"a.py::test_1", "a.py::test_gone"}), frozenset()),
+        # b.py needs a package that is missing here.
+        Record("ray", "", frozenset({"a.py::test_1", "b.py::test_1"}), frozenset({"b.py::test_2"})),
+    ]
+    assert places(collected, {"a.py", "b.py", "c.py", "g.py"}, records) == {
+        "a.py::test_1": ["plain", "ray"],
+        "a.py::test_2": [],
+        "b.py::test_1": ["ray"],
+        "b.py::test_2": [],
+        "c.py": [],
+    }
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_the_script_fails_if_a_test_has_run_nowhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    skipped: bool,
+) -> None:
+    outcome = "skipped" if skipped else "failed"
+    (tmp_path / "plain").write_text(f"# today\npassed a.py::test_1\n{outcome} a.py::test_2\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "ray").write_text("# then\npassed a.py::test_1\n")
+    collected = Collected({"a.py::test_1", "a.py::test_2"}, {"a.py::test_gpu"})
+    monkeypatch.setattr(environments, "collect", lambda: collected)
+    monkeypatch.setattr(environments, "files_of_tests", lambda _: {"a.py"})
+    monkeypatch.setattr("sys.argv", ["environments.py", str(tmp_path)])
+    monkeypatch.chdir(tmp_path)  # where it was, afterwards
+    assert environments.main() == int(skipped)
+    *table, _, total, count, missing = [*capsys.readouterr().out.splitlines(), ""][:7]
+    assert [line.split() for line in table] == [
+        ["environment", "tests", "only", "there", "last", "run"],
+        ["other/ray", "1", "0", "then"],
+        ["plain", "1" if skipped else "2", "0" if skipped else "1", "today"],
+    ]
+    assert total == "2 tests, and 1 that need a GPU."
+    assert count == f"{int(skipped)} tests have run in no environment."
+    assert missing == ("  a.py::test_2" if skipped else "")
+
+
+def test_every_environment_records_whole_runs_and_is_a_job_of_the_workflow() -> None:
+    tools = SCRIPTS / "tools"
+    commands = [each for each in tools.glob("try_*.sh") if "-m pytest" in each.read_text()]
+    assert len(commands) >= 3
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert all(f"scripts/tools/{each.name}" in workflow for each in commands)
+    for command in (SCRIPTS / "test.sh", *commands):
+        assert re.search(r'\[ \$# -gt 0 \] \|\| set -- .*--record "?\.ran/', command.read_text())
