@@ -70,7 +70,7 @@ class Side:
         self.address = self.transfers.address
 
     def views(self, rank: int, host_pages: Sequence[int]) -> list[memoryview]:
-        assert self.gates[rank].wait(20)
+        assert self.gates[rank].wait()
         memory = memoryview(self.memory[rank])
         return [memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] for page in host_pages]
 

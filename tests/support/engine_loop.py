@@ -45,7 +45,7 @@ class ScriptedRunner(FakeRunner):
 
     def collect(self, handle: StepResult) -> StepResult:
         self.is_collecting.set()
-        assert self.may_collect.wait(10)
+        assert self.may_collect.wait()
         if handle.step in self.collect_errors:
             raise self.collect_errors[handle.step]
         return handle
