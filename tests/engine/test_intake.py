@@ -20,7 +20,7 @@ from support.folders import SUPPORT
 from support.gated_runner import Gated, gated_server
 from support.http_server import HELLO, error_of, http_client, session, wait_for_health
 from support.toy_tokenizers import byte_level_backend, wrap
-from support.waiting import until
+from support.waiting import LIMIT_S, until
 
 from minisgl.engine import AsyncEngine
 from minisgl.engine.intake import ALWAYS_TAKEN_CHARS, NUM_SLOW, PLACE_BYTES, SHORT_BYTES, Intake
@@ -52,7 +52,7 @@ class FakeRenderer(Renderer):
         if arguments["conversations"][0][0]["content"] == "stuck":
             if self.processor_seconds:
                 raise EndlessTemplateError(self.processor_seconds)
-            self._closed.wait()
+            self._closed.wait(LIMIT_S)
         return render(arguments)
 
 
@@ -69,7 +69,7 @@ class GatedTokenizer(Tokenizer):
     def encode(self, text: str, **options: Any) -> list[int]:
         if len(text) > SHORT_BYTES:
             self.begun.append(len(text))
-            assert self.gate.wait()
+            assert self.gate.wait(LIMIT_S)
         if self.error is not None:
             raise self.error
         return [1] * len(text)
@@ -222,7 +222,7 @@ async def test_a_full_tokenization_queue_is_a_429_with_retry_after() -> None:
         encode = gated.engine.tokenizer._encode_long  # type: ignore[union-attr]
 
         def slow(text: str, add_special_tokens: bool) -> list[int]:
-            assert gate.wait()
+            assert gate.wait(LIMIT_S)
             return encode(text, add_special_tokens)
 
         gated.engine.tokenizer._encode_long = slow  # type: ignore[union-attr, method-assign]
@@ -297,7 +297,7 @@ async def test_draining_waits_for_texts_that_are_being_tokenized() -> None:
 
         def slow(text: str, **options: Any) -> list[int]:
             if len(text) > MAX_SHORT_CHARS:
-                assert gate.wait()
+                assert gate.wait(LIMIT_S)
             return encode(text, **options)
 
         gated.engine.tokenizer.encode = slow  # type: ignore[union-attr, method-assign]

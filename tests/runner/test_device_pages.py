@@ -27,6 +27,7 @@ from support.device_page_cases import (
 )
 from support.host_cache_cases import cache_of, holds, write
 from support.slow_lanes import SlowLane
+from support.waiting import LIMIT_S
 
 from minisgl.distributed.peer_memory import PeerMemoryError
 from minisgl.kvcache.copies import Copies, Load
@@ -57,7 +58,7 @@ class Gate:
 
     def wait(self) -> None:
         self.is_awaited.set()
-        assert self._opened.wait()
+        assert self._opened.wait(LIMIT_S)
 
 
 @pytest.fixture(params=[copy_lane, SlowLane], ids=["lane", "slow lane"])

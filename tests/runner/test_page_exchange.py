@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.host_cache_cases import cache_of, holds, write
 from support.slow_lanes import SlowLane
+from support.waiting import LIMIT_S
 
 from minisgl.kvcache.copies import Copies, Load
 from minisgl.kvcache.store import Transfer, Way
@@ -137,7 +138,7 @@ def test_nothing_ends_after_the_exchange_is_closed(tmp_path: Path) -> None:
 
     def views(pages: Sequence[int]) -> list[memoryview]:
         wanted.set()
-        assert opened.wait()
+        assert opened.wait(LIMIT_S)
         return receiver.all_views(pages)
 
     receiver.views = views

@@ -7,6 +7,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+# Of a test: for what would outlive one that fails, such as threads, and for browsers.
+LIMIT_S = 300.0
+
 
 def wait_until(condition: Callable[[], object]) -> None:
     while not condition():

@@ -30,6 +30,7 @@ from support.http_server import HELLO, wait_for_health
 from support.parity import load_engine
 from support.ports import free_port
 from support.serving import demo_engine
+from support.waiting import LIMIT_S
 
 from minisgl import LLM
 from minisgl.distributed.layout import RankLayout
@@ -225,7 +226,7 @@ def test_the_end_of_a_rank_is_known_to_whoever_joins_it(monkeypatch: pytest.Monk
     asking.start()
     is_told.wait()
     threading.Timer(0.2, may_write.set).start()  # at once, whoever joins would wait in vain
-    launcher.join()
+    launcher.join(LIMIT_S)
     assert process.exitcode == 0
     asking.join()
 
