@@ -147,8 +147,11 @@ def test_closing_is_final_and_idempotent() -> None:
         llm.generate("x")
 
 
-def test_a_waiting_call_fails_when_the_engine_is_closed() -> None:
+def test_a_waiting_call_fails_when_the_engine_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(device="cpu", num_pages=100)
+    runner, may_collect = llm.engine._runner, threading.Event()
+    collect = runner.collect
+    monkeypatch.setattr(runner, "collect", lambda step: may_collect.wait() and collect(step))
     errors: list[Exception] = []
 
     def work() -> None:
@@ -159,11 +162,14 @@ def test_a_waiting_call_fails_when_the_engine_is_closed() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    deadline = time.monotonic() + 60
-    while not llm.engine.stats().num_running and time.monotonic() < deadline:
+    while not llm.engine.stats().num_running:
+        assert thread.is_alive()
         time.sleep(0.001)
-    llm.close()
-    thread.join(60)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    thread.join()  # before any step has ended
+    may_collect.set()
+    closing.join()
     assert [str(error) for error in errors] == ["The engine was closed."]
 
 
@@ -216,7 +222,7 @@ def answer():
     print(len(llm.generate([[2]], SamplingParams(max_tokens=300, ignore_eos=True))[0].token_ids))
 
 threading.Thread(target=answer).start()
-while llm.engine.stats().num_running < 5:
+while llm.engine.stats().counters.num_prompt_tokens < 5:  # one of each request that runs
     time.sleep(0.001)
 """
 
@@ -224,7 +230,7 @@ while llm.engine.stats().num_running < 5:
 def test_an_unclosed_llm_exits_quietly_and_a_forked_one_is_refused() -> None:
     """Other threads get their answers, unless they are daemons, which nobody waits for."""
     command = [sys.executable, "-W", "ignore", "-c", LEFT_OPEN]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     *refusals, answer = done.stdout.splitlines()
     assert len(refusals) == 4

@@ -70,9 +70,9 @@ class Repl:
     async def _answer(self) -> None:
         answer = ReplyRecord(asked_at=time.perf_counter())
         task = asyncio.create_task(self._stream(answer))
-        with on_interrupt(task.cancel):
+        with on_interrupt(task.cancel) as was_pressed:
             await asyncio.wait([task])
-        self._was_interrupted = task.cancelled()
+            self._was_interrupted = was_pressed()  # perhaps when the answer had just ended
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, MinisglError):
             raise error  # the terminal or pipe is gone, or this is a bug
@@ -135,10 +135,11 @@ class Repl:
 
 
 @contextmanager
-def on_interrupt(action: Callable[[], object]) -> Iterator[None]:
+def on_interrupt(action: Callable[[], object]) -> Iterator[Callable[[], bool]]:
     """Makes Ctrl-C call `action` while the context is open; restores the handler afterwards.
 
-    A second Ctrl-C raises KeyboardInterrupt wherever the program is.
+    Yields a function that says whether Ctrl-C was pressed. A second one raises KeyboardInterrupt
+    wherever the program is.
     """
     loop = asyncio.get_running_loop()
     was_pressed = False
@@ -152,6 +153,6 @@ def on_interrupt(action: Callable[[], object]) -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield lambda: was_pressed
     finally:
         signal.signal(signal.SIGINT, before)

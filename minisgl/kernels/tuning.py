@@ -148,9 +148,9 @@ class DeviceTuning:
     # Rows from which on W is dequantised into memory, once for all products, for cuBLAS.
     weight_only_rows: int = 2048
     # Rows up to which the weights are dequantised in registers where there is a dense copy of them,
-    # too: at most `weight_only_rows`. The products of a layer of Qwen3-14B take 103 µs with 32 rows
-    # and 366 with 256 in INT4, 181 and 248 dense; where they meet has not been measured.
-    weight_only_dense_rows: int = 96
+    # too: at most `weight_only_rows`. The products of a layer of Qwen3-14B take 143 µs with 64 rows
+    # and 231 with 96 in INT4, 188 and 191 dense.
+    weight_only_dense_rows: int = 64
     # Rows up to which the activation of a gated MLP is part of its first GEMM, and up to which the
     # addition to the residual stream is part of a GEMM.
     weight_only_gated_rows: int = 64

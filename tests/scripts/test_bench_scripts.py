@@ -22,7 +22,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def run_program(name: str, *options: object) -> subprocess.CompletedProcess[str]:
     """For scripts that start processes, which import the script."""
     command = [sys.executable, str(BENCH_SCRIPTS / name), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def run_script(name: str, *options: object) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,6 @@ def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str
         env=environment or None,
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from support.gated_runner import EOS, VOCAB, Gated, asking, gated_server, served, until
+from support.gated_runner import EOS, VOCAB, Gated, asking, gated_server, served
+from support.waiting import until
 
 from minisgl.bench.online.client import RecordedAnswer, post
 from minisgl.config import EngineConfig
@@ -148,8 +149,18 @@ async def test_collecting_a_step_waits_for_few_writes() -> None:
     assert [entry for entry in log if isinstance(entry, int)] == list(range(100))
 
 
-async def test_events_hold_one_token_unless_the_loop_falls_behind() -> None:
-    writes = Writes()
+async def test_events_hold_one_token_unless_the_loop_falls_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    writes, ended = Writes(), []
+    loop = asyncio.get_running_loop()
+    tell = loop.call_soon_threadsafe
+
+    def counted(*call: Any) -> asyncio.Handle:
+        handle = tell(*call)
+        ended.append(call)
+        return handle
+
     async with gated_server(wrap=writes.wrap) as gated:
         runner = gated.runner
         runner.close_gate()
@@ -157,9 +168,10 @@ async def test_events_hold_one_token_unless_the_loop_falls_behind() -> None:
         for step in range(1, 6):
             runner.step()
             await until(lambda step=step: writes.count == step)
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         runner.step()
         runner.step()
-        while runner.num_collected < 7:  # the loop is busy
+        while len(ended) < 2:  # the loop is busy until it has been told of both steps
             pass
         await until(lambda: writes.count == 6)
         runner.open()
@@ -220,11 +232,12 @@ async def test_a_client_that_stops_reading_slows_no_other_and_its_buffer_is_boun
 @pytest.mark.parametrize("how", ["closes", "ends its half"])
 async def test_a_client_that_disconnects_during_a_send_is_aborted(how: str) -> None:
     async with gated_server() as gated:
+        gated.runner.close_gate()
         async with connected(gated, asking([7], 1900, logprobs=0)) as slow:
             await slow.until(b"HTTP/1.1 200")
             [connection] = gated.server.server_state.connections
-            await until(lambda: connection.flow.write_paused)
-            gated.runner.close_gate()
+            while not connection.flow.write_paused:
+                await one_step(gated)
             assert gated.engine.stats().num_running == 1
             if how == "ends its half":
                 slow.stream.shutdown(socket.SHUT_WR)
@@ -237,6 +250,13 @@ async def test_a_client_that_disconnects_during_a_send_is_aborted(how: str) -> N
 
 
 # -- clients that leave (complaint 2) --------------------------------------------------------------
+
+
+async def one_step(gated: Gated) -> None:
+    """Let a step end; returns when the engine has taken its tokens and launched another one."""
+    count = len(gated.runner.launched)
+    gated.runner.step()
+    await until(lambda: len(gated.runner.launched) > count)
 
 
 def requests_of(gated: Gated) -> dict[int, Request]:
@@ -261,9 +281,7 @@ async def test_a_client_may_disconnect_at_any_moment(moment: str, stream: bool) 
             await until(lambda: 9 in requests_of(gated))
             gone = requests_of(gated)[9]
             for _ in range(0 if moment == "queue" else 3):
-                count = len(runner.launched)
-                runner.step()
-                await until(lambda count=count: len(runner.launched) > count)
+                await one_step(gated)
             slots = {join.slot for plan in runner.launched for join in plan.joins}
             used, count = engine.stats().num_used_pages, len(runner.launched)
             leaving.stream.close()
@@ -291,7 +309,7 @@ async def test_a_client_may_disconnect_at_any_moment(moment: str, stream: bool) 
 
 async def test_a_client_may_disconnect_while_the_step_with_its_eos_runs() -> None:
     async with gated_server() as gated:
-        engine, runner = gated.engine, gated.runner
+        runner = gated.runner
         prompt, end = next(
             ([n], len(answer))
             for n in range(3, VOCAB)
@@ -304,10 +322,7 @@ async def test_a_client_may_disconnect_while_the_step_with_its_eos_runs() -> Non
             await until(lambda: prompt[0] in requests_of(gated))
             gone = requests_of(gated)[prompt[0]]
             while gone.num_output_tokens < end:
-                count = runner.num_collected
-                runner.step()
-                await until(lambda count=count: runner.num_collected > count)
-                await until(lambda: engine._scheduler.num_in_flight == 2)
+                await one_step(gated)
             leaving.stream.close()  # its EOS is on the way
             await until(lambda: gone.finished)
         assert gone.finish_reason is FinishReason.ABORT
@@ -360,7 +375,11 @@ async def test_retraction_under_load_does_not_change_the_answers() -> None:
     """Complaint 21: few pages and long answers; all finish, as they would alone."""
     async with gated_server(num_pages=60, schedule_conservativeness=0.01) as gated:
         prompts = [[3 + n, *range(n % 5)] for n in range(40)]
-        answers = await asyncio.gather(*[ask(gated, asking(prompt, 60)) for prompt in prompts])
+        gated.runner.close_gate()
+        asked = [asyncio.ensure_future(ask(gated, asking(prompt, 60))) for prompt in prompts]
+        await until(lambda: len(gated.engine._streams) == len(prompts))
+        gated.runner.open()
+        answers = await asyncio.gather(*asked)
         assert gated.engine.stats().counters.num_retractions > 0
         for prompt, answer in zip(prompts, answers, strict=True):
             assert text(answer) == gated.text(prompt, 60)

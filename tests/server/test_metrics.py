@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.engine_loop import ScriptedRunner, deltas_of, engine_on, params
 from support.fake_engine import FakeEngine
 from support.folders import ROOT
-from support.http_server import http_client, until
+from support.http_server import http_client
+from support.waiting import until
 
 from minisgl.engine.stats import REQUEST_BOUNDS, STEP_BOUNDS
 from minisgl.server.app import create_app
@@ -161,14 +163,17 @@ async def test_retractions_are_counted() -> None:
         assert found("minisgl_retractions_total") == engine.stats().counters.num_retractions > 0
 
 
-async def test_a_client_that_disconnects_before_its_answer_counts_as_499() -> None:
+async def test_a_client_that_disconnects_before_its_answer_counts_as_499(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, "minisgl")
     engine = FakeEngine()
     engine.gate.clear()
     async with http_client(engine) as client:
         asking = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "x"}))
         await until(lambda: bool(engine.running))
         asking.cancel()
-        await until(lambda: not engine.running)
+        await until(lambda: "/v1/completions 499 in " in caplog.text)  # it was counted just before
         found = await scrape(client)
     name = "minisgl_http_responses_total"
     assert found(name, route="/v1/completions", status="499") == 1

@@ -157,7 +157,8 @@ def test_the_option_open_opens_the_page_while_the_model_loads(
     program.write_text(f'#!/bin/sh\necho "$1" > {opened}.part && mv {opened}.part {opened}\n')
     program.chmod(0o755)
     monkeypatch.setenv("BROWSER", f"{program} %s")
-    with serving_process({"load_seconds": 60}, open=True) as (process, url):
+    endless = {"loads_until": str(tmp_path / "never")}
+    with serving_process(endless, open=True) as (process, url):
         while not opened.exists():
             assert process.poll() is None
         assert opened.read_text() == f"{url}/\n"

@@ -20,9 +20,10 @@ from support.http_server import (
     HELLO,
     error_of,
     http_client,
+    server_on,
     serving,
-    until,
 )
+from support.waiting import until
 
 from minisgl.errors import StepError
 from minisgl.server.app import create_app
@@ -376,8 +377,7 @@ async def test_a_client_that_disconnects_before_the_first_token_is_aborted(strea
 
 async def test_a_client_that_disconnects_during_a_blocked_send_is_aborted() -> None:
     engine = FakeEngine(repeat=100_000, interval=0.001)
-    async with serving(engine) as url:
-        port = int(url.rpartition(":")[2])
+    async with server_on(engine) as (server, port):
         with socket.create_connection(("127.0.0.1", port)) as client:
             body = json.dumps({"messages": HELLO, "stream": True})
             client.sendall(
@@ -385,8 +385,9 @@ async def test_a_client_that_disconnects_during_a_blocked_send_is_aborted() -> N
                 b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
                 % (len(body), body.encode())
             )
-            await until(lambda: bool(engine.running))
-            await asyncio.sleep(0.5)  # by now the buffers are full
+            await until(lambda: bool(server.server_state.connections))
+            [connection] = server.server_state.connections
+            await until(lambda: connection.flow.write_paused)
         await until(lambda: not engine.running)
     assert len(engine.aborted) == 1
 

@@ -74,10 +74,10 @@ QUOTING: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", QUOTING)
 def test_error_messages_for_huge_values_take_constant_time(body: dict[str, Any]) -> None:
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(CallerError) as caught:
         decode(json.dumps(body).encode(), StrictChatRequest)
-    assert time.monotonic() - started < GENEROUS_SECONDS
+    assert time.thread_time() - started < GENEROUS_SECONDS
     assert len(str(caught.value)) < 2000
     assert len(caught.value.param or "") < 1000
 

@@ -2,7 +2,8 @@
 
 A token is a byte. The answer to any prompt is the alphabet, starting at a letter that the seed
 chooses; token i comes `interval` seconds after the one before it. Run as a script it is a whole
-serving process: `python tests/support/fake_engine.py '{"interval": 0.1}' '{"port": 0}'`.
+serving process: `python tests/support/fake_engine.py '{"interval": 0.1}' '{"port": 0}'`. It loads
+until there is a file "loads_until", and no answer ends before there is a file "ends_after".
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,6 +47,12 @@ from minisgl.text.template_facts import TemplateFacts
 
 VOCAB_SIZE = 256
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+async def made(path: str | None) -> None:
+    """Wait until there is such a file, with which a test opens a gate in another process."""
+    while path is not None and not Path(path).exists():  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.005)
 
 
 class FakeTokenizer:
@@ -119,6 +127,8 @@ class FakeStream:
             last = index + 1 == max_tokens or (
                 index + 1 == engine.answer_length and not params.ignore_eos
             )
+            if last:
+                await made(engine.ends_after)
             delta = self._delta(index + 1, last=last)
             if last:
                 self._end(delta)
@@ -171,13 +181,16 @@ class FakeEngine:
         max_queued: int = 1000,
         repeat: int = 1,
         dies_at: int | None = None,
+        ends_after: str | None = None,
     ) -> None:
-        """dies_at: the number of tokens after which the first answer is the last."""
+        """dies_at: the number of tokens after which the first answer is the last. ends_after: a
+        file that is there before the last token of any answer comes."""
         self.interval = interval
         self.answer_length = answer_length
         self.max_queued = max_queued
         self.repeat = repeat  # of each token's text
         self.dies_at = dies_at
+        self.ends_after = ends_after
         self.capacity = Capacity(100, 16, 256, max_seq_len)
         self.gate = asyncio.Event()  # while it is closed, requests stay in prefill
         self.gate.set()
@@ -272,11 +285,11 @@ class FakeEngine:
 
 def main() -> int:
     behaviour = json.loads(sys.argv[1])
-    load_seconds = behaviour.pop("load_seconds", 0)
+    loads_until = behaviour.pop("loads_until", None)
     load_error = behaviour.pop("load_error", None)
 
     async def start(config: EngineConfig) -> FakeEngine:
-        await asyncio.sleep(load_seconds)
+        await made(loads_until)
         if load_error:
             raise MinisglError(load_error)
         return FakeEngine(**behaviour)

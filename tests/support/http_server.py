@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,27 @@ from minisgl.server.process import Server, bind, http_settings
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FAKE_SERVER = Path(__file__).with_name("fake_engine.py")
+NEVER_S = 1e6
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
-    """A server on the test's own loop; yields its URL."""
+async def server_on(engine: FakeEngine | None, **options: Any) -> AsyncIterator[tuple[Server, int]]:
+    """A server on the test's own loop, and its port."""
     config = ServerConfig(port=0, **options)
     state = EngineState(config, engine)
     with bind(config) as listener:
         server = Server(http_settings(create_app(state)), state)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield server, listener.getsockname()[1]
         server.should_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: FakeEngine | None, **options: Any) -> AsyncIterator[str]:
+    """A server on the test's own loop; yields its URL."""
+    async with server_on(engine, **options) as (_, port):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextlib.asynccontextmanager
@@ -49,14 +57,6 @@ async def http_client(
 ) -> AsyncIterator[httpx.AsyncClient]:
     async with serving(engine, **options) as url, httpx.AsyncClient(base_url=url) as client:
         yield client
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Wait for `condition`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.002)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -85,23 +85,21 @@ def serving_process(
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process with the fake engine, and its URL."""
     with free_port() as port:
-        arguments = [json.dumps(behaviour), json.dumps({"port": port, **options})]
+        # One that waits for its requests although it should not would do so for ever.
+        options = {"port": port, "drain_timeout": NEVER_S, **options}
+        arguments = [json.dumps(behaviour), json.dumps(options)]
         with running(str(FAKE_SERVER), *arguments) as process:
             yield process, f"http://127.0.0.1:{port}"
 
 
-def wait_for_health(
-    process: subprocess.Popen[str], url: str, status: int, seconds: float = 60.0
-) -> None:
+def wait_for_health(process: subprocess.Popen[str], url: str, status: int) -> None:
     """Wait until the server that `process` is to become answers /health with `status`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health").status_code == status:
                 return
         check_running(process)
         time.sleep(0.02)
-    pytest.fail(f"/health did not come to {status}")
 
 
 TINY_LLAMA = {

@@ -20,8 +20,6 @@ from minisgl.server.process import ServerProcess
 sys.path.append(str(Path(__file__).parent.parent))
 from support.engine_loop import ScriptedRunner, loaded
 
-SECONDS_A_STEP = 0.02  # so that no request ends before the last one has come
-
 
 class DyingRunner(ScriptedRunner):
     def __init__(self, count: int) -> None:
@@ -30,12 +28,15 @@ class DyingRunner(ScriptedRunner):
         self.engine: AsyncEngine | None = None
 
     def collect(self, handle: StepResult) -> StepResult:
-        time.sleep(SECONDS_A_STEP)
+        """No step ends, so that no request does before the last one has come."""
+        while self._num_requests() < self.count:
+            time.sleep(0.005)
+        raise EngineStoppedError("The device is gone.")
+
+    def _num_requests(self) -> int:
         assert self.engine is not None
         stats = self.engine.stats()
-        if stats.num_running + stats.num_queued >= self.count:
-            raise EngineStoppedError("The device is gone.")
-        return handle
+        return stats.num_running + stats.num_queued
 
 
 async def start(config: EngineConfig) -> AsyncEngine:

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +167,21 @@ async def test_a_restored_answer_keeps_its_tokens() -> None:
 
 
 async def test_ctrl_c_works_while_a_long_conversation_is_tokenized() -> None:
+    told = threading.Event()
+
     class Slow(ToyTokenizer):
         def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            told.wait()
             return super().chat(messages)
 
+    class UI(FakeChatUI):
+        def say(self, line: str) -> None:
+            super().say(line)
+            told.set()
+
     fake: Any = FakeEngine(["a"])
-    ui = FakeChatUI(["ab"])
+    ui = UI(["ab"])
     await Repl(Session(EngineModel(fake, Slow()), ui, Conversation())).run()
     assert ui.said == ["Stopped before an answer came."]
     assert fake.prompts == []
@@ -197,6 +205,20 @@ async def test_a_template_error_is_reported_in_one_sentence() -> None:
 async def test_a_second_ctrl_c_is_reported_to_the_ui() -> None:
     ui = await converse(FakeEngine(["abc^", "a"]), "ab", "h")
     assert ui.interrupted == [False, True, False]
+
+
+async def test_a_ctrl_c_at_the_very_end_of_an_answer_is_not_lost() -> None:
+    class UI(FakeChatUI):
+        @contextmanager
+        def answering(self) -> Iterator[None]:
+            with super().answering():
+                yield
+            os.kill(os.getpid(), signal.SIGINT)
+
+    fake: Any = FakeEngine(["ab"])
+    ui = UI(["ab"])
+    await Repl(Session(EngineModel(fake, ToyTokenizer()), ui, Conversation())).run()
+    assert (ui.written, ui.interrupted) == ("ab\n", [False, True])
 
 
 async def test_thinking_is_shown_separately_and_kept_as_generated() -> None:
@@ -228,7 +250,23 @@ async def test_thinking_opened_by_the_template_is_recognized() -> None:
 # -- the real thing, with the bundled model -------------------------------------------------------
 
 # With one token a page, the cache's share can be told to the token.
-COMMAND = ["-m", "minisgl", "chat", "--device", "cpu", "--page-size", "1"]
+OPTIONS = ["chat", "--device", "cpu", "--page-size", "1"]
+COMMAND = ["-m", "minisgl", *OPTIONS]
+# Of an answer nothing comes after so many tokens until Ctrl-C ends it. The short ones end before.
+HELD_AFTER = 40
+HELD = f"""
+import asyncio, sys
+from minisgl.engine.stream import OutputStream
+take = OutputStream.__anext__
+async def held(stream):
+    if stream._num_taken >= {HELD_AFTER}:
+        await asyncio.Event().wait()
+    return await take(stream)
+OutputStream.__anext__ = held
+from minisgl_cli.main import main
+sys.argv[0] = "minisgl"
+sys.exit(main())
+"""
 CTRL_C = "\x03"
 
 
@@ -289,7 +327,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
     """`minisgl chat` at its first prompt, in a terminal that does not tell where its cursor is."""
     child = pexpect.spawn(
         sys.executable,
-        COMMAND,
+        ["-c", HELD, *OPTIONS],
         env={
             **os.environ,
             "TERM": "xterm",
@@ -299,7 +337,7 @@ def terminal(tmp_path: Path) -> Iterator[pexpect.spawn]:
         encoding="utf-8",
         codec_errors="replace",
         dimensions=(50, 200),
-        timeout=120,
+        timeout=None,
     )
     child.expect_exact(DEMO_NOTE)
     child.expect("Ctrl-D leaves")
