@@ -63,13 +63,15 @@ SERVED = (
     Served("Qwen3-14B", tp=2),
     Served("Qwen3-14B", tp=4),
     Served("Qwen3-14B", kv_cache_dtype="fp8", multiplies_fp8=True),
-    Served("Qwen3-14B", "fp8-block"),
+    Served("Qwen3-14B", "fp8-block", dense_copies="never"),
     Served("Qwen3-14B", "fp8-channel"),
     Served("Qwen3-14B", "fp8-tensor"),
     Served("Qwen3-14B", "int4", dense_copies="always"),
+    Served("Qwen3-14B", "int4", dense_copies="never"),
     Served("Qwen3-14B", "awq", dense_copies="never"),
     Served("Qwen3-30B-A3B", "fp8-block", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "fp8-channel", multiplies_fp8=True),
+    Served("Qwen3-30B-A3B", "fp8-tensor", multiplies_fp8=True),
     Served("Qwen3-30B-A3B", "int4"),
 )
 
