@@ -122,8 +122,8 @@ def pretended_ranks(num_ranks: int, hidden_size: int, dtype: torch.dtype) -> Com
 @contextlib.contextmanager
 def pretended(device: Device) -> Iterator[None]:
     """Let torch, Triton and the engine find this device, and no other, in a process that has not
-    asked for one before. Our kernels count as tried on it, so that all of them are launched; weights
-    stay as they are allocated, and torch does what cuBLASLt would."""
+    asked for one before. Our kernels count as tried on it, so that all of them are launched.
+    Weights stay as they are allocated, and torch does what cuBLASLt would."""
     _let_triton_find(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **_cuda_of(device)))
