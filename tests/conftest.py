@@ -12,6 +12,7 @@ may be as busy as it likes, and what never comes is ended by the limit of the te
 The option --record writes which tests have run.
 """
 
+import inspect
 import os
 import signal
 from collections.abc import Iterator
@@ -33,10 +34,12 @@ for name in ("COLUMNS", "LINES"):
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is imported later
 os.environ["SSL_CERT_FILE"] = CERTIFICATE
 
-for function in (httpx.Client.__init__, httpx.AsyncClient.__init__, httpx.stream, httpx.request):
-    function.__kwdefaults__["timeout"] = None
-for name in ("get", "options", "head", "post", "put", "patch", "delete"):
-    getattr(httpx, name).__kwdefaults__["timeout"] = None
+HTTP_FUNCTIONS = ("request", "stream", "get", "options", "head", "post", "put", "patch", "delete")
+for function in (
+    *(httpx.Client.__init__, httpx.AsyncClient.__init__),
+    *(getattr(httpx, name) for name in HTTP_FUNCTIONS),
+):
+    inspect.unwrap(function).__kwdefaults__["timeout"] = None
 
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

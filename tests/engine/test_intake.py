@@ -336,7 +336,7 @@ def test_an_endless_template_blocks_neither_signals_nor_requests(port: int) -> N
         process.send_signal(signal.SIGTERM)
         for thread in asking:
             thread.join()
-        log += process.communicate()[1]
+        log += process.communicate(timeout=LIMIT_S)[1]
     assert process.returncode == 0
     assert [answer.status_code for answer in answers] == [503, 503]
     assert {error_of(answer)["type"] for answer in answers} == {"service_unavailable"}

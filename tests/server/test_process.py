@@ -30,6 +30,7 @@ from support.http_server import (
     tiny_model,
     wait_for_health,
 )
+from support.waiting import LIMIT_S
 
 from minisgl.errors import ConfigError
 from minisgl.server.config import ServerConfig
@@ -91,7 +92,7 @@ def test_a_process_has_probes_metrics_a_key_cors_and_a_readable_log(
         assert answer.headers["access-control-allow-origin"] == ORIGIN
         metrics = client.get("/metrics").text.splitlines()
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate()
+        _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
     num_prompt = answer.json()["usage"]["prompt_tokens"]
     for line in (
@@ -148,7 +149,7 @@ async def test_a_dead_engine_fails_requests_health_and_process(port: int) -> Non
         for answer in answers[1::2]:
             assert answer.status_code == 503
             assert error_of(answer)["message"] == "The device is gone."
-        _, log = await asyncio.to_thread(process.communicate)
+        _, log = await asyncio.to_thread(process.communicate, timeout=LIMIT_S)
         assert process.returncode == 1
         assert "The device is gone." in log
         wait_for_nobody(process.pid)
@@ -167,7 +168,7 @@ def test_no_child_process_outlives_the_server(
             next(lines)
             assert process.pid in members(process.pid)
             process.send_signal(number)
-            process.communicate()
+            process.communicate(timeout=LIMIT_S)
         assert process.returncode == (-number if number == signal.SIGKILL else 0)
         wait_for_nobody(process.pid)
 
@@ -175,7 +176,7 @@ def test_no_child_process_outlives_the_server(
 def test_a_server_that_cannot_start_leaves_no_process() -> None:
     arguments = (json.dumps({"load_error": "no such weights"}), json.dumps({"port": 0}))
     with session(str(FAKE_SERVER), *arguments) as process:
-        process.communicate()
+        process.communicate(timeout=LIMIT_S)
         assert process.returncode == 1
         wait_for_nobody(process.pid)
 
@@ -198,7 +199,7 @@ def test_an_idle_process_exits_at_once_with_0(tmp_path: Path, number: signal.Sig
         loaded.touch()
         wait_for_health(process, url, 200)
         process.send_signal(number)
-        _, log = process.communicate()
+        _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
     assert f"Serving fake at {url}" in log
     assert f"curl {url}/v1/chat/completions" in log
@@ -265,7 +266,7 @@ def test_a_dead_engine_ends_the_streams_and_the_process() -> None:
 
 def test_a_failed_load_ends_the_process() -> None:
     with serving_process({"load_error": "no such weights"}) as (process, _):
-        _, log = process.communicate()
+        _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert log.strip().endswith("no such weights")
 
@@ -301,7 +302,7 @@ def test_minisgl_serve_serves_a_model(
             headers = {"authorization": f"Bearer {key}"}
             assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate()
+        _, log = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
     assert f"Serving tiny, t at {url}" in log
     assert '-H "Authorization: Bearer $MINISGL_API_KEY"' in log
@@ -379,10 +380,10 @@ def test_minisgl_serve_reports_startup_errors_in_one_line(tmp_path: Path, port: 
     with bind(ServerConfig(port=0)) as listener:
         taken_port = listener.getsockname()[1]
         with running(*serve(tmp_path, taken_port)) as process:
-            _, taken = process.communicate()
+            _, taken = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 2
     with running(*serve(tmp_path / "missing", 0)) as process:
-        _, missing = process.communicate()
+        _, missing = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 2
     for text, word in ((taken, "--port"), (missing, "missing")):
         assert word in text
